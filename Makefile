@@ -1,0 +1,39 @@
+# make train   sets up .venv and trains the default model       make check   ruff and mypy
+# make test    sets up .venv and runs the tests                 make help    the rest
+PYTHON ?= python3
+BIN := .venv/bin
+# The CUDA build of torch where an NVIDIA GPU is visible, else the pinned build that CI tests.
+TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+
+.PHONY: help train check test test-full test-gpu clean
+
+help:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "lockstep needs Python >= 3.11; choose one with: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+train: .venv/ready ## train the default model on this machine's Python library (about two minutes)
+	$(BIN)/lockstep train --experiment-name first-light
+
+check: .venv/ready ## ruff (lint and format) and mypy (strict)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: .venv/ready ## every test that needs no GPU, except the slow ones
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-full: .venv/ready ## the slow tests too
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+clean: ## removes the virtual environment and every cache
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

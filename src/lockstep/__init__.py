@@ -1,0 +1,19 @@
+"""lockstep: one training loop that gives the same PyTorch training on any number of devices.
+
+Importing this loads no torch: the names below are imported when they are first used.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# The public names and the modules that define them.
+_HOME: dict[str, str] = {}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)

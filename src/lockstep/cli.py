@@ -1,0 +1,64 @@
+"""`lockstep COMMAND ...`: finds the command's module, calls it, turns what it raises into one line and an exit code.
+
+Importing this loads neither torch nor anything of lockstep but its errors: `lockstep --help` answers at once.
+"""
+
+import difflib
+import importlib
+import sys
+
+from lockstep.errors import LockstepError, UsageError
+
+__all__ = ["main"]
+
+# command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
+COMMANDS = {
+    "train": ("lockstep.run", "command", "train a model; the same --experiment-name resumes"),
+    "checkpoint": ("lockstep.checkpoint.command", "command", "list, inspect or verify the checkpoints of a run"),
+    "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
+}
+
+USAGE = """usage: lockstep COMMAND [flags]     (lockstep COMMAND --help for the flags of one)
+
+One training loop that gives the same training on any number of devices, and can prove it.
+
+{commands}
+
+On several processes: torchrun --standalone --nproc-per-node 4 -m lockstep train [flags]"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command that `argv` (default: the process's arguments) names, and exits with its code."""
+    try:
+        code = dispatch(sys.argv[1:] if argv is None else argv)
+    except LockstepError as error:
+        print(f"lockstep: error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # `lockstep ... | head`
+        code = 141
+    sys.exit(code)
+
+
+def dispatch(argv: list[str]) -> int:
+    """Runs `argv` = [command, *flags] and returns its exit code. Raises UsageError for an unknown command."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"lockstep {importlib.import_module('lockstep').__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "`lockstep --help` lists the commands"
+        raise UsageError(f"unknown command '{argv[0]}': {hint}")
+    module, function, _ = COMMANDS[argv[0]]
+    code: int = getattr(importlib.import_module(module), function)(argv[1:])
+    return code
+
+
+def usage() -> str:
+    """The text of `lockstep --help`."""
+    return USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()))
