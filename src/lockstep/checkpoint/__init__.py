@@ -1,0 +1,29 @@
+"""Checkpoints: immutable folders of safetensors and JSON that any world size and engine can read. See store.py."""
+
+from lockstep.checkpoint.store import (
+    clean,
+    fingerprint,
+    fingerprint_of,
+    list_steps,
+    load,
+    newest,
+    path_of,
+    read_state,
+    retain,
+    save,
+    verify,
+)
+
+__all__ = [
+    "clean",
+    "fingerprint",
+    "fingerprint_of",
+    "list_steps",
+    "load",
+    "newest",
+    "path_of",
+    "read_state",
+    "retain",
+    "save",
+    "verify",
+]

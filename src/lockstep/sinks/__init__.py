@@ -1,0 +1,73 @@
+"""Where records go: the terminal, metrics.jsonl, log files.
+
+    sinks = Sinks([Console(steps=1000), JsonLines(folder / "metrics.jsonl")])
+    sinks.start(info)
+    sinks.log(record)
+    sinks.close(summary)
+
+A record is a flat dict of names and numbers. A training record has global_step, epoch, epoch_progress,
+num_batches_remaining, lr, running_loss, grad_norm, items_per_second, memory (bytes) and time/data, time/forward,
+time/backward, time/update, time/total (milliseconds, averages); an evaluation record has global_step, evaluation/loss,
+evaluation/items and further evaluation/NAME.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+__all__ = ["Sink", "Sinks"]
+
+
+class Sink(Protocol):
+    """One place where records go. Called on rank 0 alone, between steps."""
+
+    def start(self, info: dict[str, Any]) -> None:
+        """The run begins; `info` says which."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Takes a record. It must not change it, nor keep the loop waiting."""
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        """The run ended; None where it failed. Called once, also after an error of `start` or `log`."""
+
+
+class Sinks:
+    """Several sinks as one. One that fails is reported once, as a warning, and never stops the run.
+
+    A sink whose `start` failed gets no records; one whose `log` failed gets the next record all the same, as a full
+    disk or a lost network may come back.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._reported: set[int] = set()
+
+    def start(self, info: dict[str, Any]) -> None:
+        """Starts each sink; those that fail are left out from here on."""
+        self._sinks = [sink for sink in self._sinks if self._holds(sink, partial(sink.start, info))]
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Gives the record to each sink."""
+        for sink in self._sinks:
+            self._holds(sink, partial(sink.log, record))
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        """Closes each sink, in the order in which they were given."""
+        for sink in self._sinks:
+            self._holds(sink, partial(sink.close, summary))
+
+    def _holds(self, sink: Sink, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except Exception as error:  # whatever a third party's service throws; Ctrl-C passes
+            if id(sink) not in self._reported:
+                self._reported.add(id(sink))
+                logging.getLogger("lockstep").warning(
+                    "%s failed and may miss records: %s: %s; training goes on",
+                    type(sink).__name__,
+                    type(error).__name__,
+                    error,
+                )
+            return False
+        return True

@@ -1,0 +1,122 @@
+"""Is a checkpoint whole?
+
+problems = verify(path)             [] when it is
+tensors = contents(path, manifest)  what its indexes say, held against the files
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.files import damage, printable
+from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
+from lockstep.checkpoint.index import Entry, Header, read_header, read_index
+from lockstep.checkpoint.layout import CODES, Block
+from lockstep.errors import CheckpointError
+
+__all__ = ["Stored", "contents", "tiles", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a checkpoint: dtype name, global shape, and the slices that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    entries: list[Entry]
+
+
+def verify(path: Path) -> list[str]:
+    """Everything that is wrong with the checkpoint in the folder `path`, one line each; [] when it is whole.
+
+    Checked are every file's existence, kind, size and checksum, files that do not belong there, and that the slices in
+    the indexes are in the files and cover every tensor exactly once. All of it is read once; nothing is kept in memory.
+    """
+    try:
+        manifest = read_manifest(path)
+        problems = _strangers(path, manifest)
+        for name, file in sorted(manifest.files.items()):
+            problem = damage(path / name, file["size"], file["xxh3_64"])
+            if problem:
+                problems.append(problem)
+        if not problems:
+            read_state(path)
+            contents(path, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{printable(path.name)} cannot be read: {error.strerror}"]
+    return problems
+
+
+def _strangers(path: Path, manifest: Manifest) -> list[str]:
+    known = {MANIFEST, *manifest.files}
+    return [
+        f"{printable(path.name)}/{printable(found.name)} does not belong there"
+        for found in sorted(path.iterdir())
+        if found.name not in known
+    ]
+
+
+def contents(path: Path, manifest: Manifest) -> dict[str, Stored]:
+    """Every tensor of the checkpoint by name, second names included, after all indexes and headers were compared.
+
+    Raises:
+        CheckpointError: they do not hold together; the file or the tensor is named.
+    """
+    found: dict[str, Stored] = {}
+    aliases: dict[str, str] = {}
+    listed: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
+    headers = {name: read_header(path / name) for name in listed}
+    for index in sorted(name for name in manifest.files if name.startswith("rank-") and name.endswith(".json")):
+        entries, names = read_index(path, index, manifest.files)
+        aliases |= names
+        for entry in entries:
+            where = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
+            if headers[entry.file].get(entry.key) != (CODES[entry.dtype], entry.local):
+                raise CheckpointError(f"{where} is not so in {entry.file}")
+            stored = found.setdefault(entry.name, Stored(entry.dtype, entry.shape, []))
+            if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(f"{where} has another dtype or shape than in another index")
+            stored.entries.append(entry)
+            listed[entry.file].add(entry.key)
+    _check_complete(path, found, headers, listed)
+    return found | _resolved(path, found, aliases)
+
+
+def _check_complete(
+    path: Path,
+    found: dict[str, Stored],
+    headers: dict[str, Header],
+    listed: dict[str, set[str]],
+) -> None:
+    for file, keys in listed.items():
+        stray = headers[file].keys() - keys
+        if stray:
+            raise CheckpointError(f"{printable(path.name)}/{file}: no index has {printable(min(stray), 120)!r}")
+    for name, stored in found.items():
+        if not tiles([entry.block for entry in stored.entries], stored.shape):
+            raise CheckpointError(
+                f"{printable(path.name)}: the slices of {printable(name, 120)!r} do not cover it exactly once"
+            )
+
+
+def _resolved(path: Path, found: dict[str, Stored], aliases: dict[str, str]) -> dict[str, Stored]:
+    for alias, name in aliases.items():
+        if alias in found or name not in found:
+            raise CheckpointError(f"{printable(path.name)}: {printable(alias, 120)!r} is a second name of no tensor")
+    return {alias: found[name] for alias, name in aliases.items()}
+
+
+def tiles(blocks: list[Block], shape: tuple[int, ...], dimension: int = 0) -> bool:
+    """Whether the blocks cover `shape` exactly once, cut as sharding cuts: through, dimension by dimension."""
+    if dimension == len(shape):
+        return len(blocks) == 1
+    bands: dict[tuple[int, int], list[Block]] = {}
+    for block in blocks:
+        bands.setdefault((block.offsets[dimension], block.shape[dimension]), []).append(block)
+    end = 0
+    for begin, count in sorted(bands):
+        if begin != end or (count == 0 and shape[dimension] > 0):
+            return False
+        end += count
+    return bool(bands) and end == shape[dimension] and all(tiles(band, shape, dimension + 1) for band in bands.values())

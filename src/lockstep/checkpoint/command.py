@@ -1,0 +1,179 @@
+"""`lockstep checkpoint list | inspect | verify RUN`.
+
+lockstep checkpoint list outputs/first          a table: step, epoch, size, written, engine, world, whole
+lockstep checkpoint inspect outputs/first       the newest whole one, with its fingerprint
+lockstep checkpoint verify outputs/first        one line each; exit code 3 when one is damaged
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.checkpoint.check import Stored, contents
+from lockstep.checkpoint.files import printable
+from lockstep.checkpoint.format import read_manifest, step_of
+from lockstep.checkpoint.index import itemsize
+from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
+from lockstep.errors import CheckpointError, ConfigError, DifferenceError
+
+__all__ = ["command"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, like every other error of the command line."""
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+
+
+def command(argv: list[str]) -> int:
+    """Runs `lockstep checkpoint` with the arguments `argv` and returns its exit code: 0, or 3 for damage found.
+
+    Raises:
+        CheckpointError: there is no such run or no such checkpoint.
+        ConfigError: a flag that does not exist.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    paths = _checkpoints(Path(arguments.run), arguments.step)
+    if arguments.action == "list":
+        return _list(paths)
+    if arguments.action == "verify":
+        return _verify(paths)
+    return _inspect(paths, arguments.tensors)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lockstep checkpoint", description="List, inspect or verify the checkpoints of a run.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list | inspect | verify")
+    for name, text in (
+        ("list", "a table of the checkpoints: step, epoch, size, written, engine, world size, whole or not"),
+        ("inspect", "what is in one checkpoint, with its fingerprint; the newest whole one by default"),
+        ("verify", "check every file of every checkpoint; exit code 3 when something is damaged"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
+        action.add_argument("--step", type=int, help="only the checkpoint of this step")
+        if name == "inspect":
+            action.add_argument("--tensors", action="store_true", help="list every tensor")
+    return parser
+
+
+def _checkpoints(run: Path, step: int | None) -> list[Path]:
+    """The folders meant by RUN and --step, ascending by step; at least one."""
+    shown = printable(str(run))
+    if step_of(run.resolve().name) is not None and run.is_dir():
+        paths = [run.resolve()]
+    elif (run / "checkpoints").is_dir():
+        paths = [path_of(run, each) for each in list_steps(run)]
+    else:
+        raise CheckpointError(f"{shown} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
+    if not paths:
+        raise CheckpointError(f"{shown} has no checkpoint yet; it gets one every --ckpt-freq steps and at its end")
+    chosen = [path for path in paths if step is None or step_of(path.name) == step]
+    if not chosen:
+        known = ", ".join(str(step_of(path.name)) for path in paths[-5:])
+        raise CheckpointError(f"{shown} has no checkpoint of step {step}; the newest ones are {known}")
+    return chosen
+
+
+def _list(paths: list[Path]) -> int:
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "epoch", "size", "written", "engine", "world", "whole"):
+        table.add_column(title, justify="left" if title in ("engine", "whole") else "right", no_wrap=True)
+    damaged = []
+    for path in paths:
+        problems = verify(path)
+        damaged += problems
+        table.add_row(*(Text(printable(cell, 40)) for cell in (str(step_of(path.name)), *_row(path), _yes(problems))))
+    Console(highlight=False).print(table)
+    for line in damaged:
+        print(line)
+    return 0
+
+
+def _yes(problems: list[str]) -> str:
+    return "no" if problems else "yes"
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    """Epoch, size, time, engine and world size, as far as a damaged checkpoint still says so."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return ("?",) * 5
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(manifest.written, 1 << 40)))
+    return _epoch(path), _bytes(manifest.size), when, manifest.engine, str(manifest.world)
+
+
+def _epoch(path: Path) -> str:
+    try:
+        return str(read_state(path).get("epoch", "-"))
+    except CheckpointError:
+        return "?"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _verify(paths: list[Path]) -> int:
+    damaged = 0
+    for path in paths:
+        problems = verify(path)
+        damaged += bool(problems)
+        print(f"{path.name}: {'; '.join(problems) if problems else 'whole'}")
+    return DifferenceError.exit_code if damaged else 0
+
+
+def _inspect(paths: list[Path], tensors: bool) -> int:
+    path = _newest_whole(paths)
+    manifest, state = read_manifest(path), read_state(path)
+    stored = contents(path, manifest)
+    model = [each for name, each in stored.items() if name.startswith("model/")]
+    rows: dict[str, Any] = {
+        "checkpoint": path,
+        "step": manifest.step,
+        "epoch": state.get("epoch", "-"),
+        "world size": manifest.world,
+        "engine": manifest.engine,
+        "tensors": len(stored),
+        "parameters": f"{sum(math.prod(each.shape) for each in _once(model)):,}",
+        "bytes": f"{manifest.size:,}",
+    }
+    for title, value in rows.items():
+        print(f"{title:<12} {printable(str(value))}")
+    if model:
+        print(f"fingerprint {fingerprint(path)}")
+    if tensors:
+        for name, each in sorted(stored.items()):
+            size = math.prod(each.shape) * itemsize(each.dtype)
+            print(f"{printable(name)}  {each.dtype}  {list(each.shape)}  {_bytes(size)}")
+    return 0
+
+
+def _once(tensors: list[Stored]) -> list[Stored]:
+    """Each stored tensor once, also where it has two names."""
+    return list({id(each): each for each in tensors}.values())
+
+
+def _newest_whole(paths: list[Path]) -> Path:
+    for path in reversed(paths):
+        problems = verify(path)
+        if not problems:
+            return path
+        print(f"skipped checkpoint {path.name}: {problems[0]}", file=sys.stderr)
+    raise CheckpointError("no checkpoint here is whole; `lockstep checkpoint verify RUN` says what is wrong with each")

@@ -1,0 +1,194 @@
+"""Files that are written once, synced, and believed only when their checksum holds.
+
+    written = write_file(folder / "state.json", [b"{}"])      {"size": 2, "xxh3_64": "..."}
+    problem = damage(folder / "state.json", written["size"], written["xxh3_64"])
+
+Nothing here knows what a file means. Text that came out of a file goes through `printable` before a person sees it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+__all__ = [
+    "damage",
+    "parse_json",
+    "printable",
+    "read_file",
+    "refusal",
+    "remove",
+    "sync_folder",
+    "together",
+    "write_file",
+]
+
+T = TypeVar("T")
+
+_CHUNK = 4 << 20  # bytes; small enough that what was just hashed is still in the cache when it is written
+
+
+def printable(text: str, limit: int = 300) -> str:
+    """`text` on one line with control characters escaped (they could drive a terminal), cut to `limit` characters."""
+    shown = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """What `action` returns, once it has succeeded on every rank. Collective.
+
+    Raises:
+        CheckpointError: the file system refused `action` on this rank.
+        PeerError: it failed on another rank, which is named.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except OSError as found:
+        error = CheckpointError(refusal(found))
+        error.__cause__ = found
+    except Exception as found:  # a bug on one rank must not leave the others waiting
+        error = found
+    world.check(error)  # collective
+    return result  # type: ignore[return-value]
+
+
+def refusal(error: OSError) -> str:
+    """One line for what the file system refused: the file, the reason, the way out."""
+    where = printable(str(error.filename)) if error.filename else "the checkpoint's folder"
+    return (
+        f"{where}: {error.strerror or error}; check the free space and the permissions there, and that every node "
+        "sees the same --save-dir"
+    )
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Creates `path`, writes `chunks` one after the other and syncs it to the disk.
+
+    The file must not exist: nothing that somebody planted there, a link least of all, is written through.
+
+    Returns:
+        {"size": bytes, "xxh3_64": checksum as 16 hexadecimal digits}.
+
+    Raises:
+        OSError: the file exists, or the disk is full; the error's `filename` is set.
+    """
+    digest = xxhash.xxh3_64()
+    size = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(path, flags, 0o666), "wb", buffering=1 << 20) as file:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                size += view.nbytes
+                for start in range(0, view.nbytes, _CHUNK):
+                    digest.update(view[start : start + _CHUNK])
+                    file.write(view[start : start + _CHUNK])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write's own error does not say which file
+        raise
+    return {"size": size, "xxh3_64": digest.hexdigest()}
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes. Links are not followed.
+
+    Raises:
+        CheckpointError: there is no such file, it is a link or no file, it is larger, or it cannot be read.
+    """
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{_shown(path)} is not a regular file")
+        if found.st_size > limit:
+            raise CheckpointError(f"{_shown(path)} has {found.st_size} bytes, more than the {limit} it may have")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            return file.read(limit)
+    except FileNotFoundError:
+        raise CheckpointError(f"{_shown(path)} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{_shown(path)} cannot be read: {error.strerror}") from error
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """What the JSON in `data`, the content of `path`, says. No key twice, no nesting that exhausts the stack.
+
+    Raises:
+        CheckpointError: it is not such JSON.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except RecursionError:
+        raise CheckpointError(f"{_shown(path)} is nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{_shown(path)} is not valid JSON: {printable(str(error), 120)}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def damage(path: Path, size: int, checksum: str | None) -> str | None:
+    """What is wrong with the file: missing, a link, another size, another xxh3_64 (None: not read). None when whole."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            return f"{_shown(path)} is not a regular file"
+        if found.st_size != size:
+            return f"{_shown(path)} has {found.st_size} bytes instead of {size}"
+        if checksum is not None and _checksum(path) != checksum:
+            return f"{_shown(path)} is damaged: its checksum is not the manifest's"
+    except FileNotFoundError:
+        return f"{_shown(path)} is missing"
+    except OSError as error:
+        return f"{_shown(path)} cannot be read: {error.strerror}"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _shown(path: Path) -> str:
+    return printable(f"{path.parent.name}/{path.name}")
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in the folder last through a power cut: a file's own sync does not."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder with all in it, a file, or a link but not what it leads to. What cannot be deleted stays."""
+    with contextlib.suppress(OSError):  # a leftover does no harm; an error here would hide the one that matters
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

@@ -1,0 +1,159 @@
+"""What stands in a checkpoint's folder, and the reading of it that believes nothing.
+
+    checkpoints/step-00000500/
+        rank-00000.safetensors   the tensors, or slices of them, that rank 0 wrote
+        rank-00000.json          its index: [{name, dtype, shape, offsets, local, file, key}], and the second names
+        state.json               plain numbers and strings of the run
+        manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last
+
+Sizes and shapes are held against the files' real sizes before any memory is taken for them; names cannot leave the
+folder; a link in it is refused. Every function raises CheckpointError, in one line that names the file.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lockstep.checkpoint.files import parse_json, printable, read_file
+from lockstep.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "JSON_LIMIT",
+    "MANIFEST",
+    "STATE",
+    "Manifest",
+    "dump",
+    "is_size",
+    "read_manifest",
+    "read_state",
+    "step_name",
+    "step_of",
+]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+_FILE = re.compile(r"rank-\d{5,9}\.(safetensors|json)|state\.json", re.ASCII)
+_STEP = re.compile(r"step-\d{8,18}", re.ASCII)
+_HEX = re.compile(r"[0-9a-f]{16}", re.ASCII)
+JSON_LIMIT = 64 << 20  # bytes: an index of some 300,000 slices; what Python makes of it fits into memory
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The list of files, and how they came to be. `written`: seconds since 1970; `files`: name -> {size, xxh3_64}."""
+
+    step: int
+    world: int
+    engine: str
+    written: int
+    files: dict[str, dict[str, Any]]
+    format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files that it lists."""
+        return sum(file["size"] for file in self.files.values())
+
+    def dump(self) -> bytes:
+        """The file's content. Its own checksum is in it, so that no byte of it can change unseen."""
+        fields = asdict(self)
+        return dump({**fields, "xxh3_64": xxhash.xxh3_64_hexdigest(dump(fields))})
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of this step's checkpoint: "step-00000500" for 500."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """500 for "step-00000500"; None for what is not a checkpoint's name."""
+    if not _STEP.fullmatch(name):
+        return None
+    step = int(name.removeprefix("step-"))
+    return step if step_name(step) == name else None
+
+
+def dump(value: Any, indent: int | None = 1) -> bytes:
+    """`value` as JSON, always the same bytes for the same value.
+
+    Raises:
+        CheckpointError: it takes more bytes than a reader accepts.
+    """
+    data = json.dumps(value, sort_keys=True, indent=indent).encode() + b"\n"
+    if len(data) > JSON_LIMIT:
+        raise CheckpointError(f"{len(data)} bytes of JSON are too much for a checkpoint; keep large data in tensors")
+    return data
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint folder `path`, its own checksum held.
+
+    Raises:
+        CheckpointError: missing, damaged, of a newer format, or of another step than the folder's name says.
+    """
+    file = path / MANIFEST
+    data = read_file(file, JSON_LIMIT)
+    fields = parse_json(data, file)
+    where = printable(f"{path.name}/{MANIFEST}")
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where} is damaged: it is not an object")
+    if type(fields.get("format")) is int and fields["format"] > FORMAT:
+        raise CheckpointError(f"{where} has format {fields['format']}, this lockstep reads {FORMAT}; update lockstep")
+    checksum = fields.pop("xxh3_64", None)
+    if _dump_or_none({**fields, "xxh3_64": checksum}) != data or xxhash.xxh3_64_hexdigest(dump(fields)) != checksum:
+        raise CheckpointError(f"{where} is damaged: its own checksum does not hold")
+    problem = _manifest_problem(fields)
+    if problem:
+        raise CheckpointError(f"{where} is damaged: {problem}")
+    manifest = Manifest(**fields)
+    if path.name != step_name(manifest.step) and step_of(path.name) is not None:
+        raise CheckpointError(f"{where} is that of step {manifest.step}")
+    return manifest
+
+
+def _dump_or_none(value: Any) -> bytes | None:
+    try:
+        return dump(value)
+    except (ValueError, RecursionError, CheckpointError):
+        return None
+
+
+def _manifest_problem(fields: dict[str, Any]) -> str | None:
+    wanted = {"step": int, "world": int, "engine": str, "written": int, "files": dict, "format": int}
+    for key in sorted(wanted.keys() | fields.keys()):
+        if key not in wanted or type(fields.get(key)) is not wanted[key]:
+            return f"its field {printable(key, 40)!r} is missing, unknown or of another type"
+    if fields["format"] != FORMAT or fields["step"] < 0 or fields["world"] < 1 or len(fields["engine"]) > 200:
+        return "its format, step, world or engine is out of range"
+    for name, file in fields["files"].items():
+        if not _FILE.fullmatch(name):
+            return f"it lists {printable(name, 80)!r}, which is no file of a checkpoint"
+        if not isinstance(file, dict) or file.keys() != {"size", "xxh3_64"} or not is_size(file["size"]):
+            return f"the size of {name} is missing or out of range"
+        if not isinstance(file["xxh3_64"], str) or not _HEX.fullmatch(file["xxh3_64"]):
+            return f"the checksum of {name} is missing or malformed"
+    return None if STATE in fields["files"] else f"it does not list {STATE}"
+
+
+def is_size(value: Any) -> bool:
+    """Whether `value` is a number of bytes or of elements that can be true."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The plain numbers and strings that were saved with the checkpoint in the folder `path`.
+
+    Raises:
+        CheckpointError: missing or not a JSON object.
+    """
+    state = parse_json(read_file(path / STATE, JSON_LIMIT), path / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{printable(path.name)}/{STATE} is damaged: it is not an object")
+    return state

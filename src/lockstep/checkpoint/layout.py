@@ -1,0 +1,217 @@
+"""Which rank writes which part of which tensor.
+
+    share = share_out(tensors, world)       share.pieces: what this rank writes; share.aliases: second names
+    block_of(tensor)                        which part of the full tensor this rank holds
+
+A plain tensor is the same on every rank and is written by one; a DTensor's slices are written by those who hold them.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import xxhash
+
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["CODES", "Block", "Piece", "Share", "block_of", "dtype_name", "local_of", "share_out"]
+
+# torch dtype name -> the code of the safetensors format
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box in a tensor: where it begins and how far it goes, one number a dimension. A scalar's are both ()."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the tensor `name` of global `shape`: this rank's `local` tensor, which lies at `offsets`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes: its pieces, second names of tied tensors (alias -> name), and what all ranks agree on."""
+
+    pieces: list[Piece]
+    aliases: dict[str, str]
+    summary: dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without its package: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    # Asked of the tensor, not of its class: to import that costs half a second, too much for runs without DTensors.
+    return hasattr(tensor, "placements")
+
+
+def _kind(placement: object) -> str:
+    # By name for the same reason, and exactly: a strided shard is a kind of Shard but lies elsewhere.
+    return type(placement).__name__
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that lies on this rank, without gradient; it shares its memory."""
+    if _is_dtensor(tensor):
+        with torch.no_grad():
+            return tensor.to_local().detach()
+    return tensor.detach()
+
+
+def block_of(tensor: torch.Tensor) -> Block | None:
+    """The part of the full tensor that this rank holds; None for a DTensor whose mesh leaves this rank out.
+
+    Raises:
+        CheckpointError: a placement that is neither Shard nor Replicate.
+    """
+    shape = list(tensor.shape)
+    offsets = [0] * len(shape)
+    if not _is_dtensor(tensor):
+        return Block(tuple(offsets), tuple(shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    placements: Sequence[Any] = tensor.placements
+    for placement, ranks, index in zip(placements, tensor.device_mesh.shape, coordinate, strict=True):
+        if _kind(placement) == "Shard":
+            # As torch.chunk cuts: equal rows of ceil(n / ranks), the last ones shorter or empty.
+            rows = math.ceil(shape[placement.dim] / ranks)
+            start = min(index * rows, shape[placement.dim])
+            offsets[placement.dim] += start
+            shape[placement.dim] = min(rows, shape[placement.dim] - start)
+        elif _kind(placement) != "Replicate":
+            raise CheckpointError(f"a DTensor placed as {placement} cannot be kept; redistribute it to Shard first")
+    return Block(tuple(offsets), tuple(shape))
+
+
+def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
+    """What this rank writes of `tensors` (the same names on every rank), so that all is written once and in parallel.
+
+    Raises:
+        CheckpointError: a tensor that cannot be kept (its dtype, layout or placement), which is named.
+    """
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    names = sorted(tensors)
+    aliases = _ties(tensors, names)
+    whole = [name for name in names if name not in aliases and _is_whole(tensors[name], world)]
+    owners = _owners([(local_of(tensors[name]).nbytes, name) for name in whole], world.size)
+    pieces = []
+    for name in (name for name in names if name not in aliases):
+        mine = owners[name] == world.rank if name in owners else _is_writer(tensors[name])
+        block = block_of(tensors[name])
+        if mine and block is not None:
+            pieces.append(_piece(name, tensors[name], block))
+    kept = {piece.name for piece in pieces}
+    tied = {alias: name for alias, name in aliases.items() if name in kept}
+    return Share(pieces, tied, _summary(tensors, names, whole))
+
+
+def _piece(name: str, tensor: torch.Tensor, block: Block) -> Piece:
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 0:  # there is nothing to cut: kept as one
+        return Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
+    return Piece(name, shape, block.offsets, local_of(tensor))
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    problem = None
+    if not isinstance(name, str) or not 0 < len(name) <= 1000 or name == "__metadata__":
+        problem = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        problem = "it has no dense values (a meta or sparse tensor)"
+    elif dtype_name(tensor.dtype) not in CODES:
+        problem = f"the format has no {dtype_name(tensor.dtype)}"
+    if problem:
+        raise CheckpointError(f"the tensor {name!r:.300} cannot be kept in a checkpoint: {problem}")
+
+
+def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
+    """{second name: first name} of tensors that share all their memory. A rank with an empty shard sees no tie."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name in names:
+        tensor, local = tensors[name], local_of(tensors[name])
+        if local.numel():
+            placed = tensor.placements if _is_dtensor(tensor) else None
+            identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed)
+            kept = first.setdefault(identity, name)
+            if kept != name:
+                aliases[name] = kept
+    return aliases
+
+
+def _is_whole(tensor: torch.Tensor, world: World) -> bool:
+    """Whether every rank of the world holds all of it, so that any of them may write it."""
+    if not _is_dtensor(tensor):
+        return True
+    return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
+
+
+def _is_writer(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds a part of the DTensor that is not empty and of which it has the first copy."""
+    assert _is_dtensor(tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    if tensor.numel() == 0:  # no rank has a part; one of them must keep the name
+        return not any(coordinate)
+    copies = [at for at, place in zip(coordinate, tensor.placements, strict=True) if _kind(place) == "Replicate"]
+    return not any(copies) and local_of(tensor).numel() > 0
+
+
+def _owners(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
+    """{name: rank}: the largest first, each to the rank with the least bytes so far."""
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = {}
+    for size, name in sorted(sizes, reverse=True):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + size, rank))
+        owners[name] = rank
+    return owners
+
+
+def _summary(tensors: dict[str, torch.Tensor], names: list[str], whole: list[str]) -> dict[str, Any]:
+    digest = xxhash.xxh3_64()
+    for name in names:
+        digest.update(repr((name, dtype_name(tensors[name].dtype), tuple(tensors[name].shape))).encode())
+    return {
+        "tensors": len(names),
+        "names and shapes": digest.hexdigest(),
+        "replicated": xxhash.xxh3_64_hexdigest(repr(whole).encode()),
+    }

@@ -1,0 +1,186 @@
+"""`load`: every rank reads just the slices that it needs, whatever world wrote them.
+
+    load(path, {"model/weight": tensor, ...}, world)    fills the tensors in place
+    fingerprint(path)                                   "sha256:..." of the full model state
+
+Nothing is read before the manifest, the sizes and the checksums hold, and nothing is written into a tensor before all
+names, dtypes and shapes agree on every rank.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from lockstep.checkpoint.check import Stored, contents
+from lockstep.checkpoint.files import damage, printable, together
+from lockstep.checkpoint.format import Manifest, read_manifest
+from lockstep.checkpoint.index import Entry
+from lockstep.checkpoint.layout import Block, block_of, dtype_name, local_of
+from lockstep.checkpoint.write import bytes_of
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+__all__ = ["fingerprint", "fingerprint_of", "load"]
+
+
+def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> None:
+    """Fills `wanted` in place from the checkpoint folder `path`. Collective over the ranks of `world`.
+
+    Names up to the first "/" are groups; of each group that occurs in `wanted` all of the checkpoint's tensors must be
+    wanted. So {"model/..."} alone starts from weights alone, and a forgotten weight is still an error.
+
+    Args:
+        wanted: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
+        world: its ranks share out the checking of the files; None: this process is alone and checks what it reads.
+
+    Raises:
+        CheckpointError: damaged files; names, dtypes or shapes that differ (up to three are named). Nothing was filled.
+        PeerError: another rank found so.
+    """
+    everybody = world or World()
+    stored = together(everybody, lambda: _checked(path, wanted, world))  # collective
+    together(everybody, lambda: _fill_all(path, wanted, stored))  # collective
+
+
+def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> dict[str, Stored]:
+    manifest = read_manifest(path)
+    for name, file in manifest.files.items():
+        small = name.endswith(".json")  # every rank reads these, so every rank checks them
+        _raise(damage(path / name, file["size"], file["xxh3_64"] if small else None))
+    stored = contents(path, manifest)
+    _match(path, wanted, stored)
+    for name in _to_check(manifest, wanted, stored, world):
+        _raise(damage(path / name, manifest.files[name]["size"], manifest.files[name]["xxh3_64"]))
+    return stored
+
+
+def _raise(problem: str | None) -> None:
+    if problem:
+        raise CheckpointError(f"{problem}; resume from an older checkpoint")
+
+
+def _to_check(
+    manifest: Manifest, wanted: dict[str, torch.Tensor], stored: dict[str, Stored], world: World | None
+) -> list[str]:
+    """The data files whose checksums this rank takes: alone, those it reads; among others, its share of all."""
+    if world is None:
+        return sorted({entry.file for name in wanted for entry in stored[name].entries})
+    data = [name for name in manifest.files if name.endswith(".safetensors")]
+    data.sort(key=lambda name: (-manifest.files[name]["size"], name))
+    return data[world.rank :: world.size]
+
+
+def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:
+    groups = {name.partition("/")[0] for name in wanted}
+    theirs = {name for name in stored if name.partition("/")[0] in groups}
+    _complain(path, "has no", sorted(wanted.keys() - theirs))
+    _complain(path, "also has", sorted(theirs - wanted.keys()))
+    differing = [
+        f"{name} ({stored[name].dtype} {list(stored[name].shape)}, not {dtype_name(tensor.dtype)} {list(tensor.shape)})"
+        for name, tensor in sorted(wanted.items())
+        if (stored[name].dtype, stored[name].shape) != (dtype_name(tensor.dtype), tuple(tensor.shape))
+    ]
+    _complain(path, "differs in", differing)
+
+
+def _complain(path: Path, verb: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(printable(name, 150) for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint {printable(path.name)} {verb} {shown}{more}; use the model and the optimizer that wrote it"
+        )
+
+
+def _fill_all(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:
+    with ExitStack() as stack:
+        read = _reader(path, stack)
+        for name, tensor in wanted.items():
+            block = block_of(tensor)
+            if block is not None:
+                _fill(local_of(tensor), block, stored[name], read)
+
+
+Read = Callable[[Entry, tuple[slice, ...]], torch.Tensor]
+
+
+def _reader(path: Path, stack: ExitStack) -> Read:
+    """A function that reads a part of a slice through a memory map. Each file is opened once, until `stack` closes."""
+
+    @cache
+    def opened(file: str) -> Any:
+        return stack.enter_context(safe_open(path / file, framework="pt"))
+
+    def read(entry: Entry, part: tuple[slice, ...]) -> torch.Tensor:
+        whole = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
+        file = opened(entry.file)
+        tensor: torch.Tensor = file.get_tensor(entry.key) if whole else file.get_slice(entry.key)[part]
+        return tensor
+
+    return read
+
+
+def _fill(target: torch.Tensor, block: Block, stored: Stored, read: Read) -> None:
+    """Copies into `target`, which is the `block` of the full tensor, whatever of it the slices hold."""
+    for entry in stored.entries:
+        low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
+        ends = [_ends(each) for each in (block, entry.block)]
+        high = [min(pair) for pair in zip(*ends, strict=True)]
+        if all(begin < end for begin, end in zip(low, high, strict=True)):
+            target[_cut(low, high, block.offsets)].copy_(read(entry, _cut(low, high, entry.offsets)))
+
+
+def _ends(block: Block) -> list[int]:
+    return [begin + count for begin, count in zip(block.offsets, block.shape, strict=True)]
+
+
+def _cut(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(begin - zero, end - zero) for begin, end, zero in zip(low, high, origin, strict=True))
+
+
+def fingerprint(path: Path, prefix: str = "model/") -> str:
+    """The sha256 over the full tensors whose names begin with `prefix`, whatever world or engine wrote them.
+
+    The files are checked first. One full tensor is in memory at a time. A tied tensor counts under each of its names.
+
+    Raises:
+        CheckpointError: damaged, or without such tensors.
+    """
+    manifest = read_manifest(path)
+    for name, file in manifest.files.items():
+        _raise(damage(path / name, file["size"], file["xxh3_64"]))
+    stored = {name: each for name, each in contents(path, manifest).items() if name.startswith(prefix)}
+    if not stored:
+        raise CheckpointError(f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}")
+    with ExitStack() as stack:
+        read = _reader(path, stack)
+        return _digest((name.removeprefix(prefix), _full(stored[name], read)) for name in sorted(stored))
+
+
+def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
+    """The same digest of full, plain tensors in memory, by name without a prefix."""
+    return _digest((name, tensors[name]) for name in sorted(tensors))
+
+
+def _full(stored: Stored, read: Read) -> torch.Tensor:
+    if len(stored.entries) == 1:
+        return read(stored.entries[0], tuple(slice(0, count) for count in stored.shape))
+    full = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    _fill(full, Block((0,) * len(stored.shape), stored.shape), stored, read)
+    return full
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        # A line of JSON says how many bytes follow, so that no two states have the same stream.
+        digest.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        digest.update(bytes_of(tensor))
+    return f"sha256:{digest.hexdigest()}"

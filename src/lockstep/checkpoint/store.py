@@ -1,0 +1,122 @@
+"""The checkpoints of one run: written once, found again, thinned out.
+
+    path = save(folder, step, tensors, state, world, engine="ddp")
+    path = newest(folder, say=print)            the newest whole one, or None
+    load(path, tensors, world); read_state(path)
+    retain(folder, last=3, best=400, every=0)
+
+`folder` is the run's folder; the checkpoints are in its `checkpoints/`. `save` and `load` are collective; the others
+are for one process, rank 0, that has the run to itself.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.checkpoint.check import verify
+from lockstep.checkpoint.files import printable, refusal, remove, sync_folder
+from lockstep.checkpoint.format import read_state, step_name, step_of
+from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
+from lockstep.checkpoint.write import save
+from lockstep.errors import CheckpointError
+
+__all__ = [
+    "clean",
+    "fingerprint",
+    "fingerprint_of",
+    "list_steps",
+    "load",
+    "newest",
+    "path_of",
+    "read_state",
+    "retain",
+    "save",
+    "verify",
+]
+
+_LEFTOVER = re.compile(r"\.step-\d{8,18}\.(tmp|old)-[0-9a-f]{16}", re.ASCII)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`, whether it exists or not."""
+    return folder / "checkpoints" / step_name(step)
+
+
+def list_steps(folder: Path) -> list[int]:
+    """The steps that the run has a checkpoint of, whole or not, ascending. [] for a run without any."""
+    found = [step_of(path.name) for path in _inside(folder) if path.is_dir()]
+    return sorted(step for step in found if step is not None)
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted((folder / "checkpoints").iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(refusal(error)) from error
+
+
+def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
+    """The folder of the newest whole checkpoint; None when there is none.
+
+    Reads every byte of it. Each newer one that is damaged is passed to `say` with the file and the reason, one line
+    each. Where several ranks resume, rank 0 chooses and tells the others.
+    """
+    for step in reversed(list_steps(folder)):
+        path = path_of(folder, step)
+        problems = verify(path)
+        if not problems:
+            return path
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        say(f"skipped checkpoint {path.name}: {problems[0]}{more}")
+    return None
+
+
+def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
+    """Removes all checkpoints but the `last` newest, the `best` and those whose step is a multiple of `every`.
+
+    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind.
+
+    Args:
+        last: how many of the newest stay, >= 1.
+        best: a step or a checkpoint's folder; None: there is none.
+        every: 0: none stay for their number.
+
+    Returns:
+        the steps removed, ascending.
+
+    Raises:
+        ValueError: `last` < 1 or `every` < 0.
+        CheckpointError: the file system refused.
+    """
+    if last < 1 or every < 0:
+        raise ValueError(f"last ({last}) must be at least 1 and every ({every}) at least 0")
+    kept = step_of(best.name) if isinstance(best, Path) else best
+    steps = list_steps(folder)
+    removed = [step for step in steps[:-last] if step != kept and not (every and step % every == 0)]
+    try:
+        asides = [_put_aside(path_of(folder, step)) for step in removed]
+        if asides:
+            sync_folder(folder / "checkpoints")
+    except OSError as error:
+        raise CheckpointError(refusal(error)) from error
+    for aside in asides:
+        remove(aside)
+    return removed
+
+
+def _put_aside(path: Path) -> Path:
+    aside = path.with_name(f".{path.name}.old-{secrets.token_hex(8)}")
+    os.rename(path, aside)
+    return aside
+
+
+def clean(folder: Path) -> list[str]:
+    """Removes what interrupted saves and removals left behind; returns its names. Not while a save is going on."""
+    found = [path for path in _inside(folder) if _LEFTOVER.fullmatch(path.name)]
+    for path in found:
+        remove(path)
+    return [printable(path.name) for path in found]

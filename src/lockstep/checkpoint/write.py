@@ -1,0 +1,149 @@
+"""`save`: all ranks write their share at once, into a folder that gets its name only when everything is on the disk.
+
+    path = save(run_folder, 500, {"model/weight": tensor, ...}, {"epoch": 1}, world, engine="ddp")
+
+The safetensors files are written here, not by that package's writer: tensor by tensor (one of them in host memory at a
+time), with the checksum taken on the way, and with an error, not a bus error, when the disk is full.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.check import verify
+from lockstep.checkpoint.files import remove, sync_folder, together, write_file
+from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
+from lockstep.checkpoint.layout import CODES, Piece, Share, dtype_name, share_out
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+__all__ = ["bytes_of", "save"]
+
+
+def save(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], world: World, *, engine: str
+) -> Path:
+    """Writes the checkpoint of `step` into `folder`/checkpoints and returns its folder. Collective over all ranks.
+
+    A whole checkpoint of this step that is already there is left as it is; a damaged one is replaced.
+
+    Args:
+        folder: the run's folder, on a file system that all ranks share.
+        step: number of optimizer steps done, >= 0.
+        tensors: by global name ("model/blocks.0.weight"), the same names on every rank; plain tensors, equal on all
+            ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are kept once.
+        state: JSON values (numbers, strings, lists, dicts); rank 0's are kept.
+        engine: its name, for the reader of the manifest.
+
+    Raises:
+        CheckpointError: a tensor or state that cannot be kept, or the file system refused. On every rank; what was
+            written is gone and the older checkpoints are as they were.
+        PeerError: the same, on a rank other than this one.
+    """
+    share = together(world, lambda: share_out(tensors, world))  # collective
+    world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
+    final = folder / "checkpoints" / step_name(step)
+    begun = together(world, lambda: _begin(final, state) if world.is_main else None)  # collective
+    begun = world.gather(begun)[0]  # collective
+    if begun is None:
+        return final
+    temporary = final.parent / begun
+    try:
+        files = together(world, lambda: _write_share(temporary, share, world.rank))  # collective
+        listed = {name: entry for each in world.gather(files) for name, entry in each.items()}  # collective
+        manifest = Manifest(step, world.size, engine, int(time.time()), listed)
+        together(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
+    except BaseException:  # also Ctrl-C: half a checkpoint is of no use to anybody
+        if world.is_main:
+            remove(temporary)
+        raise
+    return final
+
+
+def _begin(final: Path, state: dict[str, Any]) -> str | None:
+    """The name of the temporary folder, made; None when the checkpoint is there and whole."""
+    try:
+        dump(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the state to save is not made of plain numbers and strings: {error}") from error
+    if not final.parent.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(final.parent.parent)
+    if final.is_dir() and not verify(final):
+        return None
+    name = f".{final.name}.tmp-{secrets.token_hex(8)}"
+    (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that is there, also on a planted link
+    return name
+
+
+def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str, Any]]:
+    """Writes this rank's data and index files. Returns {file name: {size, xxh3_64}}, {} when there is nothing."""
+    if not share.pieces:
+        return {}
+    # The widest elements first, so that every tensor lies aligned in the file.
+    pieces = sorted(share.pieces, key=lambda piece: (-piece.local.itemsize, piece.name))
+    data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+    content = {"format": FORMAT, "tensors": [_entry(piece, data) for piece in pieces], "aliases": share.aliases}
+    return {
+        data: write_file(temporary / data, _safetensors(pieces)),
+        index: write_file(temporary / index, [dump(content, indent=None)]),
+    }
+
+
+def _entry(piece: Piece, file: str) -> dict[str, Any]:
+    return {
+        "name": piece.name,
+        "dtype": dtype_name(piece.local.dtype),
+        "shape": piece.shape,
+        "offsets": piece.offsets,
+        "local": list(piece.local.shape),
+        "file": file,
+        "key": piece.name,
+    }
+
+
+def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
+    """The bytes of the file: the header's length (8 bytes, little-endian), the header (JSON), the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.local.numel() * piece.local.itemsize
+        code = CODES[dtype_name(piece.local.dtype)]
+        header[piece.name] = {"dtype": code, "shape": list(piece.local.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for piece in pieces:
+        yield bytes_of(piece.local)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a plain tensor in row-major order, little-endian; copied only from a device or out of strides."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # waits for the device
+    return flat.view(torch.uint8).numpy().data
+
+
+def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Rank 0: state and manifest, then the name. Once renamed, the checkpoint is never changed again."""
+    manifest.files[STATE] = write_file(temporary / STATE, [dump(state)])
+    for name, file in manifest.files.items():
+        if (temporary / name).stat().st_size != file["size"]:
+            raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
+    write_file(temporary / MANIFEST, [manifest.dump()])
+    os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # until here nobody else could look in
+    sync_folder(temporary)
+    aside = None
+    if final.is_symlink() or final.exists():  # a damaged one
+        aside = final.with_name(f".{final.name}.old-{secrets.token_hex(8)}")
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    if aside:
+        remove(aside)

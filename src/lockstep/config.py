@@ -1,0 +1,218 @@
+"""The configuration: frozen dataclasses, filled from defaults < config file < flags.
+
+    config = parse(["--experiment-name", "a", "--optim.weight-decay", "0.05"])      # what `lockstep train` does
+    config = Config(experiment_name="a", optim=Optim(weight_decay=0.05))            # the same in Python
+
+Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
+Whatever holds in here is checked when the object is made, so that no bad value travels further.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from lockstep.errors import ConfigError
+
+__all__ = ["Checkpoint", "Config", "Data", "Model", "Optim"]
+
+
+def option(default: Any, text: str, *choices: str) -> Any:
+    """A field with its help text, and the values it may take where these are few."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """How samples are prepared and loaded."""
+
+    workers: int = option(0, "loader processes a rank; 0 loads in the training process")
+    prefetch: int = option(4, "micro-batches that each loader process keeps ready")
+    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation")
+    vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split")
+    cache: str = option("", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model's own settings."""
+
+    dropout: float = option(0.0, "dropout probability of the built-in models")
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    beta1: float = option(0.9, "decay of the gradient's running mean")
+    beta2: float = option(0.95, "decay of the squared gradient's running mean")
+    eps: float = option(1e-8, "added to the denominator")
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices")
+    decay_embeddings: bool = option(False, "decay embeddings too")
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    schedule: str = option("cosine", "shape of the rate after the warm-up", "cosine", "constant")
+    warmup_steps: int = option(20, "steps of linear warm-up")
+    floor: float = option(0.1, "last learning rate, as a share of --lr")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is kept."""
+
+    keep: int = option(3, "newest checkpoints that are kept, beside the best")
+    every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One run. See the field's help texts, which `lockstep train --help` prints.
+
+    Raises:
+        ConfigError: a value that cannot hold, naming the flag, the value and the way out.
+    """
+
+    experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
+    dataset_name: str = option("builtin:stdlib", "this Python's own library, a text file, or a folder of them")
+    model_name: str = option("builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+    save_dir: str = option("outputs", "where run folders lie")
+    seed: int = option(0, "fixes weights, order, dropout and splits")
+    num_epochs: int = option(1, "passes over the training data")
+    max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
+    stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
+    lr: float = option(1e-3, "peak learning rate")
+    batch_size: int = option(32, "samples in a step, over all ranks")
+    micro_batch_size: int = option(0, "samples in one forward on one device; 0: the batch's largest divisor up to 1/8")
+    seq_len: int = option(256, "tokens in a sample")
+    log_freq: int = option(10, "steps between records")
+    ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
+    eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
+    engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", "single", "ddp")
+    precision: str = option(
+        "float32", "bf16: autocast over float32 parameters", "float32", "bf16", "bf16-true", "float64"
+    )
+    matmul_precision: str = option(
+        "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
+    )
+    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same at every power-of-two world size")
+    compile: bool = option(False, "compile the model with torch.compile")
+    device: str = option("auto", "auto: the local rank's GPU where there is one", "auto", "cpu", "cuda")
+    timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
+    init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
+    resume_anyway: bool = option(False, "resume although the plan differs, saying what changes")
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_name(self.experiment_name)
+        for name, (least, most, what) in _BOUNDS.items():
+            value = lookup(self, name)
+            if not (math.isfinite(value) and least <= value <= most):
+                raise ConfigError(f"{flag(name)} is {value}: it must be {what}")
+        for owner, prefix in sections(self):
+            for spec in dataclasses.fields(owner):
+                choices, value = spec.metadata.get("choices"), getattr(owner, spec.name)
+                if choices and value not in choices:
+                    raise ConfigError(f"{flag(prefix + spec.name)} is '{value}': choose one of {', '.join(choices)}")
+        if not self.micro_batch_size:
+            object.__setattr__(self, "micro_batch_size", default_micro_batch_size(self.batch_size))
+        if self.batch_size % self.micro_batch_size:
+            near = _nearest_divisor(self.batch_size, self.micro_batch_size)
+            raise ConfigError(
+                f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {self.micro_batch_size}: "
+                f"use --micro-batch-size {near}, or leave it out"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """M: micro-batches in a step, over all ranks."""
+        return self.batch_size // self.micro_batch_size
+
+
+# name -> (least, most, what it must be)
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
+    "num_epochs": (1, 10**9, "at least 1"),
+    "max_steps": (0, 10**12, "a number of steps, or 0 for as many as --num-epochs makes"),
+    "stop_at": (0, 10**12, "a step, or 0"),
+    "lr": (0, 1e6, "a finite number, not negative"),
+    "batch_size": (1, 10**9, "at least 1"),
+    "micro_batch_size": (0, 10**9, "at least 1, or 0 for the default"),
+    "seq_len": (1, 10**7, "at least 1"),
+    "log_freq": (1, 10**9, "at least 1"),
+    "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "eval_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "timeout": (0.1, 10**7, "a number of seconds from 0.1"),
+    "data.workers": (0, 1024, "a number of processes from 0 to 1024"),
+    "data.prefetch": (1, 10**4, "at least 1"),
+    "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
+    "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
+    "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),
+    "optim.beta1": (0, 0.999999, "from 0 to below 1"),
+    "optim.beta2": (0, 0.9999999, "from 0 to below 1"),
+    "optim.eps": (0, 1, "from 0 to 1"),
+    "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
+    "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
+    "optim.warmup_steps": (0, 10**12, "a number of steps"),
+    "optim.floor": (0, 1, "a share from 0 to 1"),
+    "checkpoint.keep": (1, 10**6, "at least 1"),
+    "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
+}
+
+
+def sections(config: Config) -> list[tuple[Any, str]]:
+    """The config and each of its sections, with the prefix of their fields: [(config, ""), (data, "data."), ...]."""
+    nested = [spec.name for spec in dataclasses.fields(config) if dataclasses.is_dataclass(spec.type)]
+    return [(config, ""), *((getattr(config, name), f"{name}.") for name in nested)]
+
+
+def lookup(config: Any, name: str) -> Any:
+    """The value of a dotted field name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def flag(name: str) -> str:
+    """`optim.weight_decay` -> `--optim.weight-decay`."""
+    return "--" + name.replace("_", "-")
+
+
+def default_micro_batch_size(batch_size: int) -> int:
+    """The largest divisor of `batch_size` up to an eighth of it: depends on nothing but the batch."""
+    return next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
+
+
+def _nearest_divisor(batch_size: int, size: int) -> int:
+    return next(near for near in range(min(size, batch_size), 0, -1) if batch_size % near == 0)
+
+
+def _check_types(config: Config) -> None:
+    for owner, prefix in sections(config):
+        for spec in dataclasses.fields(owner):
+            value, wanted = getattr(owner, spec.name), cast(type, spec.type)
+            if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+                object.__setattr__(owner, spec.name, float(value))
+            elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+                expected = _KINDS.get(wanted, f"a {wanted.__name__}")
+                raise ConfigError(f"{flag(prefix + spec.name)} is {value!r}: it must be {expected}")
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _check_name(name: str) -> None:
+    shown = name if len(name) <= 60 else name[:57] + "..."
+    problem = ""
+    if not name.strip():
+        problem = "is empty"
+    elif len(name) > 200:
+        problem = f"has {len(name)} characters, more than 200"
+    elif not name.isprintable():
+        problem = "has characters that cannot be printed"
+    elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
+        problem = "would lead out of --save-dir"
+    if problem:
+        raise ConfigError(f"--experiment-name {shown!r} {problem}: use letters, digits, '-', '_' and '.'")

@@ -1,0 +1,216 @@
+"""Where a corpus's text comes from: its files in a fixed order, their checksums, and the split by file.
+
+    sources = find("builtin:stdlib")                    # or a text file, or a folder of them
+    train, evaluation = split(sources, eval_fraction=0.05, seed=0)
+    for text, last in pieces(train): ...
+
+Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens whatever
+system wrote it. A file that is not UTF-8 is known as such and left out.
+"""
+
+import codecs
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from lockstep.errors import DataError
+from lockstep.seeds import derive
+
+__all__ = ["STDLIB", "Source", "Span", "find", "pieces", "split"]
+
+STDLIB = "builtin:stdlib"
+
+# What a folder is searched for; a file that is named itself may have any suffix.
+_PROSE = {".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm"}
+_CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts", ".rb", ".sh", ".sql"}
+_TEXT = frozenset(_PROSE | _CODE)
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+_TESTS = frozenset({"test", "tests", "idle_test"})
+_PIECE = 1 << 20  # bytes read and tokenized at a time; a longer document is cut at the next line's end
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file.
+
+    Attributes:
+        name: its path below the corpus's folder, with "/" on every system.
+        path: where it is.
+        size: bytes.
+        digest: 128-bit xxh3 of its bytes, in hex.
+        readable: whether it is valid UTF-8 and not empty.
+    """
+
+    name: str
+    path: Path
+    size: int
+    digest: str
+    readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One document: the bytes start .. stop - 1 of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+def find(name: str) -> list[Source]:
+    """The files of the corpus `name`, sorted by name, each read once for its checksum.
+
+    Args:
+        name: "builtin:stdlib", a text file, or a folder whose text files (by suffix; hidden ones and installed
+            packages left out) are taken, at any depth.
+
+    "builtin:stdlib" is the `.py` files of the running interpreter's standard library, without its `test` folders. They
+    are more than half of its bytes, they hold long tables of test data, they make preparing take twice as long, and
+    many systems do not install them.
+
+    Raises:
+        DataError: no such file or folder, or no readable text in it.
+    """
+    try:
+        found = _named(name)
+    except OSError as error:
+        raise DataError(f"--dataset-name {name}: cannot read {error.filename}: {error.strerror}; allow it") from error
+    sources = [_scan(label, path, name) for label, path in sorted(found)]
+    if not any(source.readable for source in sources):
+        raise DataError(f"--dataset-name {name}: none of its {len(sources)} files holds UTF-8 text; give text")
+    return sources
+
+
+def _named(name: str) -> list[tuple[str, Path]]:
+    if name == STDLIB:
+        return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIPPED | _TESTS)
+    if name.startswith("builtin:"):
+        raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {STDLIB}")
+    root = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
+    if root.is_file():
+        return [(root.name, root)]
+    if not name or not root.is_dir():
+        raise DataError(
+            f"--dataset-name {name}: no such file or folder; give a text file, a folder of text files, or {STDLIB}"
+        )
+    found = _walk(root, _TEXT, _SKIPPED)
+    if not found:
+        raise DataError(f"--dataset-name {name}: the folder has no text files (.txt, .md, .py, ...); name another")
+    return found
+
+
+def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list[tuple[str, Path]]:
+    found = []
+    for folder, folders, files in os.walk(
+        root, onerror=_refuse
+    ):  # links to folders are not followed: they may lead in a circle
+        folders[:] = [child for child in folders if child not in skipped and not child.startswith(".")]
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix.lower() in suffixes and not file.startswith(".") and path.is_file():
+                found.append((path.relative_to(root).as_posix(), path))
+    return found
+
+
+def _refuse(error: OSError) -> None:
+    raise error  # os.walk would pass over a folder that may not be read, and train on less
+
+
+def _scan(label: str, path: Path, name: str) -> Source:
+    digest, size = xxhash.xxh3_128(), 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    readable = True
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_PIECE):
+                digest.update(block)
+                size += len(block)
+                readable = readable and _decodes(decoder, block)
+    except OSError as error:
+        raise DataError(
+            f"--dataset-name {name}: cannot read {path}: {error.strerror}; remove it or allow it"
+        ) from error
+    whole = readable and _decodes(decoder, b"", final=True)
+    return Source(label, path, size, digest.hexdigest(), whole and size > 0)
+
+
+def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
+    try:
+        decoder.decode(block, final)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def split(sources: list[Source], eval_fraction: float, seed: int) -> tuple[list[Span], list[Span]]:
+    """The readable documents for training and for evaluation, each in the order of their names.
+
+    Files go to the evaluation in an order keyed by (seed, name) while they fit into `eval_fraction` of the bytes; one
+    goes there at least, and one stays. A single file is cut after the line that crosses 1 - `eval_fraction` of it.
+    """
+    readable = [source for source in sources if source.readable]
+    if len(readable) == 1:
+        source = readable[0]
+        cut = _line_end(source, round(source.size * (1.0 - eval_fraction)))
+        return [Span(source.path, 0, cut)], [Span(source.path, cut, source.size)]
+    chosen = _chosen(readable, eval_fraction * sum(source.size for source in readable), seed)
+    spans = [(source in chosen, Span(source.path, 0, source.size)) for source in readable]
+    return [span for evaluates, span in spans if not evaluates], [span for evaluates, span in spans if evaluates]
+
+
+def _chosen(sources: list[Source], room: float, seed: int) -> set[Source]:
+    def rank(source: Source) -> int:
+        return derive(seed, "split", xxhash.xxh3_64_intdigest(os.fsencode(source.name)))
+
+    chosen: set[Source] = set()
+    for source in sorted(sources, key=rank)[:-1]:  # the last one always stays
+        if source.size <= room:
+            chosen.add(source)
+            room -= source.size
+    return chosen or {min(sources, key=lambda source: source.size)}
+
+
+def _line_end(source: Source, position: int) -> int:
+    """The first line's end at or after `position` that is not the file's; where there is none, a character's start."""
+    with source.path.open("rb") as file:
+        file.seek(max(position - 1, 0))
+        file.readline()
+        if file.tell() < source.size:
+            return file.tell()
+        file.seek(position)
+        following = file.read(4)
+    # A byte 10xxxxxx goes on with the character before it.
+    return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
+
+
+def pieces(spans: Iterable[Span]) -> Iterator[tuple[str, bool]]:
+    """The text of each document in pieces of about a megabyte that end with a line, and whether it is the last one.
+
+    Raises:
+        DataError: a file is gone since it was found.
+    """
+    for span in spans:
+        try:
+            with span.path.open("rb") as file:
+                yield from _read(file, span)
+        except OSError as error:
+            raise DataError(f"cannot read {span.path} any more: {error.strerror}; start again") from error
+
+
+def _read(file: BinaryIO, span: Span) -> Iterator[tuple[str, bool]]:
+    file.seek(span.start)
+    while (left := span.stop - file.tell()) > 0:
+        block = file.read(min(_PIECE, left))
+        block += file.readline(max(span.stop - file.tell(), 0))
+        if not block:  # the file became shorter since it was found
+            return
+        yield _text(block), file.tell() >= span.stop
+
+
+def _text(block: bytes) -> str:
+    return block.removeprefix(codecs.BOM_UTF8).decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

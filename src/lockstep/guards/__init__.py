@@ -1,0 +1,1 @@
+"""What watches a run and stops, skips or repairs: one guard a file."""

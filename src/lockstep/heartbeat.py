@@ -1,0 +1,150 @@
+"""The heartbeat: the one small, regular exchange of all ranks.
+
+    beat = Heartbeat(world, ahead=feed.items, constant=None)
+    items = beat.items(step)        # of the whole step, over all ranks; asked ahead, so that nobody waits
+
+One all-gather of a few numbers on a CPU group of its own, issued a step before it is needed. It carries the items of
+the coming steps, the wish to stop and the busy time. It beats every step where items are ragged and steps are long
+enough for it to cost nothing, else every few steps; how many, all ranks derive from the same exchanged numbers.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import PeerError
+from lockstep.world import World
+
+__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "Heartbeat"]
+
+# A beat wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
+RAGGED_SECONDS = 0.02
+# Where it carries no items it is only to agree on stopping.
+STEADY_SECONDS = 0.25
+MOST_STEPS = 16
+_HEADER = 2  # wish to stop, busy seconds a step
+
+
+CONTINUE, SAVE_AND_END, INTERRUPT = 0, 1, 2  # wishes, in order of urgency
+
+
+class _Flight(NamedTuple):
+    """An exchange under way: the first step it is for, how many steps it covers, and where its rows arrive."""
+
+    due: int
+    length: int
+    work: dist.Work
+    rows: list[Tensor]
+
+
+class _Received(NamedTuple):
+    """What the last exchange said: items of `length` steps from `first` on, and how many the next shall cover."""
+
+    first: int
+    length: int
+    items: list[int]
+    next_length: int
+
+
+class Heartbeat:
+    """What the ranks know of each other's coming steps.
+
+    Args:
+        world: the ranks.
+        ahead: this rank's items in a coming step, 0 past the last; may load data.
+        constant: the items of any step over all ranks where that is known without asking; else None.
+    """
+
+    def __init__(self, world: World, ahead: Callable[[int], int], constant: Callable[[int], int] | None) -> None:
+        self._world, self._ahead, self._constant = world, ahead, constant
+        self._group = None
+        if world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
+        self._wish = self._agreed = CONTINUE
+        self._flight: _Flight | None = None
+        self._received = _Received(0, 0, [], 1)
+        self._busy, self._steps = 0.0, 0  # of the steps since the last beat
+        self._since: float | None = None
+
+    def items(self, step: int) -> int:
+        """Items of `step`, over all ranks. To be called once for every step, in order.
+
+        Raises:
+            PeerError: another rank did not answer within the timeout.
+        """
+        if self._world.size == 1:
+            self._agreed = self._wish
+            return self._constant(step) if self._constant else self._ahead(step)
+        if self._flight is None and not self._received.length:  # nobody asked ahead for the first step
+            self._flight = self._issue(step, 1)
+        if self._flight and step == self._flight.due:
+            self._received = self._receive(self._flight)
+            self._flight = None
+        now = time.perf_counter()
+        if self._since is not None:
+            self._busy, self._steps = self._busy + now - self._since, self._steps + 1
+        self._since = now
+        if step == self._received.first + self._received.length - 1:
+            self._flight = self._issue(step + 1, self._received.next_length)
+        return self._constant(step) if self._constant else self._received.items[step - self._received.first]
+
+    def stop(self, wish: int) -> None:
+        """Asks all ranks to end; safe in a signal handler. `agreed` turns to the largest wish on all in one step."""
+        self._wish = max(self._wish, wish)
+
+    @property
+    def agreed(self) -> int:
+        """What the ranks have agreed to do after the present step: CONTINUE, or the largest wish to stop."""
+        return self._agreed
+
+    def totals(self, values: list[float]) -> list[float]:
+        """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
+        if self._world.size == 1:
+            return values
+        rows = self._buffers(len(values))
+        try:
+            dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
+        except RuntimeError as error:
+            raise self._lost("at a record", error) from error
+        return [math.fsum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
+
+    def _issue(self, due: int, length: int) -> "_Flight":
+        busy = self._busy / self._steps if self._steps else 0.0
+        self._busy, self._steps = 0.0, 0
+        row = [float(self._wish), busy]
+        if not self._constant:
+            row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+        rows = self._buffers(len(row))
+        sent = torch.tensor(row, dtype=torch.float64)
+        work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
+        return _Flight(due, length, work, rows)
+
+    def _receive(self, flight: "_Flight") -> "_Received":
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            raise self._lost(f"before step {flight.due}", error) from error
+        rows = [row.tolist() for row in flight.rows]
+        self._agreed = int(max(row[0] for row in rows))
+        items = [int(sum(column)) for column in zip(*(row[_HEADER:] for row in rows), strict=True)]
+        return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
+
+    def _rule(self, busy: float) -> int:
+        wanted = STEADY_SECONDS if self._constant else RAGGED_SECONDS
+        return min(MOST_STEPS, max(1, math.ceil(wanted / busy))) if busy else 1
+
+    def _buffers(self, length: int) -> list[Tensor]:
+        return [torch.empty(length, dtype=torch.float64) for _ in range(self._world.size)]
+
+    def _lost(self, when: str, error: Exception) -> PeerError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"rank {self._world.rank} lost the other ranks {when}: {reason}; the first error is in the log of the rank "
+            "that failed; for slow steps or data raise --timeout"
+        )

@@ -1,0 +1,90 @@
+"""From the steps of a window to one record: what `metrics.jsonl` and the console show.
+
+meter.add(record)
+if (record.step + 1) % log_freq == 0:
+    sinks.log(meter.read(...))
+"""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from lockstep.clock import Clock
+from lockstep.heartbeat import Heartbeat
+from lockstep.records import StepRecord
+
+__all__ = ["Meter", "memory"]
+
+
+class Meter:
+    """Keeps the unread losses of the steps since the last record.
+
+    Args:
+        beat: sums the losses over the ranks.
+        clock: where the time went.
+        device: whose memory is reported.
+        running: the sum of the losses of the window's steps that an earlier process took.
+    """
+
+    def __init__(self, beat: Heartbeat, clock: Clock, device: torch.device, running: float = 0.0) -> None:
+        self._beat, self._clock, self._device = beat, clock, device
+        self.running_loss = running
+        self._unread: list[StepRecord] = []
+        self._items, self._since = 0, time.perf_counter()
+        self.peak_rate = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Takes a step's record; nothing is read."""
+        self._unread.append(record)
+        self._items += record.items
+
+    def settle(self) -> float:
+        """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
+
+        Waits for the device and for all ranks. Each step's sums are formed in float64, where the order of a few
+        float32 terms does not show.
+        """
+        records, self._unread = self._unread, []
+        if not records:
+            return math.nan
+        last = records[-1].norm
+        tensors = [loss for record in records for loss in record.losses] + ([] if last is None else [last])
+        numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []  # waits for the device
+        values = iter(numbers)
+        sums = [math.fsum(next(values) for _ in record.losses) for record in records]
+        for record, total in zip(records, self._beat.totals(sums), strict=True):
+            self.running_loss += total / max(record.items, 1)
+        return next(values, math.nan)
+
+    def read(self, log_freq: int) -> dict[str, Any]:
+        """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds)."""
+        norm = self.settle()
+        laps = self._clock.read()
+        now = time.perf_counter()
+        found = {
+            "running_loss": self.running_loss / log_freq,
+            "grad_norm": norm,
+            "items_per_second": self._items / max(now - self._since, 1e-9),
+            "memory": memory(self._device),
+            **{f"time/{name}": spent for name, spent in laps.items()},
+            "time/total": sum(laps.values()),
+        }
+        self.running_loss, self._items, self._since = 0.0, 0, now
+        return found
+
+    def pause(self, seconds: float) -> None:
+        """Leaves `seconds` of something else (an evaluation, a save) out of the throughput."""
+        self._since += seconds
+
+
+def memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

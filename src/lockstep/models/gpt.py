@@ -1,0 +1,204 @@
+"""The built-in language model: a decoder-only transformer with the architecture of GPT-2, in one short file.
+
+    config = dataclasses.replace(PRESETS["builtin:nano"], vocab_size=corpus.vocab_size, context=256)
+    logits = GPT(config)(input_ids)         # int64 [batch, time] -> [batch, time, config.padded_vocab]
+
+Architecture and initialisation follow Radford et al., "Language Models are Unsupervised Multitask Learners" (2019):
+pre-norm blocks, learned positions, a head tied to the token embedding, GELU in its tanh form.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import ConfigError
+
+__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "generate"]
+
+_PAD_TO = 64  # matrix units want sizes that are multiples of 64
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Attributes:
+        layers: number of blocks.
+        heads: attention heads of a block; divides `width`.
+        width: size of the residual stream.
+        vocab_size: tokens that occur. The model's table is padded to a multiple of 64, see `padded_vocab`.
+        context: longest sequence, in tokens.
+        dropout: probability, after the embedding, in attention and after each half of a block.
+
+    Raises:
+        ConfigError: a size below 1, a width that the heads do not divide, or a dropout outside 0 <= p < 1.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    vocab_size: int = 50257
+    context: int = 1024
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "vocab_size", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--model.{name}: {getattr(self, name)} is less than 1; give at least 1")
+        if self.width % self.heads:
+            raise ConfigError(f"--model.width: {self.width} is not a multiple of the {self.heads} heads; change either")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"--model.dropout: {self.dropout} is no probability below 1; give 0 <= p < 1")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table and size of the logits: `vocab_size` rounded up to a multiple of 64."""
+        return -(-self.vocab_size // _PAD_TO) * _PAD_TO
+
+
+PRESETS = {
+    "builtin:nano": GPTConfig(layers=4, heads=4, width=128, vocab_size=4096, context=256),
+    "builtin:gpt2": GPTConfig(layers=12, heads=12, width=768),
+    "builtin:gpt2-medium": GPTConfig(layers=24, heads=16, width=1024),
+    "builtin:gpt2-large": GPTConfig(layers=36, heads=20, width=1280),
+    "builtin:gpt2-xl": GPTConfig(layers=48, heads=25, width=1600),
+}
+
+
+class _Attention(nn.Module):
+    """Causal self-attention over several heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout = config.heads, config.dropout
+        self.inputs = nn.Linear(config.width, 3 * config.width)  # queries, keys and values in one product
+        self.output = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        joined = self.inputs(x).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, time, width / heads]
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
+
+
+class Block(nn.Module):
+    """One layer: attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
+
+    The forward maps [batch, time, width] to the same shape.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = _Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.expand = nn.Linear(config.width, 4 * config.width)
+        self.output = nn.Linear(4 * config.width, config.width)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x)))
+        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
+        return cast(Tensor, x + self.drop(self.output(hidden)))
+
+
+class GPT(nn.Module):
+    """The model. It draws its initial parameters from torch's default generator, in an order that depends on its
+    shape alone; seed that first and every rank of any world builds the same model.
+
+    Attributes:
+        config: its shape.
+        blocks: the layers, the units that engines shard, compile and recompute.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.padded_vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws all parameters anew, whole and in a fixed order: N(0, 0.02) weights, zero biases, norms of one.
+
+        The two projections of each block that end in the residual stream get 0.02 / sqrt(2 * layers), so that the
+        stream's variance does not grow with depth.
+        """
+        narrow = 0.02 / (2 * self.config.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim < 2:
+                parameter.fill_(1.0)
+            else:
+                scale = narrow if name.endswith("output.weight") else 0.02
+                parameter.normal_(0.0, scale, generator=generator)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [batch, time, padded_vocab] of the token after each of `input_ids` (int64 [batch, time]).
+
+        `time` is at most `config.context`. Logits from `vocab_size` on belong to padding: no label has them.
+        """
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.drop(self.tokens(input_ids) + self.positions(places))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of one forward and backward, a token: 6 N + 12 layers * width * seq_len.
+
+        Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, where width is heads * head size. N is all parameters
+        but the position table, which is looked up and not multiplied; the tied token table counts once, as the head.
+        Causal masking is not taken off, and recomputation not added.
+        """
+        multiplied = sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
+        return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`ids` (int64 [batch, time], time >= 1) with `max_new_tokens` sampled tokens appended, int64.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: samples among the k likeliest tokens only.
+        generator: on the device of `ids`; None is torch's default one.
+
+    The model's train or eval mode is put back. What does not fit the context is cut off at the left.
+    """
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits = model(ids[:, -model.config.context :])[:, -1, : model.config.vocab_size].float()
+            ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
+    finally:
+        model.train(training)
+    return ids
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token a row, int64 [batch, 1], from logits [batch, vocab]."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)

@@ -1,0 +1,197 @@
+"""From a Config to the parts of a run, every rank alike. Nothing is written into the run's folder here.
+
+parts = assemble(config, task, world)
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep import checkpoint, options
+from lockstep.config import Config
+from lockstep.data.batches import Batches, Loading
+from lockstep.data.order import Sequential, Shuffled
+from lockstep.engines import Engine, engine
+from lockstep.engines.exact import check_servable
+from lockstep.errors import DataError, ResumeError
+from lockstep.evaluate import one_step
+from lockstep.folder import RunFolder
+from lockstep.optim import adamw
+from lockstep.plan import Horizon, differences, plan_of
+from lockstep.precision import pin
+from lockstep.seeds import derive
+from lockstep.tasks.named import named_task
+from lockstep.transforms import prepare
+from lockstep.world import World
+
+__all__ = ["Parts", "assemble", "say", "together"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        horizon: the plan's steps.
+        model: the plain module that `engine` holds.
+        batches, evaluation: the training stream and the evaluation set (None where the task has none).
+        plan: what a resume must find unchanged.
+        source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+    """
+
+    config: Config
+    world: World
+    folder: RunFolder
+    task: Any
+    horizon: Horizon
+    model: nn.Module
+    engine: Engine
+    batches: Batches
+    evaluation: Batches | None
+    plan: dict[str, Any]
+    source: Path | None
+    state: dict[str, Any]
+
+    @property
+    def start(self) -> int:
+        """Steps that were taken before."""
+        return int(self.state.get("global_step", 0))
+
+    @property
+    def last(self) -> int:
+        """Steps after which this start of the run ends."""
+        whole = self.horizon.cut.steps
+        return min(whole, self.config.stop_at or whole)
+
+
+def assemble(config: Config, task: Any, world: World) -> Parts:
+    """The parts of a run; `task` None is the one that the config names.
+
+    Raises:
+        UsageError: what was asked for cannot be done; the same on every rank.
+    """
+    config = _agreed(config, world)
+    pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
+    if config.exact:
+        check_servable(config.micro_batches, world.size)
+    folder = RunFolder(config.save_dir, config.experiment_name)
+    task = task or together(world, lambda: named_task(config, say(world)))
+    training, evaluation = together(world, lambda: (task.dataset("train"), task.dataset("evaluation")))
+    horizon = together(world, lambda: Horizon(_size(training), config))
+    source, state = _found(folder, world)
+    model = _model(config, task, world)
+    plan = plan_of(config, horizon, task, model)
+    world.check_same("plan", plan)
+    together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
+    return Parts(
+        config,
+        world,
+        folder,
+        task,
+        horizon,
+        model,
+        _engine(config, model, world),
+        _training(config, task, training, horizon, world),
+        _evaluation(config, task, evaluation, world),
+        plan,
+        source,
+        state,
+    )
+
+
+def _agreed(config: Config, world: World) -> Config:
+    """The config with rank 0's experiment name (a name with the time in it differs by rank); the rest must be equal."""
+    name = world.gather(config.experiment_name)[0]
+    config = dataclasses.replace(config, experiment_name=name)
+    world.check_same("configuration", options.flat(config))
+    return config
+
+
+def _size(dataset: Any) -> int:
+    if not len(dataset):
+        raise DataError("the training set is empty: the task's dataset('train') has no samples")
+    return len(dataset)
+
+
+def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state, as rank 0 sees them; (None, the state of a new run) without one."""
+
+    def look() -> list[Any] | None:
+        path = checkpoint.newest(folder.path, say=say(world)) if folder.checkpoints.is_dir() else None
+        return [str(path), checkpoint.read_state(path)] if path else None
+
+    found = world.gather(together(world, lambda: look() if world.is_main else None))[0]
+    return (Path(found[0]), found[1]) if found else (None, {"running_loss": 0.0, "best": None})
+
+
+def _check_plan(
+    folder: RunFolder, before: dict[str, Any] | None, now: dict[str, Any], config: Config, world: World
+) -> None:
+    changes = differences(before, now) if before else []
+    if changes and not config.resume_anyway:
+        raise ResumeError(
+            f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
+            "--resume-anyway to go on with the change"
+        )
+    for change in changes:
+        say(world)(f"resuming although the plan differs: {change}")
+
+
+def _model(config: Config, task: Any, world: World) -> nn.Module:
+    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
+    torch.manual_seed(derive(config.seed, "model"))
+    model = together(world, task.model)
+    return prepare(model, precision=config.precision, compile_model=config.compile, device=world.device)
+
+
+def _engine(config: Config, model: nn.Module, world: World) -> Engine:
+    optim = config.optim
+    make = partial(
+        adamw,
+        lr=config.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        decay_embeddings=optim.decay_embeddings,
+        fused=False if config.exact else None,
+    )
+    exact = config.micro_batches if config.exact else 0
+    return engine(config.engine, model, make, world, clip=optim.clip, exact_micro_batches=exact)
+
+
+def _training(config: Config, task: Any, dataset: Any, horizon: Horizon, world: World) -> Batches:
+    order = getattr(task, "order", Shuffled)(len(dataset), config.seed)
+    loading = Loading(config.data.workers, config.data.prefetch)
+    return Batches(task, dataset, order, horizon.cut, world, seed=config.seed, loading=loading)
+
+
+def _evaluation(config: Config, task: Any, dataset: Any, world: World) -> Batches | None:
+    if dataset is None or not len(dataset):
+        return None
+    cut = one_step(len(dataset), config.micro_batch_size)
+    return Batches(task, dataset, Sequential(len(dataset)), cut, world, seed=config.seed)
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank, once it has succeeded on all; else the first error, raised on every rank."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as problem:
+        error = problem
+    world.check(error)
+    return result  # type: ignore[return-value]
+
+
+def say(world: World) -> Callable[[str], None]:
+    """Rank 0's word to the person, before the log is open."""
+    return lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None

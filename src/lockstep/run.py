@@ -1,0 +1,182 @@
+"""A run from a Config: the parts are put together, then each step is followed by what has to happen after it.
+
+lockstep train --experiment-name a --max-steps 20               (the command)
+for record in lockstep.train(config, task): ...                 (the library)
+"""
+
+import json
+import logging
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep import checkpoint, environment, options
+from lockstep.bookkeeper import EXIT_INTERRUPTED, EXIT_SAVED, Bookkeeper
+from lockstep.clock import make_clock
+from lockstep.config import Config
+from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.guards.preemption import Preemption
+from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat
+from lockstep.loop import Plan, seeder, steps
+from lockstep.meter import Meter
+from lockstep.parts import Parts, assemble, say, together
+from lockstep.records import StepRecord
+from lockstep.schedule import factor
+from lockstep.sinks import Sinks
+from lockstep.sinks.console import Console
+from lockstep.sinks.jsonl import JsonLines, read
+from lockstep.sinks.log import close_log, open_log
+from lockstep.world import World
+
+__all__ = ["command", "train"]
+
+_LOG = logging.getLogger("lockstep")
+_EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
+
+
+def command(argv: list[str]) -> int:
+    """`lockstep train`: trains to the end and returns the exit code."""
+    training = train(options.parse(argv))
+    while True:
+        try:
+            next(training)
+        except StopIteration as end:
+            return int(end.value)
+
+
+def train(config: Config, task: Any = None) -> Generator[StepRecord, None, int]:
+    """Trains `task` (default: the one that the config names), yielding a record after each step and what follows it.
+
+    Records, evaluations, checkpoints and the resume of an earlier run happen as under the command. Leaving the loop
+    early ends the run without a further checkpoint; every rank must leave it at the same step. The generator's value
+    is the command's exit code.
+
+    Raises:
+        UsageError: what was asked for cannot be done; nothing was written.
+        LockstepError: the run failed.
+    """
+    world = World.join(config.device, config.timeout)
+    parts = assemble(config, task, world)
+    code = 0
+    if parts.start >= parts.last:
+        say(world)(_finished(parts))
+    else:
+        code = yield from _in_folder(parts)
+    del parts  # its engine, before the groups: see World.leave
+    world.leave()
+    return code
+
+
+def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
+    """Trains with the folder claimed and the sinks open, and leaves both closed."""
+    world, sinks = parts.world, Sinks([])
+    together(world, lambda: _claim(parts))
+    try:
+        together(world, lambda: open_log(parts.folder.path, world.rank))
+        _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)))
+        if world.is_main:
+            sinks = _open(parts)
+        _load(parts)
+        return (yield from _follow(parts, sinks))
+    except BaseException as error:
+        sinks.close(None)
+        if isinstance(error, Exception):
+            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError))
+        raise
+    finally:
+        close_log()
+        parts.folder.release()
+
+
+def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
+    """The run itself: after each step, in this order, the record, the evaluation, the checkpoint."""
+    config, world, state = parts.config, parts.world, parts.state
+    feed = parts.batches.from_step(parts.start)
+    each = getattr(parts.task, "items_per_sample", None)
+    cut = parts.horizon.cut
+    if each is None and not sum(world.gather(feed.items(parts.start))):
+        raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
+    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
+    optim = config.optim
+    rate = partial(factor, horizon=cut.steps, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
+    plan = Plan(rate, seeder(config.seed, "micro", world.device), make_clock(world.device))
+    meter = Meter(beat, plan.clock, world.device, state["running_loss"])
+    books = Bookkeeper(parts, meter, sinks)
+    wish = 0
+    with Preemption(beat):
+        for record in steps(parts.engine, parts.task, feed, beat, plan):
+            done, wish = record.step + 1, record.agreed
+            ending = done == parts.last or bool(wish)
+            meter.add(record)
+            if done % config.log_freq == 0:
+                books.log(record)
+            best = False
+            if done == cut.steps or (config.eval_freq and done % config.eval_freq == 0):
+                best = books.evaluate(done)
+            if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
+                books.save(done)
+            yield record
+            if ending:
+                break
+    code = _EXIT_CODES.get(wish, 0)
+    books.close(code)
+    return code
+
+
+def _claim(parts: Parts) -> None:
+    if parts.world.is_main:
+        size = sum(p.numel() * p.element_size() for p in parts.model.parameters())
+        parts.folder.check_writable(3 * size)  # the parameters and AdamW's two moments
+        parts.folder.claim()
+
+
+def _open(parts: Parts) -> Sinks:
+    """What stands in the folder besides checkpoints, and where records go. On rank 0."""
+    config, folder = parts.config, parts.folder
+    checkpoint.clean(folder.path)
+    folder.write("config.toml", options.to_toml(config))
+    environment.write(folder.environment, environment.describe())
+    metrics = JsonLines(folder.metrics, parts.start)
+    earlier = read(folder.metrics) if parts.start else []
+    unit = getattr(parts.task, "item_name", "items")
+    sinks = Sinks([metrics, Console(parts.last, parts.start, unit, earlier)])
+    sinks.start({"experiment": config.experiment_name})
+    return sinks
+
+
+def _load(parts: Parts) -> None:
+    """The state of the checkpoint to resume from, or the weights of --init-from."""
+    world = parts.world
+    if parts.source:
+        state = parts.engine.state()
+        checkpoint.load(parts.source, state, world)  # collective
+        parts.engine.restore(state)
+        _LOG.info("resumed from %s, step %d of %d", parts.source, parts.start, parts.horizon.cut.steps)
+    elif parts.config.init_from:
+        source = together(world, lambda: _weights_in(Path(parts.config.init_from)))
+        state = parts.engine.state()
+        weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
+        checkpoint.load(source, weights, world)  # collective
+        parts.engine.restore(state)
+        _LOG.info("a new run with the weights of %s", source)
+
+
+def _weights_in(path: Path) -> Path:
+    """The checkpoint that --init-from names: itself, or the newest whole one of a run."""
+    if (path / "manifest.json").exists():
+        return path
+    found = checkpoint.newest(path, say=_LOG.warning) if path.is_dir() else None
+    if found is None:
+        raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
+    return found
+
+
+def _finished(parts: Parts) -> str:
+    """What a person reads who starts again what has nothing left to do."""
+    path, whole = parts.folder.path, parts.horizon.cut.steps
+    if parts.start < whole:
+        return (
+            f"{path} is at step {parts.start} of {whole}, and --stop-at {parts.last} ends it there; raise it to go on"
+        )
+    return f"{path} is finished after {whole} steps; to train on: another --experiment-name, with --init-from {path}"

@@ -1,0 +1,36 @@
+"""Where every random number comes from: a key computed from names and numbers, never from what ran before.
+
+    derive(seed, "micro", step, index)      the randomness of micro-batch `index` of step `step`
+
+The same key on any rank, in any worker, after any resume. Keys are mixed with splitmix64 (Steele, Lea & Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014), whose finaliser makes neighbouring keys unrelated.
+"""
+
+from functools import cache
+
+__all__ = ["derive"]
+
+_MASK = (1 << 64) - 1
+
+
+def derive(seed: int, purpose: str, *path: int) -> int:
+    """A 64-bit key for `purpose` at `path` (step and micro-batch, epoch and sample, ...) of the run's `seed`."""
+    state = _root(seed, purpose)
+    for number in path:
+        state = _mix(state ^ (number & _MASK))
+    return state
+
+
+@cache
+def _root(seed: int, purpose: str) -> int:
+    state = _mix(seed & _MASK)
+    for byte in purpose.encode():
+        state = _mix(state ^ byte)
+    return state
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)

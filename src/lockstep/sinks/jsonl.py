@@ -1,0 +1,117 @@
+"""metrics.jsonl: one JSON object a line, one line a record.
+
+    sink = JsonLines(folder / "metrics.jsonl", resume_step=500)    # forgets what came after step 500
+    sink.log({"global_step": 510, "running_loss": 2.5})
+    records = read(folder / "metrics.jsonl")
+
+Every line is valid JSON. JSON has no NaN or infinity and null would lose which it was, so they are written as the
+strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep.secrets import mask
+
+__all__ = ["JsonLines", "read"]
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class JsonLines:
+    """Appends records to a file, each in the operating system's hands before `log` returns.
+
+    Opening it removes a last line that a crash cut short and, on a resume, the records of steps that will run again.
+
+    Args:
+        path: the file; made where it is missing, in a folder that exists.
+        resume_step: the checkpoint's step; records with a later global_step are removed. None keeps all records.
+
+    Raises:
+        OSError: the file cannot be read or written. Any error of a later write comes from `log`.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        if path.exists():
+            _trim(path, resume_step)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        self._torn = False
+
+    def start(self, info: dict[str, Any]) -> None:
+        """Nothing: what a run is lies in its other files."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Appends the record; numbers of numpy and torch become plain ones (a tensor on a device is waited for)."""
+        line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        if self._torn:  # an earlier write failed half-way, on a full disk: its rest must not spoil this line
+            line = b"\n" + line
+        self._torn = True
+        while line:
+            line = line[self._file.write(line) or 0 :]
+        self._torn = False
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        """Closes the file, its contents on the disk."""
+        if not self._file.closed:
+            with self._file:
+                os.fsync(self._file.fileno())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The file's records in order; [] where there is no file. Lines that are no JSON object are passed over."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as lines:
+        found = [_parse(line) for line in lines]
+    return [{name: _number(value) for name, value in record.items()} for record in found if record is not None]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, bool | int):
+        return value
+    return _plain(value.item())  # a number of numpy or torch; anything else is a mistake of the caller
+
+
+def _number(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # torn, or not UTF-8
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _keeps(line: bytes, last_step: int | None) -> bool:
+    record = _parse(line) if line.endswith(b"\n") else None
+    if record is None:
+        return False
+    step = record.get("global_step")
+    return last_step is None or not isinstance(step, int | float) or step <= last_step
+
+
+def _trim(path: Path, last_step: int | None) -> None:
+    """Keeps whole records up to `last_step`. The file is replaced in one move: a crash leaves it old or new."""
+    part = path.with_name(f".{path.name}.part")
+    dropped = False
+    with open(path, "rb") as old, open(part, "wb") as new:
+        for line in old:
+            if _keeps(line, last_step):
+                new.write(line)
+            else:
+                dropped = True
+        new.flush()
+        os.fsync(new.fileno())
+    if dropped:
+        os.replace(part, path)
+    else:
+        part.unlink()

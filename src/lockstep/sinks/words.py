@@ -1,0 +1,112 @@
+"""Records in words and short numbers, as the console shows them. Pure functions of text and numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["bytes_text", "count_text", "duration_text", "line_of", "loss_text", "numbers_of", "summary_rows"]
+
+
+def count_text(count: float) -> str:
+    """A count or rate in at most five characters: 950, 12.3k, 4.56M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= 0.9995 * size:
+            return f"{count / size:#.3g}".rstrip(".") + unit
+    return f"{count:.3g}" if count < 100 else f"{count:.0f}"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in units of 1024: 812 MiB, 1.25 GiB."""
+    power = 0
+    while count >= 999.5 and power < 5:
+        count, power = count / 1024, power + 1
+    number = f"{count:.0f}" if count >= 100 or power == 0 else f"{count:.3g}"
+    return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as a clock: 0:07, 1:02:03, 3 d 04:00:00."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def loss_text(loss: float) -> str:
+    """A loss with four decimals where it is of usual size, else in five digits."""
+    return f"{loss:.4f}" if 0.001 <= abs(loss) < 10000 else f"{loss:.5g}"
+
+
+def numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
+    """The record's main numbers with their names, most wanted first; those that are missing are left out."""
+    shown = (
+        ("running_loss", lambda value: f"loss {loss_text(value)}"),
+        ("lr", lambda value: f"lr {value:.2e}"),
+        ("items_per_second", lambda value: f"{count_text(value)} {items}/s"),
+        ("memory", bytes_text),
+        ("evaluation/loss", lambda value: f"evaluation {loss_text(value)}"),
+    )
+    return [text(seen[name]) for name, text in shown if seen.get(name) is not None]
+
+
+def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | None) -> str:
+    """A record as one plain line of ASCII (but for names of the user's).
+
+    Args:
+        steps: the last step.
+        left: seconds until then, where known.
+    """
+    parts = [f"step {record.get('global_step', '?')}/{steps}"]
+    if "evaluation/loss" in record:
+        loss = record["evaluation/loss"]
+        parts += [f"evaluation loss {loss_text(loss)}"]
+        parts += [f"perplexity {_perplexity(loss)}"] if items == "tokens" else []
+        named = [name for name in record if name.startswith("evaluation/")]
+        others = [name for name in named if name not in ("evaluation/loss", "evaluation/items")]
+        return "  ".join(parts + [f"{name.removeprefix('evaluation/')} {record[name]:.5g}" for name in others])
+    epochs = _epochs(record)
+    parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
+    parts += numbers_of(record, items)
+    parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
+    parts += [f"{duration_text(left)} left"] if left else []
+    return "  ".join(parts)
+
+
+def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tuple[str, str]]:
+    """The summary's rows, name and text; what is not known has no row.
+
+    Args:
+        values: the names of the records and of `Console.close`.
+        steps: the last step planned.
+        items: what a batch counts.
+    """
+    memory = values.get("memory") or None  # 0 where nobody measured it
+    loss = values.get("evaluation/loss")
+    rows = (
+        ("experiment", values.get("experiment"), str),
+        ("steps", values.get("global_step"), lambda step: f"{step} of {steps}"),
+        ("epochs", _epochs(values), lambda epoch: f"{epoch:.3g}"),
+        ("training loss", values.get("running_loss"), loss_text),
+        ("evaluation loss", loss, loss_text),
+        ("perplexity", loss if items == "tokens" else None, _perplexity),
+        (f"{items}/s", values.get("items_per_second"), count_text),
+        ("time", values.get("seconds"), duration_text),
+        ("peak memory", memory, bytes_text),
+        ("processes", values.get("world_size"), str),
+        ("engine", values.get("engine"), str),
+    )
+    return [(name, text(value)) for name, value, text in rows if value is not None]
+
+
+def _epochs(record: Mapping[str, Any]) -> float | None:
+    """Epochs so far: the whole ones and the part of the one that runs."""
+    return record["epoch"] + record.get("epoch_progress", 0) if "epoch" in record else None
+
+
+def _perplexity(loss: float) -> str:
+    """exp(loss), for a loss that is a mean over tokens in nats."""
+    return f"{math.exp(loss):.4g}" if loss < 700 else str(math.inf if loss > 0 else math.nan)

@@ -1,0 +1,79 @@
+"""Language modelling: predict each token from those before it.
+
+    task = CausalLM(corpus, dataclasses.replace(PRESETS["builtin:nano"], vocab_size=corpus.vocab_size))
+
+An item is a labelled token. Any dataset of samples with "input_ids" and "labels" fits; a label of -100 is no item.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data.corpus import Corpus, Windows
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import GPT, GPTConfig
+
+__all__ = ["IGNORED", "CausalLM"]
+
+IGNORED = -100  # the label of a token that is not predicted
+
+
+@final
+class CausalLM:
+    """The built-in GPT on a prepared corpus.
+
+    Args:
+        corpus: see `lockstep.data.text.prepare`.
+        config: the model's shape; its vocabulary and context hold the corpus's.
+
+    Attributes:
+        items_per_sample: labelled tokens of every sample, the same for all: the sequence length.
+
+    Raises:
+        ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
+    """
+
+    def __init__(self, corpus: Corpus, config: GPTConfig) -> None:
+        seq_len = corpus.train.seq_len
+        if seq_len > config.context:
+            raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
+        if corpus.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"--model-name: the model knows {config.vocab_size} tokens and the data has {corpus.vocab_size}; "
+                "give the model the data's vocabulary"
+            )
+        self.corpus = corpus
+        self.config = config
+        self.items_per_sample = seq_len
+
+    def model(self) -> nn.Module:
+        """A new model on the default device, drawn from torch's default generator."""
+        return GPT(self.config)
+
+    def dataset(self, split: str) -> Windows:
+        """The windows of "train" or "evaluation". ValueError for any other split."""
+        if split not in ("train", "evaluation"):
+            raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
+        return self.corpus.train if split == "train" else self.corpus.evaluation
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len]."""
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Labelled tokens of a batch in host memory."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        if logits.dtype is not torch.float64:
+            logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
+        return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        return list(cast(GPT, model).blocks)

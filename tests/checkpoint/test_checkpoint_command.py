@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from lockstep import checkpoint
+from lockstep.cli import dispatch
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.world import World
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shared = torch.arange(12.0).reshape(3, 4)
+    for step in (5, 10):
+        tensors = {"model/a": shared + step, "model/b": torch.ones(2), "optimizer/a/step": torch.tensor(1.0)}
+        tensors["model/tied"] = tensors["model/a"]
+        checkpoint.save(tmp_path, step, tensors, {"epoch": step // 5}, World(), engine="single")
+    return tmp_path
+
+
+def damage(folder, step):
+    file = checkpoint.path_of(folder, step) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+
+def command(capsys, *argv):
+    code = dispatch(["checkpoint", *map(str, argv)])
+    return code, capsys.readouterr().out
+
+
+def test_list_is_a_table(folder, capsys):
+    damage(folder, 10)
+    code, out = command(capsys, "list", folder)
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert lines[0] == ["step", "epoch", "size", "written", "engine", "world", "whole"]
+    assert [(line[0], line[1], line[-3], line[-2], line[-1]) for line in lines[1:3]] == [
+        ("5", "1", "single", "1", "yes"),
+        ("10", "2", "single", "1", "no"),
+    ]
+    assert "step-00000010/rank-00000.safetensors is damaged" in out
+
+
+def test_inspect_prints_the_fingerprint_on_its_own_line(folder, capsys):
+    code, out = command(capsys, "inspect", folder, "--tensors")
+    assert code == 0
+    assert f"fingerprint {checkpoint.fingerprint(checkpoint.path_of(folder, 10))}" in out.splitlines()
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (rows["step"], rows["epoch"], rows["engine"], rows["tensors"], rows["parameters"]) == (
+        "10",
+        "2",
+        "single",
+        "4",
+        "14",
+    )
+    assert "model/tied  float32  [3, 4]  48 B" in out.splitlines()
+
+
+def test_inspect_takes_the_newest_whole_one_or_the_one_named(folder, capsys):
+    damage(folder, 10)
+    assert "step-00000005" in command(capsys, "inspect", folder)[1]
+    assert "step-00000005" in command(capsys, "inspect", checkpoint.path_of(folder, 5))[1]
+    assert "step-00000005" in command(capsys, "inspect", folder, "--step", 5)[1]
+    with pytest.raises(CheckpointError, match="no checkpoint here is whole"):
+        command(capsys, "inspect", folder, "--step", 10)
+
+
+def test_verify_ends_with_3_and_names_the_file(folder, capsys):
+    assert command(capsys, "verify", folder) == (0, "step-00000005: whole\nstep-00000010: whole\n")
+    damage(folder, 5)
+    code, out = command(capsys, "verify", folder)
+    assert code == 3
+    assert "step-00000005: step-00000005/rank-00000.safetensors is damaged" in out
+    assert command(capsys, "verify", folder, "--step", 10)[0] == 0
+
+
+def test_a_wrong_run_is_one_line(folder, tmp_path, capsys):
+    with pytest.raises(CheckpointError, match=r"neither a run's folder nor a checkpoint") as found:
+        command(capsys, "list", tmp_path / "nothing\x1b[2J")
+    assert str(found.value).isprintable()
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        command(capsys, "list", tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; the newest ones are 5, 10"):
+        command(capsys, "verify", folder, "--step", 7)
+
+
+def test_flags(folder, capsys):
+    code, out = command(capsys, "--help")
+    assert code == 0
+    assert "verify" in out
+    for argv in (["list"], ["destroy", folder], ["list", folder, "--stop", "1"], ["list", folder, "--step", "x"]):
+        with pytest.raises(ConfigError, match="--help"):
+            command(capsys, *argv)
+
+
+def test_control_characters_are_escaped(tmp_path, capsys):
+    tensors = {"model/\x1b[31mred": torch.ones(1)}
+    checkpoint.save(tmp_path, 1, tensors, {"epoch": "\x1b[2J"}, World(), engine="[bold]\x07")
+    for argv in (["list"], ["inspect", "--tensors"], ["verify"]):
+        code, out = command(capsys, argv[0], tmp_path, *argv[1:])
+        assert code == 0
+        assert all(line.isprintable() for line in out.splitlines())
+    assert r"[bold]\x07" in command(capsys, "list", tmp_path)[1]

@@ -1,0 +1,228 @@
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+import xxhash
+from states import full
+
+from lockstep import checkpoint
+from lockstep.checkpoint.format import Manifest, dump
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+NAMES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
+
+
+def save(folder, step, tensors=None):
+    return checkpoint.save(folder, step, tensors or full(), {"epoch": step}, World(), engine="single")
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("run"), 2)
+
+
+@pytest.fixture
+def path(master, tmp_path):
+    """A copy of a whole checkpoint, after an older one."""
+    save(tmp_path, 1, {"model/a": torch.ones(2)})
+    return shutil.copytree(master, checkpoint.path_of(tmp_path, 2))
+
+
+def refused(path, name):
+    """Whether verify, newest, fingerprint and load all see it and name the file."""
+    said = []
+    older = checkpoint.newest(path.parent.parent, say=said.append)
+    assert older == checkpoint.path_of(path.parent.parent, 1)
+    assert len(said) == 1
+    assert name in said[0]
+    assert "\n" not in said[0]
+    assert any(name in problem for problem in checkpoint.verify(path))
+    wanted = {key: torch.zeros_like(each) for key, each in full().items()}
+    for call in (lambda: checkpoint.load(path, wanted, None), lambda: checkpoint.fingerprint(path)):
+        with pytest.raises(CheckpointError) as found:
+            call()
+        assert name in str(found.value)
+    assert not any(each.any() for each in wanted.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flipped_byte_is_found_and_the_file_named(path, name):
+    draw = random.Random(name)
+    data = (path / name).read_bytes()
+    for number in range(60):
+        at = number if number < 10 else draw.randrange(len(data))
+        (path / name).write_bytes(data[:at] + bytes([data[at] ^ draw.randrange(1, 256)]) + data[at + 1 :])
+        problems = checkpoint.verify(path)
+        assert problems, f"byte {at}"
+        assert all(name in problem for problem in problems)
+        if number % 10 == 0:
+            refused(path, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_truncation_is_found(path, name):
+    data = (path / name).read_bytes()
+    for length in [0, 1, 8, len(data) - 1, *random.Random(name).sample(range(len(data)), 10)]:
+        (path / name).write_bytes(data[:length])
+        assert any(name in problem for problem in checkpoint.verify(path)), length
+    (path / name).write_bytes(data + b"\0")
+    refused(path, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file_is_found(path, name):
+    (path / name).unlink()
+    refused(path, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_another_checkpoint_is_found(path, name, tmp_path):
+    other = save(tmp_path / "other", 3, {key: each + 1 for key, each in full().items() if each.dtype.is_floating_point})
+    shutil.copy(other / name, path / name)
+    refused(path, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_is_refused_even_to_the_same_bytes(path, name, tmp_path):
+    shutil.move(path / name, tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    assert any(f"{name} is not a regular file" in problem for problem in checkpoint.verify(path))
+
+
+def test_a_fifo_or_an_extra_file_is_found(path):
+    (path / "rank-00001\x1b[31m.json").write_text("{}")
+    assert checkpoint.verify(path) == [r"step-00000002/rank-00001\x1b[31m.json does not belong there"]
+    (path / "state.json").unlink()
+    os.mkfifo(path / "state.json")
+    assert "step-00000002/state.json is not a regular file" in checkpoint.verify(path)
+
+
+def forge(path, change=None, **files):
+    """Rewrites files and the manifest as an attacker would: with checksums that hold."""
+    for name, data in files.items():
+        (path / name.replace("__", "-").replace("_", ".")).write_bytes(data)
+    listed = {
+        file.name: {"size": file.stat().st_size, "xxh3_64": xxhash.xxh3_64_hexdigest(file.read_bytes())}
+        for file in sorted(path.iterdir())
+        if file.name != "manifest.json"
+    }
+    manifest = Manifest(2, 1, "single", 0, listed)
+    if change:
+        change(listed)
+    (path / "manifest.json").write_bytes(manifest.dump())
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("../secret", {"size": 1, "xxh3_64": "0" * 16}),
+        ("/etc/passwd", {"size": 1, "xxh3_64": "0" * 16}),
+        ("rank-00000.json/../../x", {"size": 1, "xxh3_64": "0" * 16}),
+        ("rank-00009.safetensors\n", {"size": 1, "xxh3_64": "0" * 16}),
+        ("rank-00009.safetensors", {"size": -1, "xxh3_64": "0" * 16}),
+        ("rank-00009.safetensors", {"size": 1 << 70, "xxh3_64": "0" * 16}),
+        ("rank-00009.safetensors", {"size": True, "xxh3_64": "0" * 16}),
+        ("rank-00009.safetensors", {"size": 1, "xxh3_64": "0" * 15 + "\x1b"}),
+        ("rank-00009.safetensors", {"size": 1}),
+        ("rank-00009.safetensors", []),
+    ],
+)
+def test_a_hostile_manifest_is_refused(path, name, entry):
+    forge(path, lambda listed: listed.update({name: entry}))
+    (problem,) = checkpoint.verify(path)
+    assert "manifest.json is damaged" in problem
+    assert problem.isprintable()
+    with pytest.raises(CheckpointError, match="manifest"):
+        checkpoint.load(path, {"model/a": torch.zeros(1)}, None)
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a": 1, "a": 2}', b"", b"\xff\xfe", b"1" * 5000, b"[1]"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-00000.json"])
+def test_hostile_json_is_one_line(path, name, text):
+    if name == "manifest.json":
+        (path / name).write_bytes(text)
+    else:
+        forge(path, **{name.replace("-", "__").replace(".", "_"): text})
+    (problem,) = checkpoint.verify(path)
+    assert name in problem
+    assert problem.isprintable()
+
+
+def test_a_newer_format_says_to_update(path):
+    fields = json.loads((path / "manifest.json").read_bytes()) | {"format": 2, "new": True}
+    (path / "manifest.json").write_bytes(dump(fields))
+    assert "update lockstep" in checkpoint.verify(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"shape": [10**12, 5]}, "cover"),
+        ({"shape": [-7, 5]}, "out of range"),
+        ({"shape": [7, 5, 1]}, "differ in length"),
+        ({"shape": [7.0, 5]}, "out of range"),
+        ({"local": [10**12, 5], "shape": [10**12, 5]}, "not so in"),
+        ({"offsets": [1, 0]}, "outside"),
+        ({"dtype": "float64"}, "not so in"),
+        ({"dtype": "os:system"}, "unknown dtype"),
+        ({"file": "../../rank-00000.safetensors"}, "none of the manifest's"),
+        ({"file": "state.json"}, "none of the manifest's"),
+        ({"key": "nothing"}, "not so in"),
+        ({"name": "model/other\x1b[2J"}, "second name"),
+        ({"more": 1}, "fields"),
+    ],
+)
+def test_a_hostile_index_is_refused(path, change, reason):
+    index = json.loads((path / "rank-00000.json").read_bytes())
+    entry = next(each for each in index["tensors"] if each["name"] == "model/embed.weight")
+    entry.update(change)
+    forge(path, rank__00000_json=dump(index))
+    (problem,) = checkpoint.verify(path)
+    assert reason in problem
+    assert problem.isprintable()
+    with pytest.raises(CheckpointError):
+        checkpoint.load(path, {"model/a": torch.zeros(1)}, None)
+
+
+def test_slices_twice_missing_or_unlisted_are_found(path):
+    index = json.loads((path / "rank-00000.json").read_bytes())
+    whole = index["tensors"]
+    forge(path, rank__00000_json=dump(index | {"tensors": [*whole, whole[0]]}))
+    assert "exactly once" in checkpoint.verify(path)[0]
+    forge(path, rank__00000_json=dump(index | {"tensors": whole[1:]}))
+    assert "no index has" in checkpoint.verify(path)[0]
+
+
+def header(text, data=b""):
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        b"\0",
+        header(b"[]"),
+        header(b"{"),
+        header(b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}', b"1234"),
+        header(b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}'),
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', b"12345678"),
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"12345678"),
+        header(b'{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,4]}}', b"1234"),
+    ],
+)
+def test_a_hostile_data_file_is_refused(path, data):
+    forge(path, rank__00000_safetensors=data)
+    (problem,) = checkpoint.verify(path)
+    assert "rank-00000.safetensors" in problem
+    assert problem.isprintable()
+
+
+def test_another_steps_checkpoint_under_this_name_is_found(path):
+    shutil.rmtree(path)
+    shutil.copytree(checkpoint.path_of(path.parent.parent, 1), path)
+    assert checkpoint.verify(path) == ["step-00000002/manifest.json is that of step 1"]

@@ -1,0 +1,223 @@
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from distributed import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from states import differing, full, gathered, sharded, zeros
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import Stored, tiles
+from lockstep.checkpoint.index import Entry
+from lockstep.checkpoint.layout import CODES, Block
+from lockstep.checkpoint.read import _fill
+from lockstep.errors import CheckpointError, LockstepError, PeerError
+from lockstep.world import World
+
+STATE = {"epoch": 1, "global_step": 500, "running_loss": 2.5, "name": "é", "list": [1, {"a": None}]}
+
+
+def write(world, folder, *hows):
+    for step, how in enumerate(hows):
+        checkpoint.save(folder, step, sharded(full(), world, how), STATE, world, engine=how)
+
+
+def read(world, folder, hows):
+    """Loads every step, each into another layout; the names that differ."""
+    wrong = []
+    for step in range(len(hows)):
+        how = hows[(step + world.size) % len(hows)]
+        tensors = sharded(zeros(full()), world, how)
+        checkpoint.load(checkpoint.path_of(folder, step), tensors, world)
+        wrong += [(step, how, name) for name in differing(gathered(tensors), full())]
+    return wrong
+
+
+def files_of(path):
+    return sorted(file.name for file in path.iterdir())
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_every_world_reads_what_any_world_wrote(tmp_path, writers):
+    hows = ["plain", "columns", "hybrid"]  # hybrid on one rank is rows
+    run(write, writers, tmp_path, *hows)
+    for readers in (1, 2, 4):
+        assert run(read, readers, tmp_path, hows) == [[]] * readers
+    prints = {checkpoint.fingerprint(checkpoint.path_of(tmp_path, step)) for step in range(3)}
+    model = {name.removeprefix("model/"): each for name, each in full().items() if name.startswith("model/")}
+    assert prints == {checkpoint.fingerprint_of(model)}
+    for step in range(3):
+        path = checkpoint.path_of(tmp_path, step)
+        assert checkpoint.verify(path) == []
+        assert checkpoint.read_state(path) == STATE
+
+
+def test_replicated_tensors_are_shared_out_and_ties_are_kept_once(tmp_path):
+    run(write, 2, tmp_path, "plain")
+    path = checkpoint.path_of(tmp_path, 0)
+    ranks = [json.loads((path / f"rank-0000{rank}.json").read_text()) for rank in range(2)]
+    names = [entry["name"] for rank in ranks for entry in rank["tensors"]]
+    assert len(names) == len(set(names)) == len(full()) - 1
+    assert {**ranks[0]["aliases"], **ranks[1]["aliases"]} == {"model/head.weight": "model/embed.weight"}
+    sizes = [(path / f"rank-0000{rank}.safetensors").stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def few_rows(world, folder):
+    """Three rows on four ranks: one rank holds none, and has no file."""
+    state = sharded({"model/a": torch.arange(6.0).reshape(3, 2)}, world, "rows")
+    checkpoint.save(folder, 1, state, {}, world, engine="fsdp")
+
+
+def test_a_rank_without_a_row_writes_no_file(tmp_path):
+    run(few_rows, 4, tmp_path)
+    path = checkpoint.path_of(tmp_path, 1)
+    assert [name for name in files_of(path) if "00003" in name] == []
+    wanted = {"model/a": torch.zeros(3, 2)}
+    checkpoint.load(path, wanted, None)
+    assert torch.equal(wanted["model/a"], torch.arange(6.0).reshape(3, 2))
+
+
+def shard_a_model(world, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+    wanted = {f"model/{name}": each.clone() for name, each in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    state = {f"model/{name}": each for name, each in model.state_dict().items()}
+    path = checkpoint.save(folder, 1, state, {}, world, engine="fsdp")
+    with torch.no_grad():
+        for each in state.values():
+            each.zero_()
+    checkpoint.load(path, state, world)
+    return differing(gathered(state), wanted), checkpoint.fingerprint(path)
+
+
+def test_fsdp_shards_hold_the_plain_models_tensors(tmp_path):
+    found = [run(shard_a_model, size, tmp_path / str(size)) for size in (1, 3)]
+    assert {str(each) for results in found for each in results} == {str(([], found[0][0][1]))}
+
+
+def other_names(world, folder):
+    tensors = {"model/a": torch.zeros(2)} if world.rank else {"model/b": torch.zeros(2)}
+    with pytest.raises(LockstepError, match="set of tensors"):
+        checkpoint.save(folder, 1, tensors, {}, world, engine="ddp")
+
+
+def one_rank_reads_another_shape(world, path):
+    wanted = {"model/a": torch.zeros(2 + world.rank)}
+    with pytest.raises(
+        PeerError if world.rank == 0 else CheckpointError, match=r"model/a .float32 \[2\], not"
+    ) as found:
+        checkpoint.load(path, wanted, world)
+    assert found.value.exit_code == 2
+    assert wanted["model/a"].sum() == 0
+
+
+def test_ranks_that_disagree_all_raise(tmp_path):
+    run(other_names, 2, tmp_path)
+    path = checkpoint.save(tmp_path, 3, {"model/a": torch.ones(2)}, {}, World(), engine="single")
+    run(one_rank_reads_another_shape, 2, path)
+
+
+def test_parameters_are_filled_in_place(tmp_path):
+    layer = torch.nn.Linear(3, 2)
+    wanted = {f"model/{name}": value for name, value in layer.named_parameters()}
+    path = checkpoint.save(
+        tmp_path, 1, {name: torch.ones_like(each) for name, each in wanted.items()}, {}, World(), engine="s"
+    )
+    checkpoint.load(path, wanted, None)
+    assert layer.weight.sum() == 6
+    assert layer.weight.requires_grad
+
+
+def test_mismatches_name_up_to_three_tensors_and_fill_nothing(tmp_path):
+    tensors = {f"model/{letter}": torch.ones(2) for letter in "abcde"} | {"optimizer/a/step": torch.tensor(1.0)}
+    path = checkpoint.save(tmp_path, 1, tensors, {}, World(), engine="single")
+    weights = {name: torch.zeros(2) for name in tensors if name.startswith("model/")}
+    checkpoint.load(path, weights, None)  # weights alone are a whole group
+    assert all(each.sum() == 2 for each in weights.values())
+    untouched = torch.zeros(2)
+    with pytest.raises(CheckpointError, match="also has model/b, model/c, model/d and 1 more"):
+        checkpoint.load(path, {"model/a": untouched}, None)
+    with pytest.raises(CheckpointError, match="has no model/z"):
+        checkpoint.load(path, {**weights, "model/z": untouched}, None)
+    with pytest.raises(CheckpointError, match=r"differs in model/a \(float32 \[2\], not float64 \[2\]\)"):
+        checkpoint.load(path, {**weights, "model/a": torch.zeros(2, dtype=torch.float64)}, None)
+    assert untouched.sum() == 0
+
+
+def test_a_whole_checkpoint_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path):
+    path = checkpoint.save(tmp_path, 7, {"model/a": torch.ones(4)}, {"n": 1}, World(), engine="single")
+    before = {file.name: (file.stat().st_ino, file.read_bytes()) for file in path.iterdir()}
+    again = checkpoint.save(tmp_path, 7, {"model/a": torch.zeros(4)}, {"n": 2}, World(), engine="single")
+    assert again == path
+    assert {file.name: (file.stat().st_ino, file.read_bytes()) for file in path.iterdir()} == before
+    (path / "state.json").unlink()
+    checkpoint.save(tmp_path, 7, {"model/a": torch.zeros(4)}, {"n": 2}, World(), engine="single")
+    assert checkpoint.read_state(path) == {"n": 2}
+    assert files_of(path.parent) == ["step-00000007"]
+
+
+def test_every_dtype_of_the_format_keeps_its_bits(tmp_path):
+    bits = torch.randint(0, 256, (6, 16), dtype=torch.uint8)
+    tensors = {f"extra/{name}": bits.view(getattr(torch, name)) for name in CODES if name != "bool"}
+    path = checkpoint.save(tmp_path, 1, tensors, {}, World(), engine="single")
+    wanted = {name: torch.zeros_like(each) for name, each in tensors.items()}
+    checkpoint.load(path, wanted, None)
+    for name in wanted:
+        assert torch.equal(wanted[name].view(torch.uint8), bits), name
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "reason"),
+    [
+        ({"model/a": torch.zeros(2, dtype=torch.complex64)}, {}, "has no complex64"),
+        ({"model/a": torch.zeros(2, device="meta")}, {}, "no dense values"),
+        ({"__metadata__": torch.zeros(2)}, {}, "name"),
+        ({"": torch.zeros(2)}, {}, "name"),
+        ({"model/a": torch.zeros(2)}, {"x": torch.zeros(1)}, "plain numbers"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, tensors, state, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.save(tmp_path, 1, tensors, state, World(), engine="single")
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "checkpoints"])
+    assert checkpoint.list_steps(tmp_path) == []
+
+
+@st.composite
+def cut_boxes(draw):
+    """A shape, a grid of slices that tile it, and a box inside it."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=0, max_size=3))
+    edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    blocks = [Block((), ())]
+    for edge in edges:
+        steps = list(pairwise(edge))
+        blocks = [Block((*b.offsets, low), (*b.shape, high - low)) for b in blocks for low, high in steps]
+    low = [draw(st.integers(0, size - 1)) for size in shape]
+    box = Block(tuple(low), tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)))
+    return tuple(shape), blocks, box
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cut_boxes(), st.randoms(use_true_random=False))
+def test_any_box_is_filled_from_any_slices(cut, random):
+    shape, blocks, box = cut
+    values = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+
+    def part(block):
+        return tuple(slice(at, at + count) for at, count in zip(block.offsets, block.shape, strict=True))
+
+    entries = [Entry("a", "float32", shape, b.offsets, b.shape, str(i), "a") for i, b in enumerate(blocks)]
+    random.shuffle(entries)
+    target = torch.zeros(box.shape)
+    _fill(target, box, Stored("float32", shape, entries), lambda entry, cut: values[part(entry.block)][cut])
+    assert torch.equal(target, values[part(box)])
+    assert tiles(blocks, shape)
+    assert not tiles(blocks[1:], shape)
+    assert not tiles([*blocks, blocks[0]], shape)

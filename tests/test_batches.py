@@ -1,0 +1,187 @@
+"""What each micro-batch holds and draws depends on (seed, step, micro-batch) alone."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.batches import Batches, Cut, Loading, slots
+from lockstep.data.order import Sequential, Shuffled
+from lockstep.errors import DataError
+from lockstep.world import World
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is (i, and what each of the three generators draws)."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item(), np.random.random(), random.random()
+
+
+class Task:
+    def collate(self, samples):
+        return {"samples": samples, "noise": torch.rand(()).item()}
+
+    def count(self, batch):
+        return sum(index % 3 + 1 for index, *_ in batch["samples"])
+
+
+def batches(size, cut, rank=0, world_size=1, workers=0, order=None, task=None, dataset=None):
+    world = World(rank=rank, size=world_size)
+    dataset = dataset or Numbers(size)
+    order = order or Shuffled(size, 5)
+    return Batches(task or Task(), dataset, order, cut, world, seed=5, loading=Loading(workers))
+
+
+def content(found):
+    return [(step, [(b.index, b.weight, b.items, b.data) for b in micro]) for step, micro in found]
+
+
+@given(st.integers(1, 60), st.integers(1, 17))
+def test_slots_cover_every_micro_batch_once(micro_batches, world_size):
+    by_rank = [slots(micro_batches, world_size, rank) for rank in range(world_size)]
+    assert {len(mine) for mine in by_rank} == {-(-micro_batches // world_size)}
+    counted = [slot.micro for mine in by_rank for slot in mine if slot.weight]
+    assert counted == list(range(micro_batches))
+    assert all(slot.weight in (0.0, 1.0) and 0 <= slot.micro < micro_batches for mine in by_rank for slot in mine)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 50),
+    micro=st.integers(1, 4),
+    count=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    world_size=st.integers(1, 5),
+    start=st.integers(0, 6),
+)
+def test_every_sample_once_an_epoch_whatever_the_world_and_the_start(size, micro, count, epochs, world_size, start):
+    cut = Cut(micro * count, micro, epochs * size)
+    seen = []
+    for rank in range(world_size):
+        early = batches(size, cut, rank, world_size).from_step(0)
+        late = batches(size, cut, rank, world_size).from_step(min(start, cut.steps))
+        steps = [next(early) for _ in range(min(start, cut.steps))] + list(late)
+        for step, mine in steps:
+            for batch in (b for b in mine if b.weight):
+                first, _ = cut.positions(step, batch.index)
+                seen += [(first + k, index) for k, (index, *_) in enumerate(batch.data["samples"])]
+    assert sorted(position for position, _ in seen) == list(range(epochs * size))
+    for epoch in range(epochs):
+        assert sorted(i for p, i in seen if p // size == epoch) == list(range(size))
+
+
+def test_content_and_randomness_do_not_depend_on_rank_worker_or_start():
+    cut = Cut(6, 2, 26)
+    alone = dict(content(batches(13, cut).from_step(0)))
+    assert len({noise for micro in alone.values() for *_, data in micro for noise in (data["noise"],)}) == 13
+    for world_size, workers, start in ((1, 2, 0), (2, 0, 1), (3, 1, 2)):
+        for rank in range(world_size):
+            for step, micro in content(batches(13, cut, rank, world_size, workers).from_step(start)):
+                whole = {index: (items, data) for index, weight, items, data in alone[step] if weight}
+                for index, weight, items, data in micro:
+                    assert (items if weight else whole[index][0], data) == whole[index]
+
+
+def test_an_empty_slot_counts_nothing():
+    found = [micro for rank in range(3) for _, micro in batches(8, Cut(8, 2, 8), rank, 3).from_step(0)]
+    weights = [batch.weight for micro in found for batch in micro]
+    assert weights == [1.0] * 4 + [0.0] * 2
+    assert all(batch.items == 0 for micro in found for batch in micro if not batch.weight)
+
+
+def test_items_of_coming_steps_are_known_ahead():
+    feed = batches(13, Cut(4, 2, 26)).from_step(0)
+    ahead = [feed.items(step) for step in range(9)]
+    assert ahead[7:] == [0, 0]
+    for step, micro in feed:
+        assert feed.items(step) == ahead[step] == sum(batch.items for batch in micro)
+
+
+def test_a_declared_number_of_items_is_believed_after_it_was_counted_once():
+    class Declared(Task):
+        items_per_sample = 2
+
+    with pytest.raises(DataError, match=r"items_per_sample is 2, but `count` finds \d+ items in 2 samples"):
+        next(batches(13, Cut(4, 2, 26), task=Declared()).from_step(0))
+
+
+def test_a_dataset_that_draws_nothing_leaves_the_generators_alone():
+    class Plain(Numbers):
+        draws_random = False
+
+        def __getitem__(self, index):
+            return (index,)
+
+    class Quiet(Task):
+        def collate(self, samples):
+            return {"samples": samples}
+
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    list(batches(13, Cut(4, 2, 26), task=Quiet(), dataset=Plain(13)).from_step(0))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_nested_batches_keep_their_shape_on_the_way_to_a_device():
+    from typing import NamedTuple
+
+    from lockstep.data.batches import _mover
+
+    class Pair(NamedTuple):
+        a: torch.Tensor
+        b: str
+
+    moved = _mover(torch.device("meta"))({"x": [torch.ones(2), (torch.ones(1), 3)], "p": Pair(torch.ones(1), "s")})
+    assert moved["x"][0].device.type == moved["x"][1][0].device.type == moved["p"].a.device.type == "meta"
+    assert (moved["x"][1][1], moved["p"].b, type(moved["p"])) == (3, "s", Pair)
+
+
+class Threads(torch.utils.data.Dataset):
+    draws_random = False
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.get_num_threads()
+
+
+def test_loader_processes_compute_with_one_thread():
+    class Plain(Task):
+        def collate(self, samples):
+            return samples
+
+        def count(self, batch):
+            return len(batch)
+
+    found = batches(4, Cut(2, 2, 4), workers=1, task=Plain(), dataset=Threads())
+    assert [b.data for _, micro in found.from_step(0) for b in micro] == [[1, 1], [1, 1]]
+
+
+def test_a_position_a_trillion_samples_in_is_found_at_once():
+    feed = batches(10**12, Cut(32, 4, 10**12), order=Shuffled(10**12, 1), dataset=Numbers(10**12)).from_step(3 * 10**10)
+    step, micro = next(feed)
+    assert step == 3 * 10**10
+    assert all(0 <= index < 10**12 for b in micro for index, *_ in b.data["samples"])
+
+
+def test_sequential_order_is_the_evaluation_sets_own():
+    found = batches(5, Cut(6, 2, 5), order=Sequential(5)).from_step(0)
+    assert [[i for i, *_ in b.data["samples"]] for b in next(found)[1]] == [[0, 1], [2, 3], [4]]
+
+
+def test_batches_can_be_imported_without_the_engines():
+    code = "import sys, lockstep.data.batches; sys.exit(any(n.startswith('lockstep.engines') for n in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

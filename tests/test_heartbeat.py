@@ -1,0 +1,102 @@
+"""The exchange: items of the whole step, agreement on stopping, and what a lost rank looks like."""
+
+import os
+import time
+
+import pytest
+from distributed import run
+
+from lockstep.errors import PeerError
+from lockstep.heartbeat import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, Heartbeat
+from lockstep.world import World
+
+
+def _items(world, count, pause, constant):
+    """What each step was told, with the lengths of the beats."""
+    ahead = lambda step: (step * 7 + world.rank * 3) % 11 if step < count else 0  # noqa: E731
+    beat = Heartbeat(world, ahead, (lambda step: 100 + step) if constant else None)
+    found, lengths = [], []
+    for step in range(count):
+        found.append(beat.items(step))
+        lengths.append(beat._received.length)
+        time.sleep(pause)
+    return found, lengths
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_items_are_summed_over_the_ranks(world_size):
+    wanted = [sum((step * 7 + rank * 3) % 11 for rank in range(world_size)) for step in range(50)]
+    assert [found for found, _ in run(_items, world_size, 50, 0.0, False)] == [wanted] * world_size
+
+
+def test_it_beats_every_step_where_steps_are_long_and_rarely_where_they_are_short():
+    (_, slow), _ = run(_items, 2, 12, 0.03, False)
+    (_, fast), (_, other) = run(_items, 2, 200, 0.0005, False)
+    assert set(slow) == {1}
+    assert max(fast) > 4
+    assert max(fast) <= MOST_STEPS
+    assert fast == other  # all ranks derive the same rule
+
+
+def test_known_items_are_not_asked_for():
+    found, _ = run(_items, 2, 30, 0.0, True)[0]
+    assert found == [100 + step for step in range(30)]
+
+
+def _stop(world, wishes):
+    """The step in which each rank learnt that all end, and with which wish."""
+    beat = Heartbeat(world, lambda step: 1, None)
+    for step in range(200):
+        beat.items(step)
+        if beat.agreed:
+            return step, beat.agreed
+        time.sleep(0.001)
+        if step == 5 and world.rank in wishes:
+            beat.stop(wishes[world.rank])
+    return None, CONTINUE
+
+
+@pytest.mark.parametrize(
+    ("wishes", "agreed"),
+    [({2: SAVE_AND_END}, SAVE_AND_END), ({0: SAVE_AND_END, 1: INTERRUPT}, INTERRUPT), ({}, CONTINUE)],
+)
+def test_all_ranks_stop_at_the_same_step(wishes, agreed):
+    found = run(_stop, 3, wishes)
+    assert len(set(found)) == 1
+    assert found[0][1] == agreed
+    if agreed:
+        assert 5 < found[0][0] <= 5 + 2 * MOST_STEPS
+
+
+def test_a_world_of_one_stops_at_once():
+    assert _stop(World(), {0: INTERRUPT}) == (6, INTERRUPT)
+
+
+def _lost(world, how):
+    beat = Heartbeat(world, lambda step: 1, None)
+    began = time.monotonic()
+    try:
+        for step in range(100):
+            if step == 5 and world.rank == 1:
+                if how == "kill":
+                    os._exit(9)
+                time.sleep(20)
+            beat.items(step)
+    except PeerError as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_does_not_come_is_one_line_within_the_timeout():
+    with pytest.raises(AssertionError, match="ranks \\[1\\]|rank 1"):
+        run(_lost, 2, "sleep", timeout=4.0)
+
+
+def _totals(world):
+    beat = Heartbeat(world, lambda step: 1, None)
+    return beat.totals([float(world.rank), 0.1, 1e100 if world.rank == 0 else -1e100 if world.rank == 1 else 1.0])
+
+
+def test_totals_are_exactly_rounded_sums():
+    assert run(_totals, 4) == [[6.0, 0.4, 2.0]] * 4
+    assert _totals(World()) == [0.0, 0.1, 1e100]

@@ -1,0 +1,132 @@
+"""Small tasks for tests, and `fit`: a few steps of the real loop with nothing but its parts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep import checkpoint
+from lockstep.clock import make_clock
+from lockstep.data.batches import Batches, Cut
+from lockstep.data.order import Shuffled
+from lockstep.engines import engine
+from lockstep.heartbeat import Heartbeat
+from lockstep.loop import Plan, seeder, steps
+from lockstep.optim import adamw
+from lockstep.precision import pin
+from lockstep.schedule import factor
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Token rows of one length whose labels are masked (-100) from a sample-dependent place on: items are ragged."""
+
+    draws_random = False
+
+    def __init__(self, count, length=12, vocabulary=29):
+        generator = torch.Generator().manual_seed(3)
+        self.rows = torch.randint(vocabulary, (count, length + 1), generator=generator)
+        self.kept = torch.randint(1, length + 1, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        labels = row[1:].clone()
+        labels[self.kept[index] :] = -100
+        return {"input": row[:-1], "labels": labels}
+
+
+class Network(nn.Module):
+    """Embedding, two blocks with dropout, and a head tied to the embedding."""
+
+    def __init__(self, dropout=0.0, width=16, vocabulary=29, dtype=torch.float64):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(2)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        return self.head(x)
+
+
+@dataclass
+class Ragged:
+    """The task: summed cross entropy over the labelled tokens of `Sentences`."""
+
+    samples: int = 40
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float64
+
+    def model(self):
+        return Network(self.dropout, dtype=self.dtype)
+
+    def dataset(self, split):
+        return Sentences(self.samples if split == "train" else self.samples // 3 + 1)
+
+    def collate(self, samples):
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def count(self, batch):
+        return int((batch["labels"] != -100).sum())
+
+    def loss(self, model, batch):
+        logits = model(batch["input"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+    def metrics(self, model, batch):
+        kept = batch["labels"] != -100
+        right = (model(batch["input"]).argmax(-1) == batch["labels"]) & kept
+        return {"accuracy": (right.sum(), kept.sum())}
+
+
+def parts(world, task, *, size=8, micro=1, count=6, exact=False, lr=0.01, clip=1.0, name="auto", total=None):
+    """(engine, batches) of a run of `count` steps."""
+    pin(exact=exact, matmul="highest", device=world.device)
+    torch.manual_seed(0)
+    model = task.model().to(world.device)
+    made = engine(
+        name,
+        model,
+        lambda held: adamw(held, lr=lr, fused=False if exact else None),
+        world,
+        clip=clip,
+        exact_micro_batches=size // micro if exact else 0,
+    )
+    dataset = task.dataset("train")
+    cut = Cut(size, micro, total or count * size)
+    return made, Batches(task, dataset, Shuffled(len(dataset), 0), cut, world, seed=0)
+
+
+def train(world, made, batches, task, *, start=0, stop=None):
+    """The mean loss of each step, and the gradient's norms, as every rank would record them."""
+    feed = batches.from_step(start)
+    beat = Heartbeat(world, feed.items, None)
+    horizon = batches.cut.steps
+    plan = Plan(lambda step: factor(step, horizon, 2, 0.1), seeder(0, "micro", world.device), make_clock(world.device))
+    losses, norms = [], []
+    for record in steps(made, task, feed, beat, plan):
+        total = beat.totals([sum(float(loss) for loss in record.losses)])[0]
+        losses.append(total / record.items)
+        norms.append(float(record.norm))
+        if record.step + 1 == stop:
+            break
+    return losses, norms
+
+
+def fit(world, task, **settings):
+    """(losses, norms, fingerprint of the weights) of a short run."""
+    made, batches = parts(world, task, **settings)
+    losses, norms = train(world, made, batches, task)
+    weights = {name.removeprefix("model/"): t for name, t in made.state().items() if name.startswith("model/")}
+    return losses, norms, checkpoint.fingerprint_of(weights)
