@@ -136,7 +136,7 @@ def test_a_shape_that_cannot_be_is_refused(change, message):
 def test_greedy_generation_takes_the_likeliest_token_each_time():
     model = build()
     ids = torch.randint(0, 50, (2, 3))
-    longer = generate(model, ids, 5, temperature=0.0)
+    longer = generate(model, ids, 5, config=model.config, temperature=0.0)
     assert longer.shape == (2, 8)
     for end in range(3, 8):
         likeliest = model.eval()(longer[:, :end])[:, -1, :50].argmax(-1)
@@ -147,7 +147,9 @@ def test_generation_is_reproducible_leaves_out_the_padding_and_runs_past_the_con
     model = build().train()
     model.tokens.weight.data[50:] = 100.0  # would win every draw
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    first, second = (generate(model, ids, 30, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    first, second = (
+        generate(model, ids, 30, config=model.config, generator=torch.Generator().manual_seed(3)) for _ in range(2)
+    )
     assert torch.equal(first, second)
     assert first.shape == (1, 31)
     assert first.max() < 50
@@ -156,7 +158,10 @@ def test_generation_is_reproducible_leaves_out_the_padding_and_runs_past_the_con
 
 def test_top_k_of_one_is_greedy():
     model, ids = build(), torch.tensor([[1, 2, 3]])
-    assert torch.equal(generate(model, ids, 6, top_k=1), generate(model, ids, 6, temperature=0.0))
+    assert torch.equal(
+        generate(model, ids, 6, config=model.config, top_k=1),
+        generate(model, ids, 6, config=model.config, temperature=0.0),
+    )
 
 
 class FakeWindows:

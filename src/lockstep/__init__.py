@@ -8,9 +8,15 @@ import importlib
 __version__ = "0.1.0"
 
 # The public names and the modules that define them.
-_HOME: dict[str, str] = {}
+_HOME = {
+    "CausalLM": "lockstep.tasks.causal_lm",
+    "Config": "lockstep.config",
+    "World": "lockstep.world",
+    "engine": "lockstep.engines",
+    "train": "lockstep.run",
+}
 
-__all__ = sorted(_HOME)
+__all__ = ["CausalLM", "Config", "World", "engine", "train"]
 
 
 def __getattr__(name: str) -> object:

@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:
-        print(f"lockstep: error: {error}", file=sys.stderr)
+        if not error.relayed:  # the rank that had it says it
+            print(f"lockstep: error: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from lockstep.errors import ConfigError
 
-__all__ = ["Checkpoint", "Config", "Data", "Model", "Optim"]
+__all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Model", "Optim"]
 
 
 def option(default: Any, text: str, *choices: str) -> Any:
@@ -31,6 +31,17 @@ class Data:
     evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation")
     vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split")
     cache: str = option("", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)")
+    subset: str = option("", "subset (configuration) of a hub dataset")
+    split: str = option("train", "split to train on; the evaluation takes validation or test, or a part split off")
+    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)")
+    text_column: str = option("", "column that holds the text (default: text, or instruction/input/output, or the one)")
+    encoding: str = option("", "encoding of csv and json files (default: utf-8, or what a byte order mark says)")
+    packing: str = option(
+        "stream",
+        "stream: a separator after each document; blocks: none, and every 1000 examples cut into blocks, the rest left",
+        "stream",
+        "blocks",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,9 @@ class Model:
     """The model's own settings."""
 
     dropout: float = option(0.0, "dropout probability of the built-in models")
+    pretrained: bool = option(False, "begin with the weights of the hub model or folder that --model-name names")
+    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)")
+    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,9 @@ class Optim:
     weight_decay: float = option(0.1, "decoupled weight decay of matrices")
     decay_embeddings: bool = option(False, "decay embeddings too")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    schedule: str = option("cosine", "shape of the rate after the warm-up", "cosine", "constant")
-    warmup_steps: int = option(20, "steps of linear warm-up")
+    schedule: str = option("cosine", "shape of the rate after the warm-up", "cosine", "cosine-periodic", "constant")
+    period: int = option(0, "steps from peak to floor, and back, of cosine-periodic; 0: the whole plan")
+    warmup_steps: int = option(50, "steps of linear warm-up")
     floor: float = option(0.1, "last learning rate, as a share of --lr")
 
 
@@ -61,6 +76,34 @@ class Checkpoint:
 
     keep: int = option(3, "newest checkpoints that are kept, beside the best")
     every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
+
+    An engine refuses the options that it does not have, where they are set away from their default.
+    """
+
+    find_unused_parameters: str = option(
+        "auto", "parameters that a backward may leave out; auto: the first step finds out", "auto", "true", "false"
+    )
+    static_graph: bool = option(False, "ddp, zero: every step has the same graph")
+    gradient_as_bucket_view: bool = option(True, "ddp, zero: gradients lie in the buffers that are exchanged")
+    bucket_cap_mb: float = option(25.0, "ddp, zero: size of these buffers, MiB")
+    broadcast_buffers: bool = option(True, "ddp, zero: rank 0's buffers go to all at each synchronised forward")
+    compression: str = option("none", "ddp, zero: dtype in which gradients are exchanged", "none", "bf16", "fp16")
+    sharding: str = option("full", "fsdp: what is split, and among whom", "full", "grad-op", "hybrid", "none")
+    shard_size: int = option(0, "fsdp, hybrid: processes that share one copy of the model; 0: those of a node")
+    accumulate: str = option(
+        "nosync", "fsdp: keep full gradients until the last micro-batch, or scatter each one's", "nosync", "shard"
+    )
+    cpu_offload: bool = option(False, "fsdp: parameters, gradients and optimizer states lie in host memory")
+    param_dtype: str = option("same", "fsdp: dtype of gathered parameters", "same", "bf16", "fp16", "float32")
+    reduce_dtype: str = option("same", "fsdp: dtype in which gradients are summed", "same", "bf16", "fp16", "float32")
+    output_dtype: str = option("same", "fsdp: dtype of the model's output", "same", "bf16", "fp16", "float32")
+    prefetch: int = option(0, "fsdp: blocks gathered ahead; 0: the next one, by itself")
+    meta_init: bool = option(False, "fsdp: rank 0 alone draws the weights, the others receive their shards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +122,25 @@ class Config:
     num_epochs: int = option(1, "passes over the training data")
     max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
     stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
-    lr: float = option(1e-3, "peak learning rate")
-    batch_size: int = option(32, "samples in a step, over all ranks")
+    lr: float = option(2e-3, "peak learning rate")
+    batch_size: int = option(16, "samples in a step, over all ranks")
     micro_batch_size: int = option(0, "samples in one forward on one device; 0: the batch's largest divisor up to 1/8")
-    seq_len: int = option(256, "tokens in a sample")
+    seq_len: int = option(128, "tokens in a sample")
     log_freq: int = option(10, "steps between records")
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
-    engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", "single", "ddp")
+    engine: str = option(
+        "auto",
+        "auto: ddp under a launcher, else single",
+        "auto",
+        "single",
+        "ddp",
+        "fsdp",
+        "zero",
+        "data-parallel",
+    )
     precision: str = option(
-        "float32", "bf16: autocast over float32 parameters", "float32", "bf16", "bf16-true", "float64"
+        "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
     )
     matmul_precision: str = option(
         "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
@@ -99,10 +151,18 @@ class Config:
     timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
     init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
     resume_anyway: bool = option(False, "resume although the plan differs, saying what changes")
+    preset: str = option(
+        "auto", "a set of defaults; auto: source where model and data are both on the hub", "auto", "none", "source"
+    )
+    tokenizer: str = option("", "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)")
+    tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
+    wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
+    wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    engine_options: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -156,9 +216,13 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
     "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
     "optim.warmup_steps": (0, 10**12, "a number of steps"),
+    "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
+    "engine_options.bucket_cap_mb": (0.001, 10**6, "a number of MiB above 0"),
+    "engine_options.shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
+    "engine_options.prefetch": (0, 1000, "a number of blocks, or 0"),
 }
 
 
@@ -176,8 +240,8 @@ def lookup(config: Any, name: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """`optim.weight_decay` -> `--optim.weight-decay`."""
-    return "--" + name.replace("_", "-")
+    """`optim.weight_decay` -> `--optim.weight-decay`; `engine_options.prefetch` -> `--engine.prefetch`."""
+    return "--" + name.replace("engine_options.", "engine.").replace("_", "-")
 
 
 def default_micro_batch_size(batch_size: int) -> int:

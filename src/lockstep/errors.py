@@ -23,9 +23,15 @@ __all__ = [
 
 
 class LockstepError(Exception):
-    """A failed run. The message is one line: what, where, and the way out."""
+    """A failed run. The message is one line: what, where, and the way out.
+
+    Attributes:
+        exit_code: of the command.
+        relayed: another rank had the error and says it; this one only ends.
+    """
 
     exit_code = 1
+    relayed = False
 
 
 class UsageError(LockstepError):

@@ -65,6 +65,7 @@ class RunFolder:
         except OSError as error:
             self._lock.seek(0)
             owner = self._lock.readline().strip() or "another process"
+            self.release()
             raise ConfigError(
                 f"{self.path} is in use by {owner}; wait for it, or choose another --experiment-name"
             ) from error

@@ -1,6 +1,6 @@
 """Flags and config files -> Config, and Config -> the file in the run's folder.
 
-    config = parse(["--config", "run.toml", "--lr", "3e-4"])       # defaults < file < flags
+    config = parse(["--config", "run.toml", "--lr", "3e-4"])       # defaults < preset < file < flags
 
 argparse does the parsing: it starts in no time, and its one failure, a message of several lines, is turned into one.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep import presets
 from lockstep.config import Config, flag, sections
 from lockstep.errors import ConfigError
 
@@ -29,7 +30,7 @@ def parse(argv: list[str]) -> Config:
     path = given.pop("config", None)
     values = read(Path(path)) if path else {}
     values.update(given)
-    return build(values)
+    return build(presets.applied(values))
 
 
 def build(values: dict[str, Any]) -> Config:

@@ -27,6 +27,7 @@ from lockstep.optim import adamw
 from lockstep.plan import Horizon, differences, plan_of
 from lockstep.precision import pin
 from lockstep.seeds import derive
+from lockstep.sinks.remote import check
 from lockstep.tasks.named import named_task
 from lockstep.transforms import prepare
 from lockstep.world import World
@@ -81,10 +82,14 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     """
     config = _agreed(config, world)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
+    if config.micro_batches < world.size:
+        say(world)(_idle(config, world.size))
     if config.exact:
         check_servable(config.micro_batches, world.size)
+    together(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = task or together(world, lambda: named_task(config, say(world)))
+    world.check_same("source", getattr(task, "sources", {}))
     training, evaluation = together(world, lambda: (task.dataset("train"), task.dataset("evaluation")))
     horizon = together(world, lambda: Horizon(_size(training), config))
     source, state = _found(folder, world)
@@ -114,6 +119,16 @@ def _agreed(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", options.flat(config))
     return config
+
+
+def _idle(config: Config, ranks: int) -> str:
+    """Said where a step has fewer micro-batches than ranks: most often a batch per device was meant."""
+    batch, micro, held = config.batch_size, config.micro_batch_size, config.micro_batches
+    return (
+        f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
+        f"for {ranks} ranks leave{'s' * (held == 1)} {ranks - held} of them without work; for {batch} on each device: "
+        f"--batch-size {batch * ranks} --micro-batch-size {batch}"
+    )
 
 
 def _size(dataset: Any) -> int:

@@ -27,6 +27,7 @@ from lockstep.sinks import Sinks
 from lockstep.sinks.console import Console
 from lockstep.sinks.jsonl import JsonLines, read
 from lockstep.sinks.log import close_log, open_log
+from lockstep.sinks.remote import masked, remote_sinks
 from lockstep.world import World
 
 __all__ = ["command", "train"]
@@ -45,26 +46,32 @@ def command(argv: list[str]) -> int:
             return int(end.value)
 
 
-def train(config: Config, task: Any = None) -> Generator[StepRecord, None, int]:
+def train(config: Config, task: Any = None, world: World | None = None) -> Generator[StepRecord, None, int]:
     """Trains `task` (default: the one that the config names), yielding a record after each step and what follows it.
 
     Records, evaluations, checkpoints and the resume of an earlier run happen as under the command. Leaving the loop
     early ends the run without a further checkpoint; every rank must leave it at the same step. The generator's value
     is the command's exit code.
 
+    Args:
+        config: everything but the task.
+        task: what is trained; None: what the config names.
+        world: one that this process joined already, and will leave itself; None: joined here, and left at the end.
+
     Raises:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
-    world = World.join(config.device, config.timeout)
-    parts = assemble(config, task, world)
+    joined = world or World.join(config.device, config.timeout)
+    parts = assemble(config, task, joined)
     code = 0
     if parts.start >= parts.last:
-        say(world)(_finished(parts))
+        say(joined)(_finished(parts))
     else:
         code = yield from _in_folder(parts)
     del parts  # its engine, before the groups: see World.leave
-    world.leave()
+    if world is None:
+        joined.leave()
     return code
 
 
@@ -74,7 +81,7 @@ def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
     together(world, lambda: _claim(parts))
     try:
         together(world, lambda: open_log(parts.folder.path, world.rank))
-        _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)))
+        _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)), extra={"only_file": True})
         if world.is_main:
             sinks = _open(parts)
         _load(parts)
@@ -99,7 +106,8 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
         raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
     beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
     optim = config.optim
-    rate = partial(factor, horizon=cut.steps, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
+    horizon = (optim.schedule == "cosine-periodic" and optim.period) or cut.steps
+    rate = partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
     plan = Plan(rate, seeder(config.seed, "micro", world.device), make_clock(world.device))
     meter = Meter(beat, plan.clock, world.device, state["running_loss"])
     books = Bookkeeper(parts, meter, sinks)
@@ -136,13 +144,34 @@ def _open(parts: Parts) -> Sinks:
     config, folder = parts.config, parts.folder
     checkpoint.clean(folder.path)
     folder.write("config.toml", options.to_toml(config))
-    environment.write(folder.environment, environment.describe())
+    environment.write(folder.environment, environment.describe() | {"sources": _sources(parts)})
     metrics = JsonLines(folder.metrics, parts.start)
     earlier = read(folder.metrics) if parts.start else []
     unit = getattr(parts.task, "item_name", "items")
-    sinks = Sinks([metrics, Console(parts.last, parts.start, unit, earlier)])
-    sinks.start({"experiment": config.experiment_name})
+    remote = remote_sinks(config, folder.path, parts.start)
+    sinks = Sinks([metrics, Console(parts.last, parts.start, unit, earlier), *remote])
+    sinks.start(_described(parts))
     return sinks
+
+
+def _sources(parts: Parts) -> dict[str, str]:
+    """The revision of whatever came from a hub."""
+    return dict(getattr(parts.task, "sources", {}))
+
+
+def _described(parts: Parts) -> dict[str, Any]:
+    """What a sink may keep of the run's configuration: no secret is in it."""
+    config, samples = parts.config, parts.horizon.samples
+    return masked(
+        {
+            "experiment": config.experiment_name,
+            "args": options.flat(config),
+            "training_data_size": samples,
+            "num_batches": -(-samples // config.batch_size),
+            "world_size": parts.world.size,
+            "sources": _sources(parts),
+        }
+    )
 
 
 def _load(parts: Parts) -> None:

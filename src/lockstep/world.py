@@ -115,7 +115,7 @@ class World:
         if failed:
             rank, message, code = failed[0]
             problem = PeerError(f"rank {rank}: {message}")
-            problem.exit_code = code
+            problem.exit_code, problem.relayed = code, True
             raise problem
 
     def check_same(self, what: str, values: dict[str, Any]) -> None:

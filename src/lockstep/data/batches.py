@@ -255,8 +255,8 @@ class Fetch:
             samples = [self._dataset[sample] for sample in key.samples]
         data = self._collate(samples)
         if not self._believed:
-            self._check(data, len(samples))
-        return data, int(self._count(data)) if self._each is None else self._each * len(samples)
+            self._check(data, len(key.samples))
+        return data, int(self._count(data)) if self._each is None else self._each * len(key.samples)
 
     def _check(self, data: Any, samples: int) -> None:
         """A wrong `items_per_sample` would scale every gradient: the first micro-batch is counted all the same."""

@@ -34,7 +34,7 @@ def engine(
         optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it.
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
-        exact_micro_batches: M, to sum the gradients of a step's M micro-batches in the fixed tree; 0: as the backend does.
+        exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
 
     Raises:
         ConfigError: an unknown engine, or one that this world cannot form.

@@ -167,9 +167,11 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    model: nn.Module,
     ids: Tensor,
     max_new_tokens: int,
+    *,
+    config: GPTConfig,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
@@ -177,6 +179,8 @@ def generate(
     """`ids` (int64 [batch, time], time >= 1) with `max_new_tokens` sampled tokens appended, int64.
 
     Args:
+        model: a GPT, or what an engine wrapped around one.
+        config: the GPT's.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only.
         generator: on the device of `ids`; None is torch's default one.
@@ -187,7 +191,7 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits = model(ids[:, -model.config.context :])[:, -1, : model.config.vocab_size].float()
+            logits = model(ids[:, -config.context :])[:, -1, : config.vocab_size].float()
             ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
     finally:
         model.train(training)

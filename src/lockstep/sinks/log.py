@@ -21,7 +21,8 @@ __all__ = ["close_log", "open_log"]
 def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
     """Sends the logger "lockstep" to `folder`/logs/rank-00000.log (appended) and, where asked, to stderr.
 
-    On stderr rank 0 shows INFO and above, other ranks WARNING and above with their rank. Called again, it closes what
+    On stderr rank 0 shows INFO and above, other ranks WARNING and above with their rank; a record with
+    `extra={"only_file": True}` is not shown there. Called again, it closes what
     it opened before.
 
     Args:
@@ -114,6 +115,7 @@ class _Stderr(logging.Handler):
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.INFO)
         self.setFormatter(_PersonLine(rank))
+        self.addFilter(lambda record: not getattr(record, "only_file", False))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from lockstep.data.corpus import Corpus, Windows
 from lockstep.errors import ConfigError
-from lockstep.models.gpt import GPT, GPTConfig
+from lockstep.models.gpt import GPT, GPTConfig, generate
 
 __all__ = ["IGNORED", "CausalLM"]
+
+_BEGIN, _SAMPLE = "import ", 120  # what a sample begins with, and the tokens that follow
 
 IGNORED = -100  # the label of a token that is not predicted
 
@@ -30,11 +32,14 @@ class CausalLM:
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
+        item_name: what a rate is shown in.
         items_per_sample: labelled tokens of every sample, the same for all: the sequence length.
 
     Raises:
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
     """
+
+    item_name = "tokens"
 
     def __init__(self, corpus: Corpus, config: GPTConfig) -> None:
         seq_len = corpus.train.seq_len
@@ -73,6 +78,19 @@ class CausalLM:
         if logits.dtype is not torch.float64:
             logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
         return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        """A text that the model writes from the beginning of a document. On every rank alike: one forward may need all.
+
+        `model` is what an engine holds; the draw is the same each time.
+        """
+        begin = [self.corpus.separator, *self.corpus.encode(_BEGIN)]
+        generator = torch.Generator(device).manual_seed(0)
+        ids = torch.tensor([begin], device=device)
+        written = generate(
+            model, ids, _SAMPLE, config=self.config, temperature=0.8, top_k=50, generator=generator
+        )  # as many collectives as forwards, where the model is split
+        return self.corpus.decode(written[0].tolist())
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""

@@ -1,0 +1,241 @@
+"""What lockstep's loop costs beside a bare PyTorch loop: python bench/loop.py [--rounds 30] [--only mlp]
+
+Two models: a tiny MLP, whose step is all overhead, and a GPT of a few million parameters. 1 and 2 processes,
+accumulation 1 and 4. lockstep is the whole product: `lockstep.train` with records, heartbeat, seeds, guards and timers.
+The bare loops do the same work (same model, same samples in the same order, clipping, warm-up and cosine) by hand:
+"fused" indexes the data itself, sets the rate by hand, frees gradients and uses fused AdamW; "plain" is the usual
+tutorial's: DataLoader, LambdaLR, clip_grad_norm_, foreach AdamW. Ratios are to "bare fused"; below 1 is faster.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import shutil
+import socket
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from contest import contest, machine, show
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+from lockstep.config import Config, Optim
+from lockstep.data.order import Shuffled
+from lockstep.models.gpt import GPT, GPTConfig
+from lockstep.optim import groups
+
+STEPS = 1_000_000  # a horizon that no contest reaches
+
+
+class Table:
+    """Samples in memory, taken a micro-batch at a time."""
+
+    draws_random = False
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices):
+        rows = torch.tensor(indices)
+        return self.x[rows], self.y[rows]
+
+
+class Mlp:
+    """64 -> 128 -> 128 -> 10; a step is a few hundred microseconds, nearly all of it overhead."""
+
+    items_per_sample = 1
+    clip = 1.0
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4096, 64, generator=generator)
+        self.table = Table(x, torch.randint(10, (4096,), generator=generator))
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def dataset(self, split):
+        return self.table if split == "train" else None
+
+    def collate(self, samples):
+        return samples
+
+    def count(self, batch):
+        return len(batch[0])
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class SmallGpt(Mlp):
+    """6 layers of 256: 5.8 million parameters, sequences of 128."""
+
+    items_per_sample = 128
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(4096, (512, 129), generator=generator)
+        self.table = Table(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+    def model(self):
+        return GPT(GPTConfig(layers=6, heads=4, width=256, vocab_size=4096, context=128))
+
+    def count(self, batch):
+        return batch[1].numel()
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten(), reduction="sum")
+
+
+def lockstep_stepper(task, size, micro, folder):
+    config = Config(
+        experiment_name="bench",
+        save_dir=folder,
+        batch_size=size,
+        micro_batch_size=micro,
+        max_steps=STEPS,
+        ckpt_freq=0,
+        log_freq=100,
+        lr=1e-3,
+        optim=Optim(clip=task.clip),
+    )
+    records = lockstep.train(config, task)
+
+    def step(count):
+        for _ in range(count):
+            next(records)
+
+    return step
+
+
+def bare_stepper(task, size, micro, *, fused, rank, world):
+    """The same training by hand. Each rank owns a contiguous part of the step's micro-batches, as lockstep's do."""
+    torch.manual_seed(0)
+    model = task.model()
+    each = size // micro // world
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
+    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95), fused=fused or None)
+    make = hand_written if fused else tutorial
+    return make(task, wrapped, optimizer, size, micro, each, rank, world)
+
+
+def rate(step):
+    return (step + 1) / 21 if step < 20 else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 20) / (STEPS - 20)))
+
+
+def hand_written(task, model, optimizer, size, micro, each, rank, world):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    order, table, items = Shuffled(len(task.table), 0), task.table, size * task.items_per_sample
+    state = {"step": 0}
+
+    def step(count):
+        for _ in range(count):
+            k = state["step"]
+            first = k * size + rank * each * micro
+            samples = torch.from_numpy(order.at(first, first + each * micro)[1])
+            for slot in range(each):
+                mine = samples[slot * micro : (slot + 1) * micro]
+                with contextlib.nullcontext() if slot == each - 1 or world == 1 else model.no_sync():
+                    loss = task.loss(model, (table.x[mine], table.y[mine]))
+                    (loss * (world / items)).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * rate(k)
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+            state["step"] = k + 1
+
+    return step
+
+
+def tutorial(task, model, optimizer, size, micro, each, rank, world):
+    table = task.table
+    data = torch.utils.data.TensorDataset(table.x, table.y)
+    sampler = torch.utils.data.DistributedSampler(data, world, rank) if world > 1 else None
+    loader = torch.utils.data.DataLoader(data, batch_size=micro, sampler=sampler, shuffle=sampler is None)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def endless():
+        while True:
+            yield from loader
+
+    stream, items = endless(), size * task.items_per_sample
+
+    def step(count):
+        for _ in range(count):
+            for slot in range(each):
+                batch = next(stream)
+                with contextlib.nullcontext() if slot == each - 1 or world == 1 else model.no_sync():
+                    (task.loss(model, batch) * (world / items)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+TASKS = {"mlp": (Mlp, 64, 50), "gpt": (SmallGpt, 8, 3)}
+
+
+def compete(rank, world, port, folder, name, accumulation, rounds):
+    """One setting, on one rank."""
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        kind, size, steps = TASKS[name]
+        task, micro = kind(), size // accumulation // world
+        ours = lockstep_stepper(task, size, micro, folder)
+        ours(1)  # joins the world, which the bare loops then share
+        make = partial(bare_stepper, task, size, micro, rank=rank, world=world)
+        steppers = {"bare fused": make(fused=True), "bare plain": make(fused=False), "lockstep": ours}
+        steppers["bare fused again"] = make(fused=True)  # A/A: what the method itself makes of no difference
+        wait = dist.barrier if world > 1 else (lambda: None)
+        results = contest(steppers, rounds=rounds, steps=steps, barrier=wait)
+    if rank == 0:
+        title = f"{name}, {world} process{'es' * (world > 1)}, accumulation {accumulation}"
+        show(title, results, model=name, processes=world, accumulation=accumulation)
+    os._exit(0) if world > 1 else None  # without a teardown that a benchmark need not wait for
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", choices=TASKS, action="append")
+    parser.add_argument("--processes", type=int, action="append")
+    parser.add_argument("--accumulation", type=int, action="append")
+    given = parser.parse_args()
+    print(machine())
+    for name in given.only or TASKS:
+        for world in given.processes or (1, 2):
+            for accumulation in given.accumulation or (1, 4):
+                with socket.create_server(("127.0.0.1", 0)) as probe:
+                    port = probe.getsockname()[1]
+                context = multiprocessing.get_context("spawn")
+                folder = tempfile.mkdtemp(prefix="lockstep-bench-")
+                arguments = (world, port, folder, name, accumulation, given.rounds)
+                ranks = [context.Process(target=compete, args=(rank, *arguments)) for rank in range(world)]
+                for process in ranks:
+                    process.start()
+                for process in ranks:
+                    process.join()
+                shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The house: imports go down the floors, public names are sorted and exist, the command starts without torch."""
+
+import ast
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import cli
+from lockstep.errors import LockstepError, UsageError
+
+ROOT = Path(lockstep.__file__).parent
+
+# Each floor may import from those below it and from its own. See docs/architecture.md.
+FLOORS = [
+    ["errors", "seeds", "schedule", "secrets", "world"],
+    ["config", "options", "records", "heartbeat", "clock", "environment", "presets", "hub"],
+    ["models", "data", "tasks", "optim", "transforms", "precision"],
+    ["checkpoint", "engines", "guards", "sinks", "folder"],
+    ["loop", "evaluate", "meter", "plan"],
+    ["parts", "bookkeeper", "run", "diagnose", "launch", "report"],
+    ["cli", "__main__"],
+]
+APART = "lint"
+
+
+def modules():
+    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def floor(name):
+    return next(level for level, names in enumerate(FLOORS) if name in names)
+
+
+def imported(path):
+    """(line, top-level part of lockstep, deferred?) of each import of the package's own modules."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = set(tree.body)
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import"
+            own = node.module == "lockstep"
+            names = [f"lockstep.{alias.name}" for alias in node.names] if own else [node.module]
+        for name in names:
+            if name.split(".")[0] == "lockstep" and "." in name:
+                yield node.lineno, name.split(".")[1], node not in top
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path):
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for line, name, deferred in imported(path):
+        assert not deferred, f"{path}:{line}: an import inside a function hides where it leads"
+        if APART in (own, name):
+            assert own == name == APART, f"{path}:{line}: lint stands apart"
+        else:
+            assert floor(name) <= floor(own), f"{path}:{line}: {own} is below {name}"
+
+
+def test_every_module_has_its_floor():
+    found = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in modules()} - {APART, "__init__"}
+    assert found <= {name for names in FLOORS for name in names}
+
+
+def test_public_names_are_sorted_and_exist():
+    for info in pkgutil.walk_packages([str(ROOT)], "lockstep."):
+        if info.name.endswith("__main__") or ".lint" in info.name:
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:
+            assert error.name.split(".")[0] != "lockstep", error  # an extra that is not installed
+            continue
+        names = getattr(module, "__all__", [])
+        assert list(names) == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) or list(
+            names
+        ) == sorted(names), info.name
+        assert all(hasattr(module, name) for name in names), info.name
+
+
+def test_the_packages_own_names():
+    assert lockstep.__all__ == sorted(lockstep.__all__)
+    assert all(getattr(lockstep, name) for name in lockstep.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lockstep.nothing
+
+
+@pytest.mark.parametrize(
+    "code", ["import lockstep", "import lockstep.cli as c; c.dispatch(['--help'])", "import lockstep.lint"]
+)
+def test_nothing_but_training_loads_torch(code):
+    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_knows_its_commands(capsys):
+    assert cli.dispatch(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (module, function, _) in cli.COMMANDS.items():
+        assert f"  {name} " in shown
+        assert callable(getattr(importlib.import_module(module), function))
+    assert cli.dispatch(["--version"]) == 0
+    assert cli.dispatch([]) == 2
+    with pytest.raises(UsageError, match="unknown command 'trian': did you mean 'train'"):
+        cli.dispatch(["trian"])
+
+
+def test_errors_become_one_line_and_a_code(capsys, monkeypatch):
+    class Odd(LockstepError):
+        exit_code = 3
+
+    def fail(argv):
+        raise {"odd": Odd("one line"), "ctrl-c": KeyboardInterrupt()}[argv[0]]
+
+    monkeypatch.setitem(cli.COMMANDS, "fail", (__name__, "fail", ""))
+    monkeypatch.setattr(sys.modules[__name__], "fail", fail, raising=False)
+    for how, code, line in (("odd", 3, "lockstep: error: one line\n"), ("ctrl-c", 130, "lockstep: interrupted\n")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["fail", how])
+        assert (caught.value.code, capsys.readouterr().err) == (code, line)
+
+
+def test_the_command_line_as_a_person_types_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "train", "--lrr", "1"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "lockstep: error: unknown flag --lrr: did you mean --lr?\n")
+
+
+def test_a_closed_pipe_is_no_traceback():
+    code = "import sys; from lockstep import cli; sys.stdout.close = lambda: None; cli.main(['--help'])"
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done.stdout.close()
+    assert b"Traceback" not in done.communicate()[1]
+
+
+def test_no_path_of_a_machine_is_in_the_source():
+    home = os.path.expanduser("~")
+    for path in modules():
+        text = path.read_text(encoding="utf-8")
+        assert home == "/" or home not in text, path
