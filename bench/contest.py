@@ -8,6 +8,7 @@ over the rounds, of its ratio to the first one's.
 """
 
 import json
+import os
 import platform
 import statistics
 import time
@@ -33,6 +34,7 @@ def contest(steppers: dict[str, Stepper], *, rounds: int, steps: int, barrier: C
             barrier()
             began = time.perf_counter()
             steppers[name](steps)
+            barrier()  # the slowest rank ends the turn, and a device is done with it
             times[name].append((time.perf_counter() - began) / steps * 1e6)
     base = times[names[0]]
     results = {}
@@ -51,7 +53,7 @@ def machine() -> dict[str, str | int]:
     """What the figures were measured on."""
     return {
         "cpu": _cpu(),
-        "cores": torch.get_num_threads() if torch.get_num_threads() > 1 else len(__import__("os").sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

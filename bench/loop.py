@@ -99,7 +99,7 @@ class SmallGpt(Mlp):
         return F.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten(), reduction="sum")
 
 
-def lockstep_stepper(task, size, micro, folder):
+def lockstep_stepper(task, size, micro, folder, **settings):
     config = Config(
         experiment_name="bench",
         save_dir=folder,
@@ -110,6 +110,7 @@ def lockstep_stepper(task, size, micro, folder):
         log_freq=100,
         lr=1e-3,
         optim=Optim(clip=task.clip),
+        **settings,
     )
     records = lockstep.train(config, task)
 

@@ -1,0 +1,74 @@
+"""What --exact costs on two processes: python bench/exact.py [--rounds 20]
+
+A GPT of five million parameters, ddp, at one and at four micro-batches a rank. By turns in one pair of processes: plain
+ddp with fused AdamW (what lockstep uses otherwise), plain ddp again (A/A), and --exact. One thread a process for all.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from contest import contest, machine, show
+from loop import SmallGpt
+
+import lockstep
+from lockstep.config import Config
+
+
+def stepper(task, slots, folder, name, world, **settings):
+    config = Config(
+        experiment_name=name,
+        save_dir=folder,
+        batch_size=8,
+        micro_batch_size=4 // slots,
+        max_steps=10**6,
+        ckpt_freq=0,
+        log_freq=100,
+        **settings,
+    )
+    records = lockstep.train(config, task, world)
+    return lambda count: [next(records) for _ in range(count)]
+
+
+def compete(rank, port, folder, slots, rounds):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        world, task = lockstep.World.join(), SmallGpt()
+        steppers = {
+            name: stepper(task, slots, folder, name.replace(" ", "-"), world, exact=name == "ddp exact")
+            for name in ("ddp", "ddp exact", "ddp again")
+        }
+        results = contest(steppers, rounds=rounds, steps=3, barrier=dist.barrier)
+    if rank == 0:
+        show(f"exact, 2 processes, {slots} slot{'s' * (slots > 1)} a rank", results, slots=slots)
+    os._exit(0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    given = parser.parse_args()
+    print(machine())
+    for slots in (1, 4):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        folder = tempfile.mkdtemp(prefix="lockstep-bench-")
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=compete, args=(rank, port, folder, slots, given.rounds)) for rank in (0, 1)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
