@@ -9,6 +9,7 @@ tutorial's: DataLoader, LambdaLR, clip_grad_norm_, foreach AdamW. Ratios are to 
 
 import argparse
 import contextlib
+import importlib
 import math
 import os
 import shutil
@@ -220,7 +221,13 @@ def main():
     parser.add_argument("--only", choices=TASKS, action="append")
     parser.add_argument("--processes", type=int, action="append")
     parser.add_argument("--accumulation", type=int, action="append")
+    parser.add_argument("--others", action="store_true", help="beside the other frameworks; needs the extra `bench`")
+    parser.add_argument("--contestant", action="append", help="with --others: only these")
     given = parser.parse_args()
+    if given.others:
+        others = importlib.import_module("others")
+        others.run(given.only, given.processes, given.accumulation, given.rounds, given.contestant)
+        return
     print(machine())
     for name in given.only or TASKS:
         for world in given.processes or (1, 2):

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import threadpoolctl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,16 +150,26 @@ def test_nested_batches_keep_their_shape_on_the_way_to_a_device():
 
 
 class Threads(torch.utils.data.Dataset):
+    """What each sample sees of the threads that its libraries would use."""
+
     draws_random = False
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return torch.get_num_threads()
+        pools = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+        return [torch.get_num_threads(), *pools, sys.modules["cv2"].threads]
 
 
-def test_loader_processes_compute_with_one_thread():
+class OpenCV:
+    threads = 8
+
+    def setNumThreads(self, count):
+        self.threads = max(count, 1)
+
+
+def test_loader_processes_compute_with_one_thread(monkeypatch):
     class Plain(Task):
         def collate(self, samples):
             return samples
@@ -166,8 +177,11 @@ def test_loader_processes_compute_with_one_thread():
         def count(self, batch):
             return len(batch)
 
+    monkeypatch.setitem(sys.modules, "cv2", OpenCV())
     found = batches(4, Cut(2, 2, 4), workers=1, task=Plain(), dataset=Threads())
-    assert [b.data for _, micro in found.from_step(0) for b in micro] == [[1, 1], [1, 1]]
+    seen = [sample for _, micro in found.from_step(0) for b in micro for sample in b.data]
+    assert len(seen) == 4
+    assert {threads for sample in seen for threads in sample} == {1}
 
 
 def test_a_position_a_trillion_samples_in_is_found_at_once():

@@ -19,11 +19,11 @@ ROOT = Path(lockstep.__file__).parent
 # Each floor may import from those below it and from its own. See docs/architecture.md.
 FLOORS = [
     ["errors", "seeds", "schedule", "secrets", "world"],
-    ["config", "options", "records", "heartbeat", "clock", "environment", "presets", "hub"],
+    ["config", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
     ["models", "data", "tasks", "optim", "transforms", "precision"],
-    ["checkpoint", "engines", "guards", "sinks", "folder"],
+    ["checkpoint", "engines", "guards", "sinks", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan"],
-    ["parts", "bookkeeper", "run", "diagnose", "launch", "report"],
+    ["parts", "guarded", "bookkeeper", "run", "diagnose", "launch", "report"],
     ["cli", "__main__"],
 ]
 APART = "lint"

@@ -14,9 +14,10 @@ _HOME = {
     "World": "lockstep.world",
     "engine": "lockstep.engines",
     "train": "lockstep.run",
+    "verify": "lockstep.diagnose.verify",
 }
 
-__all__ = ["CausalLM", "Config", "World", "engine", "train"]
+__all__ = ["CausalLM", "Config", "World", "engine", "train", "verify"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,13 +8,17 @@ import importlib
 import sys
 
 from lockstep.errors import LockstepError, UsageError
+from lockstep.launch import failure
 
 __all__ = ["main"]
 
 # command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
 COMMANDS = {
     "train": ("lockstep.run", "command", "train a model; the same --experiment-name resumes"),
+    "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
     "checkpoint": ("lockstep.checkpoint.command", "command", "list, inspect or verify the checkpoints of a run"),
+    "export": ("lockstep.checkpoint.export", "command", "write the weights of a checkpoint for other programs"),
+    "verify": ("lockstep.diagnose.verify_command", "command", "prove that all engines and world sizes train the same"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }
 
@@ -24,7 +28,7 @@ One training loop that gives the same training on any number of devices, and can
 
 {commands}
 
-On several processes: torchrun --standalone --nproc-per-node 4 -m lockstep train [flags]"""
+On several processes: lockstep launch --nproc-per-node 4 -- train [flags]"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:
+        failure.note(error)
         if not error.relayed:  # the rank that had it says it
             print(f"lockstep: error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -40,11 +45,16 @@ def main(argv: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
+    except Exception as error:  # a bug: its traceback follows
+        failure.note(error)
+        raise
     sys.exit(code)
 
 
 def dispatch(argv: list[str]) -> int:
     """Runs `argv` = [command, *flags] and returns its exit code. Raises UsageError for an unknown command."""
+    if argv and argv[0].startswith("--local_rank="):  # the deepspeed launcher puts it first; LOCAL_RANK says the same
+        argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2

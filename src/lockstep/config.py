@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from lockstep.errors import ConfigError
 
-__all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Model", "Optim"]
+__all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"]
 
 
 def option(default: Any, text: str, *choices: str) -> Any:
@@ -76,6 +76,25 @@ class Checkpoint:
 
     keep: int = option(3, "newest checkpoints that are kept, beside the best")
     every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
+    mode: str = option("async", "async: written by a thread while steps go on; sync: steps wait", "async", "sync")
+    on_failure: str = option(
+        "continue", "after a save that failed; continue: until two in a row have", "continue", "stop"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What watches the run; see docs/guards.md."""
+
+    nonfinite: str = option(
+        "stop", "after a loss or gradient that is not finite, which is never applied", "stop", "skip", "rollback"
+    )
+    spike: str = option("warn", "when the gradient's norm is far above the usual", "warn", "skip", "rollback", "off")
+    limit: int = option(10, "steps that nonfinite and spike may leave out before the run stops")
+    desync_freq: int = option(100, "steps between comparisons of the replicas' bits; 0: none")
+    straggler: float = option(1.2, "times the others' busy time from which a rank is called slow; 0: never")
+    retries: int = option(2, "times that a sample, or a loader process that died, is tried again")
+    bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +117,16 @@ class EngineOptions:
     accumulate: str = option(
         "nosync", "fsdp: keep full gradients until the last micro-batch, or scatter each one's", "nosync", "shard"
     )
-    cpu_offload: bool = option(False, "fsdp: parameters, gradients and optimizer states lie in host memory")
+    cpu_offload: bool = option(
+        False, "fsdp: parameters, gradients and optimizer states lie in host memory; deepspeed: the states"
+    )
     param_dtype: str = option("same", "fsdp: dtype of gathered parameters", "same", "bf16", "fp16", "float32")
     reduce_dtype: str = option("same", "fsdp: dtype in which gradients are summed", "same", "bf16", "fp16", "float32")
     output_dtype: str = option("same", "fsdp: dtype of the model's output", "same", "bf16", "fp16", "float32")
     prefetch: int = option(0, "fsdp: blocks gathered ahead; 0: the next one, by itself")
     meta_init: bool = option(False, "fsdp: rank 0 alone draws the weights, the others receive their shards")
+    config: str = option("", "deepspeed: a DeepSpeed JSON file; what contradicts a flag is refused")
+    zero_stage: int = option(-1, "deepspeed: ZeRO stage, 0 to 3; -1: the file's, else 2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +160,7 @@ class Config:
         "ddp",
         "fsdp",
         "zero",
+        "deepspeed",
         "data-parallel",
     )
     precision: str = option(
@@ -147,6 +171,22 @@ class Config:
     )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same at every power-of-two world size")
     compile: bool = option(False, "compile the model with torch.compile")
+    compile_scope: str = option(
+        "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"
+    )
+    batchnorm: str = option(
+        "replay",
+        "running statistics of BatchNorm; replay: the same at every world size; local: torch's own, of each rank",
+        "replay",
+        "sync",
+        "local",
+    )
+    attention: str = option(
+        "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"
+    )
+    activation_checkpointing: str = option(
+        "none", "blocks to compute again in the backward: none, full, every:N, or selective (products are kept)"
+    )
     device: str = option("auto", "auto: the local rank's GPU where there is one", "auto", "cpu", "cuda")
     timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
     init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
@@ -163,6 +203,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     engine_options: EngineOptions = field(default_factory=EngineOptions)
+    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -220,9 +261,15 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
+    "guards.limit": (0, 10**6, "a number of steps"),
+    "guards.desync_freq": (0, 10**12, "a number of steps, or 0 for none"),
+    "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
+    "guards.retries": (0, 1000, "a number from 0 to 1000"),
+    "guards.bad_samples": (0, 10**9, "a number of samples"),
     "engine_options.bucket_cap_mb": (0.001, 10**6, "a number of MiB above 0"),
     "engine_options.shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
     "engine_options.prefetch": (0, 1000, "a number of blocks, or 0"),
+    "engine_options.zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for the configuration's"),
 }
 
 

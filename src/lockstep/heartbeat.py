@@ -4,8 +4,9 @@
     items = beat.items(step)        # of the whole step, over all ranks; asked ahead, so that nobody waits
 
 One all-gather of a few numbers on a CPU group of its own, issued a step before it is needed. It carries the items of
-the coming steps, the wish to stop and the busy time. It beats every step where items are ragged and steps are long
-enough for it to cost nothing, else every few steps; how many, all ranks derive from the same exchanged numbers.
+the coming steps, how many steps there are, the wish to stop, and the seconds in which this rank was busy itself. It
+beats every step where items are ragged and steps are long enough for it to cost nothing, else every few steps; how
+many, all ranks derive from the same exchanged numbers.
 """
 
 import math
@@ -18,20 +19,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import PeerError
+from lockstep.errors import LockstepError, PeerError
+from lockstep.progress import COMPUTING, WAITING, Progress
 from lockstep.world import World
 
-__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "Heartbeat"]
+__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "Heartbeat", "Vitals"]
 
 # A beat wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
 RAGGED_SECONDS = 0.02
 # Where it carries no items it is only to agree on stopping.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
-_HEADER = 2  # wish to stop, busy seconds a step
+_HEADER = 6  # wish to stop, seconds a step, the run's last step as this rank sees it, and its vitals
 
 
-CONTINUE, SAVE_AND_END, INTERRUPT = 0, 1, 2  # wishes, in order of urgency
+CONTINUE, SAVE_AND_END, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # wishes, in order of urgency
+
+
+class Vitals(NamedTuple):
+    """Seconds a step in which a rank was busy itself, not waiting: with data, with computing, with writing."""
+
+    data: float = 0.0
+    computing: float = 0.0
+    writing: float = 0.0
 
 
 class _Flight(NamedTuple):
@@ -59,10 +69,28 @@ class Heartbeat:
         world: the ranks.
         ahead: this rank's items in a coming step, 0 past the last; may load data.
         constant: the items of any step over all ranks where that is known without asking; else None.
+        last: the step after which this rank has no more work; 0: not known.
+        vitals: what this rank tells the others of its own speed; asked at each exchange.
+
+    Attributes:
+        progress: where this process stands; kept at every step.
+        waited: seconds spent in waiting for the other ranks, in all.
+        heard: what the last exchange said of each rank; [] in a world of one.
+        count: exchanges received.
     """
 
-    def __init__(self, world: World, ahead: Callable[[int], int], constant: Callable[[int], int] | None) -> None:
-        self._world, self._ahead, self._constant = world, ahead, constant
+    def __init__(
+        self,
+        world: World,
+        ahead: Callable[[int], int],
+        constant: Callable[[int], int] | None,
+        last: int = 0,
+        vitals: Callable[[], Vitals] = Vitals,
+    ) -> None:
+        self._world, self._ahead, self._constant, self._last, self._vitals = world, ahead, constant, last, vitals
+        self.progress = Progress.of(world.rank)
+        self.waited, self.count = 0.0, 0
+        self.heard: list[Vitals] = []
         self._group = None
         if world.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
@@ -77,15 +105,19 @@ class Heartbeat:
 
         Raises:
             PeerError: another rank did not answer within the timeout.
+            LockstepError: the ranks have work for different numbers of steps.
         """
+        self.progress.at(step, COMPUTING)
         if self._world.size == 1:
             self._agreed = self._wish
             return self._constant(step) if self._constant else self._ahead(step)
         if self._flight is None and not self._received.length:  # nobody asked ahead for the first step
             self._flight = self._issue(step, 1)
         if self._flight and step == self._flight.due:
+            self.progress.at(step, WAITING)
             self._received = self._receive(self._flight)
             self._flight = None
+            self.progress.at(step, COMPUTING)
         now = time.perf_counter()
         if self._since is not None:
             self._busy, self._steps = self._busy + now - self._since, self._steps + 1
@@ -117,7 +149,7 @@ class Heartbeat:
     def _issue(self, due: int, length: int) -> "_Flight":
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy, self._steps = 0.0, 0
-        row = [float(self._wish), busy]
+        row = [float(self._wish), busy, float(self._last), *self._vitals()]
         if not self._constant:
             row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
         rows = self._buffers(len(row))
@@ -126,14 +158,29 @@ class Heartbeat:
         return _Flight(due, length, work, rows)
 
     def _receive(self, flight: "_Flight") -> "_Received":
+        began = time.perf_counter()
         try:
             flight.work.wait()
         except RuntimeError as error:
             raise self._lost(f"before step {flight.due}", error) from error
+        self.waited += time.perf_counter() - began
         rows = [row.tolist() for row in flight.rows]
         self._agreed = int(max(row[0] for row in rows))
+        _check_even([int(row[2]) for row in rows], flight.due)
+        self.heard, self.count = [Vitals(*row[3:_HEADER]) for row in rows], self.count + 1
         items = [int(sum(column)) for column in zip(*(row[_HEADER:] for row in rows), strict=True)]
         return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
+
+    def broken(self) -> bool:
+        """Whether the exchange under way has failed already, though nobody waited for it yet. For another thread."""
+        flight = self._flight
+        if flight is None or not flight.work.is_completed():
+            return False
+        try:
+            flight.work.wait()  # is over: returns at once, or raises
+        except RuntimeError:
+            return True
+        return False
 
     def _rule(self, busy: float) -> int:
         wanted = STEADY_SECONDS if self._constant else RAGGED_SECONDS
@@ -147,4 +194,13 @@ class Heartbeat:
         return PeerError(
             f"rank {self._world.rank} lost the other ranks {when}: {reason}; the first error is in the log of the rank "
             "that failed; for slow steps or data raise --timeout"
+        )
+
+
+def _check_even(lasts: list[int], step: int) -> None:
+    """Raises where the ranks have work for different numbers of steps: they would wait for each other."""
+    if min(lasts) != max(lasts):
+        counts = ", ".join(f"rank {rank} has {last}" for rank, last in enumerate(lasts))
+        raise LockstepError(
+            f"uneven work, seen before step {step}: of the run's steps {counts}; give every rank the same data and plan"
         )

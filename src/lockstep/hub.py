@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-__all__ = ["is_hub_name", "reach", "way_out"]
+__all__ = ["is_hub_name", "reach", "snapshot", "way_out"]
 
 _PROBE = 5.0  # seconds to wait for an answer
 
@@ -27,7 +27,6 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
-@cache
 def reach(say: Callable[[str], None]) -> bool:
     """Whether the hub answers. Where it does not, the packages are told to use what is in HF_HOME and nothing else.
 
@@ -43,6 +42,18 @@ def reach(say: Callable[[str], None]) -> bool:
         if module in sys.modules:
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return False
+
+
+def snapshot(name: str, kind: str, revision: str = "") -> Path | None:
+    """The newest files of a hub "model" or "dataset" that a download left in HF_HOME, at a revision; None without."""
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(_home()).expanduser() / "hub")
+    held = root / f"{kind}s--{name.replace('/', '--')}"
+    try:
+        commit = (held / "refs" / (revision or "main")).read_text().strip()
+    except OSError:
+        commit = revision
+    found = held / "snapshots" / commit
+    return found if commit and found.is_dir() else None
 
 
 def way_out(name: str, kind: str, flag: str) -> str:
@@ -61,6 +72,7 @@ def _home() -> str:
     return os.environ.get("HF_HOME") or "~/.cache/huggingface"
 
 
+@cache
 def _answers(endpoint: str) -> bool:
     parts = urlsplit(endpoint)
     port = parts.port or {"http": 80}.get(parts.scheme, 443)

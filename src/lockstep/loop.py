@@ -59,7 +59,7 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
         factor = plan.factor(step)
         result = engine.step(factor)
         clock.lap("update")
-        yield StepRecord(step, items, losses, result.norm, factor, beat.agreed)
+        yield StepRecord(step, items, losses, result.norm, factor, beat.agreed, result.applied)
         clock.start()
 
 

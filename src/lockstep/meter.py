@@ -32,6 +32,7 @@ class Meter:
         self._beat, self._clock, self._device = beat, clock, device
         self.running_loss = running
         self._unread: list[StepRecord] = []
+        self.skipped_steps = 0  # since this start
         self._items, self._since = 0, time.perf_counter()
         self.peak_rate = 0.0
 
@@ -39,6 +40,7 @@ class Meter:
         """Takes a step's record; nothing is read."""
         self._unread.append(record)
         self._items += record.items
+        self.skipped_steps += not record.applied
 
     def settle(self) -> float:
         """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
@@ -71,6 +73,8 @@ class Meter:
             **{f"time/{name}": spent for name, spent in laps.items()},
             "time/total": sum(laps.values()),
         }
+        if self.skipped_steps:
+            found["skipped_steps"] = self.skipped_steps
         self.running_loss, self._items, self._since = 0.0, 0, now
         return found
 

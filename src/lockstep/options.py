@@ -27,10 +27,21 @@ def parse(argv: list[str]) -> Config:
         ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
     """
     given = vars(_parser().parse_args(argv))
+    _launched_by_deepspeed(given)
     path = given.pop("config", None)
     values = read(Path(path)) if path else {}
     values.update(given)
     return build(presets.applied(values))
+
+
+def _launched_by_deepspeed(given: dict[str, Any]) -> None:
+    """Turns the flags that the `deepspeed` launcher and scripts written for it bring into ours."""
+    given.pop("local_rank", None)  # the environment says the same
+    wanted, file = given.pop("deepspeed", False), given.pop("deepspeed_config", None)
+    if (wanted or file) and given.setdefault("engine", "deepspeed") != "deepspeed":
+        raise ConfigError(f"--deepspeed and --engine {given['engine']} contradict each other; leave one out")
+    if file and given.setdefault("engine_options.config", file) != file:
+        raise ConfigError("--deepspeed_config and --engine.config name two files; leave one out")
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -139,6 +150,9 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with these options; flags override it")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help=argparse.SUPPRESS)
     for owner, prefix in sections(Config()):
         group = parser.add_argument_group(prefix.rstrip(".")) if prefix else parser
         for spec in dataclasses.fields(owner):

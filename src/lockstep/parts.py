@@ -15,21 +15,27 @@ import torch
 from torch import nn
 
 from lockstep import checkpoint, options
+from lockstep.batchnorm import replayed
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.order import Sequential, Shuffled
-from lockstep.engines import Engine, engine
+from lockstep.engines import Engine, birth, engine
+from lockstep.engines.base import Limit
+from lockstep.engines.blocks import find_blocks
+from lockstep.engines.deepspeed_config import check_batches
 from lockstep.engines.exact import check_servable
 from lockstep.errors import DataError, ResumeError
 from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
+from lockstep.guards.loader import Guarded, Lasting
+from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim import adamw
 from lockstep.plan import Horizon, differences, plan_of
-from lockstep.precision import pin
+from lockstep.precision import check_precision, pin
 from lockstep.seeds import derive
 from lockstep.sinks.remote import check
 from lockstep.tasks.named import named_task
-from lockstep.transforms import prepare
+from lockstep.transforms import Chosen, prepare
 from lockstep.world import World
 
 __all__ = ["Parts", "assemble", "say", "together"]
@@ -47,6 +53,8 @@ class Parts:
         batches, evaluation: the training stream and the evaluation set (None where the task has none).
         plan: what a resume must find unchanged.
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+        limit: what a gradient's norm must stay below; the engine holds it, a guard lowers it.
+        loading: what counts retries and skips of the loading (see guards/loader.py).
     """
 
     config: Config
@@ -61,6 +69,8 @@ class Parts:
     plan: dict[str, Any]
     source: Path | None
     state: dict[str, Any]
+    limit: Limit
+    loading: list[Any]
 
     @property
     def start(self) -> int:
@@ -84,19 +94,35 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     if config.micro_batches < world.size:
         say(world)(_idle(config, world.size))
+    check_precision(config.precision, world.device)
     if config.exact:
         check_servable(config.micro_batches, world.size)
+    check_batches(
+        config.engine_options.config,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        ranks=world.size,
+    )
     together(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = task or together(world, lambda: named_task(config, say(world)))
     world.check_same("source", getattr(task, "sources", {}))
     training, evaluation = together(world, lambda: (task.dataset("train"), task.dataset("evaluation")))
+    training = _guarded(config, training, world)
     horizon = together(world, lambda: Horizon(_size(training), config))
     source, state = _found(folder, world)
     model = _model(config, task, world)
+    check_weights(world, model)
     plan = plan_of(config, horizon, task, model)
     world.check_same("plan", plan)
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
+    limit, stream = Limit(), _training(config, task, training, horizon, world)
+    check_programs(world, task, stream.samples(int(state.get("global_step", 0)) % horizon.cut.steps, 0))
+    loading: list[Any] = [training]
+    if config.data.workers:
+        loading.append(Lasting(stream, retries=config.guards.retries, rank=world.rank))
+        stream = loading[-1]
+    made, batches = replayed(_engine(config, task, model, world, limit), stream, model, world)
     return Parts(
         config,
         world,
@@ -104,12 +130,14 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
         task,
         horizon,
         model,
-        _engine(config, model, world),
-        _training(config, task, training, horizon, world),
+        made,
+        batches,
         _evaluation(config, task, evaluation, world),
         plan,
         source,
         state,
+        limit,
+        loading,
     )
 
 
@@ -164,11 +192,36 @@ def _check_plan(
 def _model(config: Config, task: Any, world: World) -> nn.Module:
     """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
     torch.manual_seed(derive(config.seed, "model"))
-    model = together(world, task.model)
-    return prepare(model, precision=config.precision, compile_model=config.compile, device=world.device)
+    where, moves = birth(config.engine, world, config.engine_options)
+
+    def make() -> nn.Module:
+        with where:
+            made: nn.Module = task.model()
+        return made
+
+    model = together(world, make)
+    named = getattr(task, "blocks", None)
+    return prepare(
+        model,
+        precision=config.precision,
+        compile_model=config.compile,
+        device=world.device,
+        move=moves,
+        chosen=Chosen(
+            config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact
+        ),
+        blocks=named(model) if named else find_blocks(model).modules,
+        named=named is not None,
+        say=say(world),
+    )
 
 
-def _engine(config: Config, model: nn.Module, world: World) -> Engine:
+def _guarded(config: Config, dataset: Any, world: World) -> Any:
+    guards = config.guards
+    return Guarded(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
+
+
+def _engine(config: Config, task: Any, model: nn.Module, world: World, limit: Limit) -> Engine:
     optim = config.optim
     make = partial(
         adamw,
@@ -180,7 +233,20 @@ def _engine(config: Config, model: nn.Module, world: World) -> Engine:
         fused=False if config.exact else None,
     )
     exact = config.micro_batches if config.exact else 0
-    return engine(config.engine, model, make, world, clip=optim.clip, exact_micro_batches=exact)
+    blocks = getattr(task, "blocks", None)
+    return engine(
+        config.engine,
+        model,
+        make,
+        world,
+        clip=optim.clip,
+        exact_micro_batches=exact,
+        loss_scaling=config.precision == "fp16",
+        blocks=blocks(model) if blocks else (),
+        options=config.engine_options,
+        say=say(world),
+        limit=limit,
+    )
 
 
 def _training(config: Config, task: Any, dataset: Any, horizon: Horizon, world: World) -> Batches:

@@ -7,7 +7,9 @@ import os
 
 import torch
 
-__all__ = ["pin"]
+from lockstep.errors import ConfigError
+
+__all__ = ["check_precision", "pin"]
 
 
 def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
@@ -24,3 +26,18 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
     torch.backends.cudnn.benchmark = False
     if device.type == "cpu":
         torch.set_num_threads(1)
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raises ConfigError where the device cannot multiply matrices in the precision's dtype: it is tried."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16-true": torch.bfloat16}.get(precision)
+    if dtype is None:
+        return
+    try:
+        ones = torch.ones(2, 2, dtype=dtype, device=device)
+        torch.mm(ones, ones)
+    except (RuntimeError, TypeError) as error:
+        line = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--precision {precision}: {device} cannot do it ({line}); use --precision float32"
+        ) from error

@@ -6,7 +6,9 @@ for record in lockstep.train(config, task): ...                 (the library)
 
 import json
 import logging
+import os
 from collections.abc import Generator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,16 @@ from lockstep import checkpoint, environment, options
 from lockstep.bookkeeper import EXIT_INTERRUPTED, EXIT_SAVED, Bookkeeper
 from lockstep.clock import make_clock
 from lockstep.config import Config
+from lockstep.engines import name_of
+from lockstep.engines.footprint import described, footprint
+from lockstep.engines.shortage import explained
 from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.guarded import Guards, Pulse
+from lockstep.guards.hang import Watch
 from lockstep.guards.preemption import Preemption
+from lockstep.guards.skips import Rollback
 from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat
+from lockstep.launch import failure
 from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
 from lockstep.parts import Parts, assemble, say, together
@@ -63,13 +72,16 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
         LockstepError: the run failed.
     """
     joined = world or World.join(config.device, config.timeout)
-    parts = assemble(config, task, joined)
-    code = 0
-    if parts.start >= parts.last:
-        say(joined)(_finished(parts))
-    else:
-        code = yield from _in_folder(parts)
-    del parts  # its engine, before the groups: see World.leave
+    code: int | None = None
+    while code is None:
+        parts = assemble(config, task, joined)
+        if parts.start >= parts.last:
+            say(joined)(_finished(parts))
+            code = 0
+        else:
+            with suppress(Rollback):  # a guard went back: everything is made anew, as after a restart
+                code = yield from _in_folder(parts)
+        del parts  # its engine, before the next one or the groups: see World.leave
     if world is None:
         joined.leave()
     return code
@@ -81,6 +93,9 @@ def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
     together(world, lambda: _claim(parts))
     try:
         together(world, lambda: open_log(parts.folder.path, world.rank))
+        if parts.folder.cleared:
+            _LOG.warning("cleared the lock of %s, which ended without giving it back", parts.folder.cleared)
+        _count_restarts(parts.state)
         _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)), extra={"only_file": True})
         if world.is_main:
             sinks = _open(parts)
@@ -99,37 +114,69 @@ def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
 def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
     """The run itself: after each step, in this order, the record, the evaluation, the checkpoint."""
     config, world, state = parts.config, parts.world, parts.state
-    feed = parts.batches.from_step(parts.start)
+    first = parts.start  # a save moves it
+    feed = parts.batches.from_step(first)
     each = getattr(parts.task, "items_per_sample", None)
     cut = parts.horizon.cut
     if each is None and not sum(world.gather(feed.items(parts.start))):
         raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
-    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
+    pulse = Pulse(clock := make_clock(world.device))
+    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, pulse)
     optim = config.optim
     horizon = (optim.schedule == "cosine-periodic" and optim.period) or cut.steps
     rate = partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
-    plan = Plan(rate, seeder(config.seed, "micro", world.device), make_clock(world.device))
+    plan = Plan(rate, seeder(config.seed, "micro", world.device), clock)
     meter = Meter(beat, plan.clock, world.device, state["running_loss"])
-    books = Bookkeeper(parts, meter, sinks)
+    books = Bookkeeper(parts, meter, sinks, beat)
+    pulse.beat, pulse.written = beat, lambda: books.saver.blocked
+    guards = Guards(parts, beat, feed, plan.seed)
     wish = 0
-    with Preemption(beat):
-        for record in steps(parts.engine, parts.task, feed, beat, plan):
+    watch = Watch(world, beat, parts.folder.path, failure.note)
+    with Preemption(beat), watch, books, explained(parts.engine, world):
+        for record in steps(guards.engine, parts.task, feed, beat, plan):
             done, wish = record.step + 1, record.agreed
             ending = done == parts.last or bool(wish)
             meter.add(record)
+            guards.after(record)
+            if record.step == first:
+                _report(parts)
             if done % config.log_freq == 0:
                 books.log(record)
             best = False
             if done == cut.steps or (config.eval_freq and done % config.eval_freq == 0):
                 best = books.evaluate(done)
             if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
+                guards.settle()
                 books.save(done)
             yield record
             if ending:
                 break
-    code = _EXIT_CODES.get(wish, 0)
-    books.close(code)
-    return code
+        code = _EXIT_CODES.get(wish, 0)
+        books.close(code)
+    return _left(parts, code, books.saved)
+
+
+def _left(parts: Parts, code: int, step: int) -> int:
+    """The exit code. Under torchrun a run that saved itself ends with 0, or it would be started again or called failed:
+    what it ended with stands in its folder, and `lockstep launch` returns it."""
+    if code and parts.world.is_main:
+        parts.folder.stop_file.unlink(missing_ok=True)  # heeded
+        parts.folder.write_end(code, step)
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
+
+
+def _report(parts: Parts) -> None:
+    """Once the first step has made the optimizer's states: what each rank holds."""
+    held = parts.world.gather(footprint(parts.engine))  # collective
+    _LOG.info(described(name_of(parts.config.engine, parts.world), held))
+
+
+def _count_restarts(state: dict[str, Any]) -> None:
+    """`restarts` of the state: how often a launcher started this run again after a failure, in all its starts."""
+    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    known = state.get("job", {})
+    before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
+    state |= {"restarts": before + now, "job": {"id": job, "restarts_before": before}}
 
 
 def _claim(parts: Parts) -> None:
@@ -143,6 +190,7 @@ def _open(parts: Parts) -> Sinks:
     """What stands in the folder besides checkpoints, and where records go. On rank 0."""
     config, folder = parts.config, parts.folder
     checkpoint.clean(folder.path)
+    folder.forget_end()
     folder.write("config.toml", options.to_toml(config))
     environment.write(folder.environment, environment.describe() | {"sources": _sources(parts)})
     metrics = JsonLines(folder.metrics, parts.start)

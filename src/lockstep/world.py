@@ -9,19 +9,22 @@ All small agreements between ranks (`gather`, `barrier`, `check_same`) go over o
 they neither wait for a device nor stand between two collectives of the training group.
 """
 
+import errno
 import gc
 import json
 import os
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World"]
+__all__ = ["World", "listening"]
 
 
 @dataclass(slots=True)
@@ -69,7 +72,8 @@ class World:
         wait = timedelta(seconds=self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=wait)
+            store = self._store(wait)
+            dist.init_process_group(backend, timeout=wait, store=store, rank=self.rank, world_size=self.size)
             self.control = dist.new_group(backend="gloo", timeout=wait)
         except (dist.DistError, RuntimeError, ValueError) as error:
             line = str(error).splitlines()[0]
@@ -77,6 +81,19 @@ class World:
                 f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
                 f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
             ) from error
+
+    def _store(self, wait: timedelta) -> TCPStore:
+        """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
+
+        Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that.
+        """
+        host, port = os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0)
+        if not host:
+            raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
+        mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        listener = listening(host, port) if mine else None
+        handle = listener.detach() if listener else None
+        return TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
 
     @property
     def is_main(self) -> bool:
@@ -89,18 +106,31 @@ class World:
             return [value]
         sent = bytearray(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(sent)]), group=self.control)  # collective
-        longest = max(int(length) for length in lengths)
-        padded = torch.frombuffer(sent + bytes(longest - len(sent)), dtype=torch.uint8)
-        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(received, padded, group=self.control)  # collective
+        try:
+            dist.all_gather(lengths, torch.tensor([len(sent)]), group=self.control)  # collective
+            longest = max(int(length) for length in lengths)
+            padded = torch.frombuffer(sent + bytes(longest - len(sent)), dtype=torch.uint8)
+            received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(received, padded, group=self.control)  # collective
+        except RuntimeError as error:
+            raise self._lost(error) from error
         pairs = zip(received, lengths, strict=True)
         return [json.loads(bytes(data[: int(length)].numpy())) for data, length in pairs]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.size > 1:
-            dist.barrier(group=self.control)  # collective
+            try:
+                dist.barrier(group=self.control)  # collective
+            except RuntimeError as error:
+                raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> PeerError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"rank {self.rank} lost the other ranks: {reason}; the rank that failed first says why in its own log; "
+            "where one is only slow, raise --timeout"
+        )
 
     def check(self, error: Exception | None) -> None:
         """Raises on every rank if any rank holds an error: its own, or a PeerError naming the first rank that failed.
@@ -139,6 +169,26 @@ class World:
         self.barrier()
         self.control = None
         dist.destroy_process_group()
+
+
+def listening(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on `host` alone, any free port for 0; None where `host` is no address of this machine.
+
+    Raises:
+        ConfigError: the name does not resolve, or the port is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"MASTER_ADDR {host}: the name does not resolve ({error.strerror})") from error
+    try:
+        return socket.create_server((address[0], port), family=family, backlog=512)
+    except PermissionError as error:
+        raise ConfigError(f"MASTER_PORT {port} on {host} is not allowed; choose one above 1023") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
+        return None
 
 
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -1,5 +1,6 @@
 """Checkpoints: immutable folders of safetensors and JSON that any world size and engine can read. See store.py."""
 
+from lockstep.checkpoint.background import Saver
 from lockstep.checkpoint.store import (
     clean,
     fingerprint,
@@ -12,9 +13,11 @@ from lockstep.checkpoint.store import (
     retain,
     save,
     verify,
+    write_share,
 )
 
 __all__ = [
+    "Saver",
     "clean",
     "fingerprint",
     "fingerprint_of",
@@ -26,4 +29,5 @@ __all__ = [
     "retain",
     "save",
     "verify",
+    "write_share",
 ]

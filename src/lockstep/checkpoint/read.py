@@ -9,8 +9,9 @@ names, dtypes and shapes agree on every rank.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError
 from lockstep.world import World
 
-__all__ = ["fingerprint", "fingerprint_of", "load"]
+__all__ = ["Whole", "fingerprint", "fingerprint_of", "load", "opened"]
 
 
 def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> None:
@@ -145,6 +146,30 @@ def _cut(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slic
     return tuple(slice(begin - zero, end - zero) for begin, end, zero in zip(low, high, origin, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The full tensors of a checkpoint. `stored`: name -> what is kept; `read`: name -> the tensor, read now."""
+
+    stored: dict[str, Stored]
+    read: Callable[[str], torch.Tensor]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Whole]:
+    """The full tensors of the checkpoint in the folder `path`, its files checked first. Nothing read is kept.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    manifest = read_manifest(path)
+    for name, file in manifest.files.items():
+        _raise(damage(path / name, file["size"], file["xxh3_64"]))
+    stored = contents(path, manifest)
+    with ExitStack() as stack:
+        part = _reader(path, stack)
+        yield Whole(stored, lambda name: _full(stored[name], part))
+
+
 def fingerprint(path: Path, prefix: str = "model/") -> str:
     """The sha256 over the full tensors whose names begin with `prefix`, whatever world or engine wrote them.
 
@@ -153,15 +178,13 @@ def fingerprint(path: Path, prefix: str = "model/") -> str:
     Raises:
         CheckpointError: damaged, or without such tensors.
     """
-    manifest = read_manifest(path)
-    for name, file in manifest.files.items():
-        _raise(damage(path / name, file["size"], file["xxh3_64"]))
-    stored = {name: each for name, each in contents(path, manifest).items() if name.startswith(prefix)}
-    if not stored:
-        raise CheckpointError(f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}")
-    with ExitStack() as stack:
-        read = _reader(path, stack)
-        return _digest((name.removeprefix(prefix), _full(stored[name], read)) for name in sorted(stored))
+    with opened(path) as whole:
+        names = sorted(name for name in whole.stored if name.startswith(prefix))
+        if not names:
+            raise CheckpointError(
+                f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}"
+            )
+        return _digest((name.removeprefix(prefix), whole.read(name)) for name in names)
 
 
 def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:

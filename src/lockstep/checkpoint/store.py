@@ -19,7 +19,7 @@ from lockstep.checkpoint.check import verify
 from lockstep.checkpoint.files import printable, refusal, remove, sync_folder
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
-from lockstep.checkpoint.write import save
+from lockstep.checkpoint.write import save, write_share
 from lockstep.errors import CheckpointError
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "retain",
     "save",
     "verify",
+    "write_share",
 ]
 
 _LEFTOVER = re.compile(r"\.step-\d{8,18}\.(tmp|old)-[0-9a-f]{16}", re.ASCII)

@@ -9,6 +9,7 @@ time), with the checksum taken on the way, and with an error, not a bus error, w
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from lockstep.checkpoint.layout import CODES, Piece, Share, dtype_name, share_ou
 from lockstep.errors import CheckpointError
 from lockstep.world import World
 
-__all__ = ["bytes_of", "save"]
+__all__ = ["bytes_of", "save", "write_share"]
 
 
 def save(
@@ -47,9 +48,16 @@ def save(
         PeerError: the same, on a rank other than this one.
     """
     share = together(world, lambda: share_out(tensors, world))  # collective
+    return write_share(folder, step, share, state, world, engine=engine)
+
+
+def write_share(folder: Path, step: int, share: Share, state: dict[str, Any], world: World, *, engine: str) -> Path:
+    """`save` of what was shared out already; each rank gives its own part. See `save`. Collective."""
     world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
-    begun = together(world, lambda: _begin(final, state) if world.is_main else None)  # collective
+    size = sum(piece.local.nbytes for piece in share.pieces)
+    whole = sum(world.gather(size))  # collective
+    begun = together(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
     begun = world.gather(begun)[0]  # collective
     if begun is None:
         return final
@@ -66,7 +74,7 @@ def save(
     return final
 
 
-def _begin(final: Path, state: dict[str, Any]) -> str | None:
+def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
     """The name of the temporary folder, made; None when the checkpoint is there and whole."""
     try:
         dump(state)
@@ -77,6 +85,11 @@ def _begin(final: Path, state: dict[str, Any]) -> str | None:
         sync_folder(final.parent.parent)
     if final.is_dir() and not verify(final):
         return None
+    free = shutil.disk_usage(final.parent).free
+    if free < size:
+        raise CheckpointError(
+            f"{final.parent.parent} has {free / 1e6:.0f} MB free and a checkpoint takes {size / 1e6:.0f} MB; make room"
+        )
     name = f".{final.name}.tmp-{secrets.token_hex(8)}"
     (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that is there, also on a planted link
     return name

@@ -6,7 +6,6 @@
 What micro-batch m of step k holds depends on (seed, k, m) alone. The world size decides only who computes it.
 """
 
-import os
 import random
 import sys
 from collections import deque
@@ -16,6 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
+import threadpoolctl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -158,6 +158,10 @@ class Batches:
         for key, data, items in self._loader(keys):
             yield key.step, self._place(Key(*key), data, items)
 
+    def samples(self, step: int, index: int) -> list[int]:
+        """The samples of micro-batch `index` of `step`."""
+        return [int(sample) for sample in self._order.at(*self.cut.positions(step, index))[1]]
+
     def _place(self, key: Key, data: Any, items: int) -> MicroBatch:
         data = self._move(data) if self._move else data
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight)
@@ -214,6 +218,11 @@ class Feed:
         self._next += 1
         self._present = self._ready.popleft()
         return self._next - 1, self._present
+
+    @property
+    def present(self) -> list[MicroBatch]:
+        """This rank's micro-batches of the step that was taken last."""
+        return self._present
 
     def items(self, step: int) -> int:
         """This rank's items in the present step or one that is still to come; 0 past the last."""
@@ -307,8 +316,7 @@ def _as_is(value: Any) -> Any:
 def _one_thread(_: int) -> None:
     """Run in each loader process: its libraries must not take the cores that other ranks compute on."""
     torch.set_num_threads(1)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = "1"
+    threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(0)
 

@@ -1,20 +1,33 @@
 """How a model is split and stepped: one engine a file, found here by name."""
 
+import dataclasses
 import importlib
-from typing import cast
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.engines.base import Engine, MakeOptimizer, StepResult
+from lockstep.config import EngineOptions, flag
+from lockstep.engines.base import Engine, Limit, MakeOptimizer, Settings, StepResult
 from lockstep.engines.exact import check_servable, fold_of
+from lockstep.engines.optimizers import check_optimizer
+from lockstep.engines.place import birthplace
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
-__all__ = ["ENGINES", "Engine", "MakeOptimizer", "StepResult", "engine"]
+__all__ = ["ENGINES", "Birth", "Engine", "MakeOptimizer", "Settings", "StepResult", "birth", "engine", "name_of"]
 
 # name -> (module, class); imported when asked for, so that an engine's package is loaded only where it is used
-ENGINES = {"single": ("lockstep.engines.single", "Single"), "ddp": ("lockstep.engines.ddp", "DDP")}
+ENGINES = {
+    "single": ("lockstep.engines.single", "Single"),
+    "ddp": ("lockstep.engines.ddp", "DDP"),
+    "fsdp": ("lockstep.engines.fsdp", "FSDP"),
+    "zero": ("lockstep.engines.zero", "Zero"),
+    "deepspeed": ("lockstep.engines.deepspeed", "DeepSpeed"),
+    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
+}
 
 
 def engine(
@@ -25,28 +38,96 @@ def engine(
     *,
     clip: float = 0.0,
     exact_micro_batches: int = 0,
+    loss_scaling: bool = False,
+    blocks: Iterable[nn.Module] = (),
+    options: EngineOptions | None = None,
+    say: Callable[[str], None] | None = None,
+    limit: Limit | None = None,
 ) -> Engine:
-    """The engine `name` around a model on its device, for the built-in loop or one of your own.
+    """The engine `name` around a model, for the built-in loop or one of your own.
+
+        made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
+        for batch in micro_batches:
+            with made.accumulate(last=batch is micro_batches[-1]):
+                made.backward(loss(made.model, batch) / items)          # items of the whole step, over all ranks
+        norm, applied = made.step(factor=1.0)
 
     Args:
-        name: "single", "ddp", or "auto": ddp where a launcher started this process, else single.
-        model: on `world.device`.
-        optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it.
+        name: a key of ENGINES, or "auto": ddp where a launcher started this process, else single.
+        model: on `world.device`; fsdp takes it from anywhere, and puts it there block by block.
+        optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it;
+            fsdp needs the function.
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
+        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast.
+        blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
+        options: the engine's own; None: the defaults.
+        say: takes one line for the person, on every rank; None: the log.
+        limit: of the gradient's norm, above which an update is left out; None: infinity, so only NaN and infinity are.
 
     Raises:
-        ConfigError: an unknown engine, or one that this world cannot form.
+        ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
+            that does not go with it.
     """
-    if name == "auto":
-        name = "single" if world.control is None else "ddp"
-    if name not in ENGINES:
-        raise ConfigError(f"--engine is '{name}': choose one of auto, {', '.join(ENGINES)}")
+    name = name_of(name, world)
     fold = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
         fold = fold_of(exact_micro_batches)
-    module, kind = ENGINES[name]
-    make = (lambda _: optimizer) if isinstance(optimizer, Optimizer) else optimizer
-    return cast(Engine, getattr(importlib.import_module(module), kind)(model, make, world, clip=clip, fold=fold))
+    options = options or EngineOptions()
+    kind = _kind(name, options)
+    settings = Settings(clip, fold, loss_scaling, tuple(blocks), options)
+    settings = dataclasses.replace(settings, say=say) if say else settings
+    settings = dataclasses.replace(settings, limit=limit) if limit else settings
+
+    def make(held: nn.Module) -> Optimizer:
+        made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
+        check_optimizer(name, made, exact=bool(fold) and world.size > 1)
+        return made
+
+    return cast(Engine, kind(model, make, world, settings))
+
+
+def name_of(name: str, world: World) -> str:
+    """The engine's name with "auto" resolved. Raises ConfigError for an unknown one."""
+    if name == "auto":
+        name = "single" if world.control is None else "ddp"
+    if name not in ENGINES:
+        raise ConfigError(f"--engine is '{name}': choose one of auto, {', '.join(ENGINES)}")
+    return name
+
+
+class Birth(NamedTuple):
+    """How a model is to be made for an engine.
+
+    Attributes:
+        where: the context to make it in.
+        moves: whether it then is to be put on the device; else the engine does that.
+    """
+
+    where: AbstractContextManager[object]
+    moves: bool
+
+
+def birth(name: str, world: World, options: EngineOptions) -> Birth:
+    """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
+    kind = _kind(name_of(name, world), options)
+    return Birth(birthplace(options, world), not getattr(kind, "places", False))
+
+
+def _kind(name: str, options: EngineOptions) -> Any:
+    """The engine's class, which has these options."""
+    module, class_name = ENGINES[name]
+    kind = getattr(importlib.import_module(module), class_name)
+    _check_options(name, kind.options, options)
+    return kind
+
+
+def _check_options(name: str, has: tuple[str, ...], options: EngineOptions) -> None:
+    for spec in dataclasses.fields(options):
+        if spec.name not in has and getattr(options, spec.name) != spec.default:
+            own = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
+            raise ConfigError(
+                f"{flag(f'engine_options.{spec.name}')} is no option of --engine {name}; leave it out (its own: {own})"
+            )

@@ -1,12 +1,14 @@
 """One process, one device: the plain model."""
 
 from contextlib import AbstractContextManager
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 
-from lockstep.engines.base import NOTHING, MakeOptimizer, StepResult, Update, named_state, restore_state
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.exact import Tree
+from lockstep.engines.roots import Roots
+from lockstep.engines.update import Update
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -17,20 +19,21 @@ __all__ = ["Single"]
 class Single:
     """The engine of a world of one. Raises ConfigError where there are more ranks."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: MakeOptimizer, world: World, *, clip: float = 0.0, fold: int = 0
-    ) -> None:
+    options: ClassVar[tuple[str, ...]] = ("find_unused_parameters",)  # any parameter may be unused here
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         if world.size > 1:
             raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
         self.model = model
-        self._update = Update(optimizer(model), clip)
-        self._tree = Tree(self._update.parameters, fold, world) if fold else None
+        self._update = Update(optimizer(model), settings)
+        self._roots = Roots()
+        self._tree = Tree(self._update.parameters, settings.fold, world) if settings.fold else None
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
         if self._tree:
             self._tree.push()
 
@@ -40,7 +43,7 @@ class Single:
         return self._update(factor)
 
     def state(self) -> dict[str, Tensor]:
-        return named_state(self.model, self._update.optimizer)
+        return self._update.state(self.model)
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        restore_state(self.model, self._update.optimizer, state)
+        self._update.restore(self.model, state)

@@ -1,6 +1,6 @@
 """Signals -> a wish in the heartbeat: the ranks agree on the step after which they save and end.
 
-    with Preemption(beat): ...
+with Preemption(beat): ...
 """
 
 import signal

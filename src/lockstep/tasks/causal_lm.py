@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.corpus import Corpus, Windows
+from lockstep.data.hub_corpus import Blocks, TokenCorpus
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig, generate
 
-__all__ = ["IGNORED", "CausalLM"]
+__all__ = ["IGNORED", "CausalLM", "collate_tokens", "count_labels", "summed_cross_entropy"]
 
 _BEGIN, _SAMPLE = "import ", 120  # what a sample begins with, and the tokens that follow
 
@@ -28,12 +29,13 @@ class CausalLM:
     """The built-in GPT on a prepared corpus.
 
     Args:
-        corpus: see `lockstep.data.text.prepare`.
+        corpus: see `lockstep.data.text.prepare`, or `lockstep.data.hub_corpus.prepare`.
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
         item_name: what a rate is shown in.
-        items_per_sample: labelled tokens of every sample, the same for all: the sequence length.
+        items_per_sample: labelled tokens of every sample, the same for all: the sequence length, in blocks one less.
+        sources: what came from a hub: name -> revision.
 
     Raises:
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
@@ -41,7 +43,9 @@ class CausalLM:
 
     item_name = "tokens"
 
-    def __init__(self, corpus: Corpus, config: GPTConfig) -> None:
+    def __init__(
+        self, corpus: Corpus | TokenCorpus, config: GPTConfig, sources: Mapping[str, str] | None = None
+    ) -> None:
         seq_len = corpus.train.seq_len
         if seq_len > config.context:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
@@ -52,13 +56,14 @@ class CausalLM:
             )
         self.corpus = corpus
         self.config = config
-        self.items_per_sample = seq_len
+        self.sources = dict(sources or {})
+        self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
 
     def model(self) -> nn.Module:
         """A new model on the default device, drawn from torch's default generator."""
         return GPT(self.config)
 
-    def dataset(self, split: str) -> Windows:
+    def dataset(self, split: str) -> Windows | Blocks:
         """The windows of "train" or "evaluation". ValueError for any other split."""
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
@@ -66,18 +71,15 @@ class CausalLM:
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len]."""
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Labelled tokens of a batch in host memory."""
-        return int((batch["labels"] != IGNORED).sum())
+        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
-        logits = model(batch["input_ids"]).flatten(0, 1)
-        if logits.dtype is not torch.float64:
-            logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
-        return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+        return summed_cross_entropy(model(batch["input_ids"]), batch["labels"])
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """A text that the model writes from the beginning of a document. On every rank alike: one forward may need all.
@@ -95,3 +97,24 @@ class CausalLM:
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
         return list(cast(GPT, model).blocks)
+
+
+def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each tensor [seq_len] of the samples as one tensor [len(samples), seq_len]."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def count_labels(batch: Mapping[str, Tensor]) -> int:
+    """Labelled tokens of a batch in host memory."""
+    return int((batch["labels"] != IGNORED).sum())
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy in nats of logits [batch, time, vocab], summed over the labels (int64 [batch, time]) not -100.
+
+    A scalar in float32, or float64 for such logits.
+    """
+    logits = logits.flatten(0, 1)
+    if logits.dtype is not torch.float64:
+        logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -7,33 +7,52 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.data import text
+from lockstep.data.hub import table_files
+from lockstep.data.hub_corpus import Trained
 from lockstep.errors import ConfigError
+from lockstep.hub import is_hub_name
 from lockstep.models.gpt import PRESETS
+from lockstep.presets import described
 from lockstep.tasks.causal_lm import CausalLM
+from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task, trained_size
 
 __all__ = ["named_task"]
 
 
-def named_task(config: Config, say: Callable[[str], None]) -> CausalLM:
-    """The built-in language model on the named text, prepared now where it is not yet.
+def named_task(config: Config, say: Callable[[str], None]) -> CausalLM | HubCausalLM:
+    """The named language model on the named data, prepared now where it is not yet.
 
     Raises:
         ConfigError: an unknown model, or one that the sequence length does not fit.
-        DataError: text that is missing, empty or too short.
+        DataError: data that is missing, empty or too short.
     """
+    if config.preset == "source":
+        say(described(config))
+    if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
+        return hub_task(config, say)
+    return _built_in(config, say)
+
+
+def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     if config.model_name not in PRESETS:
         close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}"
-        raise ConfigError(f"--model-name '{config.model_name}' is unknown: {hint}")
+        hint = f"did you mean {close[0]}" if close else f"choose one of {', '.join(PRESETS)}"
+        raise ConfigError(
+            f"--model-name '{config.model_name}' is unknown: {hint}; a hub model is OWNER/NAME, another its folder"
+        )
     preset = PRESETS[config.model_name]
     if config.seq_len > preset.context:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
         )
+    if _is_more_than_text(config):
+        chosen = corpus_for(config, lambda: Trained(config.data.vocab_size), say)
+        shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
+        return CausalLM(chosen.corpus, shape, {config.dataset_name: chosen.revision} if chosen.revision else None)
     corpus = text.prepare(
         config.dataset_name,
         seq_len=config.seq_len,
-        vocab_size=config.data.vocab_size,
+        vocab_size=trained_size(config.tokenizer) or config.data.vocab_size,
         eval_fraction=config.data.evaluation,
         seed=config.seed,
         cache=Path(config.data.cache) if config.data.cache else None,
@@ -41,3 +60,10 @@ def named_task(config: Config, say: Callable[[str], None]) -> CausalLM:
     )
     shape = dataclasses.replace(preset, vocab_size=corpus.vocab_size, dropout=config.model.dropout)
     return CausalLM(corpus, shape)
+
+
+def _is_more_than_text(config: Config) -> bool:
+    """Whether the data is a table or on the hub, its tokenizer one that is there already, or its packing another."""
+    name, tokenizer = config.dataset_name, config.tokenizer
+    named = bool(tokenizer) and not trained_size(tokenizer)
+    return is_hub_name(name) or bool(table_files(name)) or named or config.data.packing != "stream"

@@ -1,0 +1,78 @@
+"""What each engine holds per rank, counted on live tensors: python bench/memory.py [--sizes 1,2,4]
+
+A GPT of 5.8 million parameters with AdamW at accumulation 1. Gradients are counted between the backward and the
+update, parameters and optimizer states after it. The aims: fsdp (full) within 5% of 1/N in all three; zero's states
+within 5% of max(1/N, the largest parameter's share).
+"""
+
+import argparse
+import json
+
+import torch
+from group import together
+from loop import SmallGpt
+
+from lockstep.config import EngineOptions
+from lockstep.engines import engine
+from lockstep.engines.footprint import footprint, human
+from lockstep.optim import adamw
+
+CASES = {
+    "ddp": ("ddp", {}),
+    "zero": ("zero", {}),
+    "fsdp full": ("fsdp", {}),
+    "fsdp grad-op": ("fsdp", {"sharding": "grad-op"}),
+    "fsdp none": ("fsdp", {"sharding": "none"}),
+}
+
+
+def measure(world):
+    """{case: [bytes of parameters, gradients, states] a rank}, and the largest parameter's share."""
+    task, found = SmallGpt(), {}
+    for case, (name, options) in CASES.items():
+        torch.manual_seed(0)
+        model = task.model().to(world.device)
+        share = max(p.numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+        made = engine(name, model, lambda held: adamw(held, lr=1e-3), world, clip=1.0, options=EngineOptions(**options))
+        for _ in range(2):  # the first step finds out about unused parameters
+            batch = tuple(part.to(world.device) for part in task.table.__getitems__(list(range(4))))
+            with made.accumulate(last=True):
+                made.backward(task.loss(made.model, batch) / 512)
+            gradients = _gradients(made.model)
+            made.step(1.0)
+        held = footprint(made)
+        found[case] = world.gather([held.parameters, gradients, held.states])
+        del made, model
+    return found, share
+
+
+def _gradients(model):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return sum((g.to_local() if hasattr(g, "to_local") else g).nbytes for g in grads)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="1,2,4")
+    sizes = [int(size) for size in parser.parse_args().sizes.split(",")]
+    whole = None
+    print(
+        print(f"{'ranks':>5} {'engine':<14} {'parameters':>12} {'gradients':>12} {'states':>12}   parts of the whole")
+    )
+    for size in sizes:
+        found, share = together(size, measure)
+        for case, ranks in found.items():
+            most = [max(column) for column in zip(*ranks, strict=True)]
+            whole = whole or [max(column) for column in zip(*found["ddp"], strict=True)]
+            parts = [mine / all_ for mine, all_ in zip(most, whole, strict=True)]
+            aim = {"fsdp full": [1 / size] * 3, "zero": [None, None, max(1 / size, share)]}.get(case, [None] * 3)
+            met = all(wanted is None or part <= 1.05 * wanted for part, wanted in zip(parts, aim, strict=True))
+            cells = " ".join(f"{human(count):>12}" for count in most)
+            shares = " ".join(f"{part:.3f}" for part in parts)
+            print(f"{size:>5} {case:<14} {cells}   {shares} {'' if met else 'MISSED'}")
+            record = {"bench": "memory", "ranks": size, "engine": case, "bytes": most, "parts": parts, "met": met}
+            print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Checkpoints beside the training: copied to host memory at once, written by a thread while the steps go on.
+
+    saver = Saver(world, background=True, policy="continue")
+    saver.begin(tensors, write)         # returns as soon as the copy is made, or, on a device, ordered
+    saver.settle()                      # waits for the save before; raises what the policy says
+
+The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
+copied is this rank's share alone, in buffers that are kept, and the next save waits for the one before: there are never
+two. On a device the copies are ordered on the stream that computes, so that no later step can be in them.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.layout import Piece, Share, share_out
+from lockstep.errors import LockstepError, PeerError
+from lockstep.world import World
+
+__all__ = ["Saver"]
+
+_LOG = logging.getLogger("lockstep")
+
+Write = Callable[[Share, World], None]
+
+
+class Saver:
+    """One save at a time, in a thread or, with `background` False, in the caller.
+
+    Args:
+        world: the ranks; every rank makes one at the same time (collective).
+        background: write in a thread.
+        policy: "stop": the first save that fails ends the run; "continue": the `limit`-th in a row does.
+        limit: saves that may fail in a row, less one.
+        failed: called in the thread as soon as the policy says that the run must end.
+
+    Attributes:
+        blocked: seconds for which callers were kept, in all.
+        writing: seconds spent in writing, in all.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        background: bool = True,
+        policy: str = "continue",
+        limit: int = 2,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._world = self._own = world
+        self._limit, self._failed = (1 if policy == "stop" else limit), failed
+        self._background = background
+        if background and world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
+            self._own = dataclasses.replace(world, control=group)
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._pending, self._row = False, 0
+        self.blocked = self.writing = 0.0
+
+    def begin(self, tensors: dict[str, Tensor], write: Write) -> None:
+        """Copies this rank's share of `tensors` and has `write` called with it. Collective.
+
+        Raises:
+            LockstepError: an earlier save failed, and the policy ends the run.
+        """
+        self.settle()
+        began = time.perf_counter()
+        share = share_out(tensors, self._world)
+        if self._background:
+            share, ready = self._copied(share)
+            self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")
+            self._thread.daemon = True  # a process that must end does not wait for a disk
+            self._pending = True
+            self._thread.start()
+        else:
+            self._pending = True
+            self._work(share, None, write)
+        self.blocked += time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Waits until the save before is done, on all ranks. Collective where there was one.
+
+        Raises:
+            LockstepError: it failed, and the policy ends the run; alike on every rank.
+        """
+        began = time.perf_counter()
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if not self._pending:
+            return
+        self._pending = False
+        mine = [isinstance(self._error, PeerError), self._world.rank, str(self._error)] if self._error else None
+        found = sorted(problem for problem in self._world.gather(mine) if problem)  # collective
+        self.blocked += time.perf_counter() - began
+        self._row = self._row + 1 if found else 0
+        if found and self._row >= self._limit:
+            many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "a save failed"
+            _, rank, why = found[0]  # what a rank saw itself comes before what it heard of another
+            raise LockstepError(f"{many} on rank {rank}: {why}; start again when that is repaired: it resumes")
+
+    def abandon(self, seconds: float) -> None:
+        """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective."""
+        if self._thread:
+            self._thread.join(seconds)
+
+    def _copied(self, share: Share) -> tuple[Share, "torch.cuda.Event | None"]:
+        """The share in host memory, and what to wait for before it is there; None: it is there."""
+        pieces, ready = [], None
+        for piece in share.pieces:
+            local, held = piece.local, self._buffers.get(piece.name)
+            if held is None or held.shape != local.shape or held.dtype != local.dtype:
+                held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                self._buffers[piece.name] = held
+            held.copy_(local, non_blocking=True)  # in the order of the stream: before the next step's update
+            if local.is_cuda:
+                ready = ready or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pieces.append(Piece(piece.name, piece.shape, piece.offsets, held))
+        if ready:
+            ready.record()
+        return Share(pieces, share.aliases, share.summary), ready
+
+    def _work(self, share: Share, ready: "torch.cuda.Event | None", write: Write) -> None:
+        began = time.perf_counter()
+        self._error = None
+        try:
+            if ready:
+                ready.synchronize()  # waits for the device, in this thread
+            write(share, self._own)
+        except Exception as error:
+            self._error = error
+            last = self._row + 1 >= self._limit
+            after = "the run ends" if last else "the run goes on; the checkpoints before are as they were"
+            _LOG.warning("a save failed: %s; %s", error, after)
+            if last:
+                self._failed()
+        finally:
+            self.writing += time.perf_counter() - began

@@ -1,0 +1,99 @@
+"""A folder that is prepared once: there and whole, or not there.
+
+    folder = prepared(cache / "tokens-KEY", write, say=say, what="tatsu-lab/alpaca")
+
+One process of a machine prepares while others wait for a file lock, which the system frees when its holder dies. What
+it writes lies under another name until it is whole and synced, so an interruption leaves nothing that could be taken
+for the result: the next start does the work again. Once there, a folder is read without a lock or a right to write.
+"""
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lockstep.errors import ConfigError
+
+__all__ = ["FACTS", "prepared"]
+
+FACTS = "facts.json"  # written last: what the folder holds, and the size of each of its files
+
+
+def prepared(
+    folder: Path, write: Callable[[Path], dict[str, Any]], *, say: Callable[[str], None], what: str
+) -> dict[str, Any]:
+    """The facts of `folder`, which `write(temporary folder)` fills and describes where it is not there yet.
+
+    Args:
+        say: gets a line where another process is waited for.
+        what: for that line.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    if (found := _facts(folder)) is not None:
+        return found
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            say(f"waiting for another process that prepares {what}")
+            lock.acquire()
+        try:
+            return _facts(folder) or _written(folder, write)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the cache {folder.parent}: {error.strerror or error}; point LOCKSTEP_CACHE to a folder "
+            "with room"
+        ) from error
+
+
+def _facts(folder: Path) -> dict[str, Any] | None:
+    """The folder's facts where it is whole, else None."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+        whole = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return facts if whole else None
+
+
+def _written(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    # The machine is in the name for file systems whose locks do not reach from one machine to another.
+    temporary = folder.with_name(f"{folder.name}.{platform.node()}.tmp")
+    for dead in (temporary, folder):  # the lock is held: a process that began one of these is gone
+        shutil.rmtree(dead, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        facts = write(temporary)
+        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+        facts["sizes"] = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
+        (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        for path in (*files, temporary / FACTS, temporary):
+            _sync(path)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if _facts(folder) is None:  # unless another machine was first, with the same content
+                raise
+        _sync(folder.parent)
+        return facts
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,60 @@
+"""nn.DataParallel: one process splits each micro-batch over its GPUs. For comparison; ddp is better."""
+
+from contextlib import AbstractContextManager
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.roots import Roots
+from lockstep.engines.update import Update
+from lockstep.errors import ConfigError
+from lockstep.world import World
+
+__all__ = ["DataParallel"]
+
+
+@final
+class DataParallel:
+    """The engine `data-parallel`.
+
+    Raises:
+        ConfigError: fewer than two GPUs, more than one process, `--exact`, or a model whose `forward` was replaced
+            (autocast, compile), which copies of it would not follow.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("find_unused_parameters",)
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+        count = torch.cuda.device_count()
+        if count < 2:
+            raise ConfigError(f"--engine data-parallel needs two GPUs in one process, and here are {count}; use ddp")
+        if world.size > 1:
+            raise ConfigError(f"--engine data-parallel is one process, not {world.size}; use --engine ddp")
+        if settings.fold:
+            raise ConfigError("--exact cannot hold with --engine data-parallel, which cuts micro-batches; use ddp")
+        if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
+            raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")
+        settings.say(
+            "--engine data-parallel copies the model to every GPU in every forward and drives all of them from one "
+            "Python thread's lock: --engine ddp is faster and uses memory evenly"
+        )
+        self._module = model
+        self.model: nn.Module = nn.DataParallel(model)
+        self._update, self._roots = Update(optimizer(model), settings), Roots()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
+
+    def step(self, factor: float) -> StepResult:
+        return self._update(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        return self._update.state(self._module)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self._update.restore(self._module, state)

@@ -1,0 +1,189 @@
+"""DeepSpeed: ZeRO 0 to 3, with offload. The only file that needs the package `deepspeed`.
+
+Stage 0 exchanges gradients as ddp does; 1 splits the optimizer's states over the ranks, 2 the gradients too, 3 the
+parameters too. The optimizer is torch's own, the schedule, the clipping and the loss's scale are the other engines'.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.deepspeed_config import Wanted, merged, read_config
+from lockstep.engines.deepspeed_state import SplitState
+from lockstep.engines.replicas import check_launched
+from lockstep.engines.update import Update, _Scaler
+from lockstep.errors import ConfigError
+from lockstep.world import World
+
+__all__ = ["DeepSpeed"]
+
+
+@final
+class DeepSpeed:
+    """The engine `deepspeed`.
+
+    Raises:
+        ConfigError: no launcher, no package, `--exact`, float64, or a configuration that contradicts a flag, has a key
+            that is not served, or that DeepSpeed itself refuses.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("config", "zero_stage", "cpu_offload")
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+        check_launched("deepspeed", world)
+        given = read_config(settings.options.config)
+        dtypes = {p.dtype for p in model.parameters()}
+        _check(settings, dtypes)
+        package = _package(world)
+        made, options = optimizer(model), settings.options
+        halved = torch.bfloat16 in dtypes
+        wanted = Wanted(options.zero_stage, options.cpu_offload, settings.clip, halved, settings.loss_scaling, made)
+        config = merged(given, wanted)
+        self._stage = int(config["zero_optimization"]["stage"])
+        self._world, self._scaled = world, settings.loss_scaling
+        self._ds = _initialised(package, model, made, config)
+        self.model: nn.Module = self._ds
+        self._split = bool(self._stage)
+        if self._split:
+            self._finish: Any = _ZeroStep(self._ds, settings, world)
+            self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
+        else:
+            self._finish = Update(made, settings)
+            self._module = model
+        settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        self._ds.set_gradient_accumulation_boundary(last)
+        return NOTHING
+
+    def backward(self, loss: Tensor) -> None:
+        self._ds.backward(loss * self._factor() if self._factor() != 1.0 else loss, scale_wrt_gas=False)
+
+    def step(self, factor: float) -> StepResult:
+        if self._scaled and not self._split:
+            gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, float(self._world.size))
+        result: StepResult = self._finish(factor)
+        return result
+
+    def _factor(self) -> float:
+        """What makes a sum of the mean that DeepSpeed exchanges. A scaled loss is as large as in every other engine:
+        there ZeRO gets a scale that is smaller by this, and stage 0 makes up for it after the backward."""
+        if self._scaled and not self._split:
+            return float(self._finish.scale)
+        return float(self._world.size)
+
+    def state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._held.state() if self._split else self._finish.state(self._module)
+        return {**found, **self._finish.scaling()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        if self._split:
+            self._held.restore(self._finish.restore_scaling(state))  # collective
+        else:
+            self._finish.restore(self._module, state)
+
+
+class _ZeroStep:
+    """The end of a step under ZeRO: DeepSpeed's own, with lockstep's rates and loss scale."""
+
+    def __init__(self, ds: Any, settings: Settings, world: World) -> None:
+        self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
+        self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
+        self._scaler = _Scaler() if settings.loss_scaling else None
+        self._scale()
+
+    def __call__(self, factor: float) -> StepResult:
+        """One update. DeepSpeed skips a step whose gradients are not finite, in every precision: it waits to see."""
+        for group, rate in self._groups:
+            group["lr"] = rate * factor
+        self._ds.step()  # collective; waits for the device
+        applied = not self._zero.overflow
+        if self._scaler:
+            self._scaler.learn(applied)
+            self._scale()
+        return StepResult(torch.as_tensor(self._ds.get_global_grad_norm(), dtype=torch.float32), applied)
+
+    def _scale(self) -> None:
+        if self._scaler:
+            self._zero.loss_scale = self._scaler.scale / self._ranks  # the loss is multiplied by the ranks
+
+    def scaling(self) -> dict[str, Tensor]:
+        return self._scaler.state() if self._scaler else {}
+
+    def restore_scaling(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._scaler:
+            self._scaler.restore(state)
+            self._scale()
+        return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
+
+
+def _check(settings: Settings, dtypes: set[torch.dtype]) -> None:
+    if settings.fold:
+        raise ConfigError(
+            "--exact cannot hold with --engine deepspeed, which adds gradients in an order of its own; use --engine "
+            "fsdp, zero or ddp"
+        )
+    if torch.float64 in dtypes:
+        raise ConfigError("--engine deepspeed updates in float32, not --precision float64; use --engine fsdp")
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(f"--engine deepspeed: the model has parameters in {names}; give them one dtype")
+
+
+def _package(world: World) -> Any:
+    """The package, imported for the device of this run. Raises ConfigError where it is missing or cannot start."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    try:
+        package: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
+            "pip install 'lockstep-train[deepspeed]'"
+        ) from error
+    except Exception as error:  # it looks for compilers and CUDA while it is imported
+        raise ConfigError(
+            f"--engine deepspeed: the package cannot start here: {str(error).splitlines()[0]}; use --engine fsdp"
+        ) from error
+    if world.device.type == "cpu":
+        # Exchanges by shared memory need a compiler and minutes at the first start; gloo does without.
+        package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return package
+
+
+def _initialised(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    try:
+        made, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
+    except (AssertionError, ImportError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        missing = "ninja" in said or "CUDA_HOME" in said or "compiler" in said or "Error building" in said
+        way_out = "install a compiler and ninja" if missing else "change --engine.config"
+        raise ConfigError(f"--engine deepspeed: DeepSpeed refuses: {said[:300]}; {way_out}") from error
+    return made
+
+
+def _accessors(package: Any) -> Any:
+    """The functions that read and write what ZeRO has split."""
+
+    @contextlib.contextmanager
+    def gathered(parameters: list[nn.Parameter], stage: int, writer: int | None = None) -> Iterator[None]:
+        """Within, the parameters are whole; what rank `writer` wrote into them is kept."""
+        if stage < 3:
+            yield
+            return
+        with package.zero.GatheredParameters(parameters, modifier_rank=writer):
+            yield
+
+    utils = package.utils
+    names = ("get_full", "set_full", "set_local")
+    functions = {f"safe_{name}_fp32_param": getattr(utils, f"safe_{name}_fp32_param") for name in names}
+    functions |= {f"safe_{name}_optimizer_state": getattr(utils, f"safe_{name}_optimizer_state") for name in names}
+    return SimpleNamespace(gathered=gathered, **functions)

@@ -1,0 +1,192 @@
+"""`--engine.config ds_config.json`: read, held against the flags, and completed. DeepSpeed itself is not needed here.
+
+    given = read_config("ds_config.json")                        {} for ""
+    check_batches("ds_config.json", batch_size=64, micro_batch_size=4, ranks=8)
+    config = merged(given, wanted)                               what `deepspeed.initialize` gets
+
+A number that a flag gives too may be left out, be "auto", or say the same; anything else is refused by name, so that
+what a run's config.toml says is what was trained.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+
+__all__ = ["Wanted", "check_batches", "merged", "read_config"]
+
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Keys that go to DeepSpeed as they are.
+_PASSED = (
+    "zero_optimization",
+    "communication_data_type",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+    "flops_profiler",
+    "aio",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+_HELD = (*_BATCHES, "gradient_clipping", "optimizer", "bf16", "fp16")
+_REFUSED = {
+    "scheduler": "the schedule is lockstep's: --optim.schedule, --optim.warmup-steps, --optim.floor",
+    "amp": "Apex is not served: --precision bf16 or fp16",
+}
+
+
+class Wanted(NamedTuple):
+    """What the flags say.
+
+    Attributes:
+        stage: of ZeRO; -1: not said.
+        offload: whether optimizer states lie in host memory.
+        clip: largest norm of the gradient; 0 does not clip.
+        halved: the model's parameters are bfloat16.
+        scaled: the loss is scaled, for float16.
+        optimizer: the one that the flags make.
+    """
+
+    stage: int
+    offload: bool
+    clip: float
+    halved: bool
+    scaled: bool
+    optimizer: Optimizer
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The file's content; {} for "".
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON object, or has a key that this engine does not serve.
+    """
+    if not path:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--engine.config {path}: {error.strerror or error}; give a DeepSpeed JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--engine.config {path} is not a JSON file: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--engine.config {path}: it holds no object; give a DeepSpeed configuration")
+    for key in found:
+        if key in _REFUSED:
+            raise ConfigError(f"--engine.config: take out '{key}': {_REFUSED[key]}")
+        if key not in (*_PASSED, *_HELD):
+            close = difflib.get_close_matches(key, (*_PASSED, *_HELD), n=1)
+            hint = f"did you mean '{close[0]}'?" if close else "take it out"
+            raise ConfigError(f"--engine.config: '{key}' is unknown to this engine: {hint}")
+    return found
+
+
+def check_batches(path: str, *, batch_size: int, micro_batch_size: int, ranks: int) -> None:
+    """Raises ConfigError where the file's batch sizes are not what the flags give on this many ranks."""
+    given = read_config(path)
+    each = -(-batch_size // (micro_batch_size * ranks))
+    for key, value, source in (
+        (_BATCHES[0], batch_size, f"--batch-size {batch_size}"),
+        (_BATCHES[1], micro_batch_size, f"--micro-batch-size {micro_batch_size}"),
+        (_BATCHES[2], each, f"--batch-size {batch_size} and --micro-batch-size {micro_batch_size} on {ranks} ranks"),
+    ):
+        _hold(given, key, value, source)
+
+
+def _hold(section: Mapping[str, Any], key: str, value: Any, source: str, within: str = "") -> None:
+    found = section.get(key, "auto")
+    if found != "auto" and found != value:
+        raise ConfigError(
+            f"--engine.config: {within}{key} is {json.dumps(found)}, and {source} makes it {json.dumps(value)}; "
+            'take it out, or write "auto"'
+        )
+
+
+def merged(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """What DeepSpeed gets. Raises ConfigError where the file contradicts a flag, naming both."""
+    _hold(given, "gradient_clipping", wanted.clip, f"--optim.clip {wanted.clip:g}")
+    _check_precision(given, wanted)
+    if "optimizer" in given:
+        _check_optimizer(given["optimizer"], wanted.optimizer)
+    zero = _zero(given, wanted)
+    return {
+        **{key: given[key] for key in _PASSED if key in given},
+        "zero_optimization": zero,
+        # One micro-batch a step as DeepSpeed counts; the engine tells it which is the step's last.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": wanted.clip if zero["stage"] else 0.0,
+        "bf16": {"enabled": wanted.halved},
+        # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _zero(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    zero = given.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError('--engine.config: zero_optimization is no object; write {"stage": 2}')
+    zero = {key: value for key, value in zero.items() if value != "auto"}
+    if wanted.stage >= 0:
+        _hold(zero, "stage", wanted.stage, f"--engine.zero-stage {wanted.stage}", "zero_optimization.")
+    stage = wanted.stage if wanted.stage >= 0 else zero.get("stage", 2)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"--engine.config: zero_optimization.stage is {json.dumps(stage)}: give 0, 1, 2 or 3")
+    if wanted.offload:
+        if not stage:
+            raise ConfigError("--engine.cpu-offload needs --engine.zero-stage 1, 2 or 3; stage 0 splits nothing")
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    if wanted.halved and stage < 2:
+        raise ConfigError(
+            f"--engine.zero-stage {stage} with --precision bf16-true: DeepSpeed keeps no float32 copy in a way that "
+            "checkpoints can read; use stage 2 or 3, or --precision bf16"
+        )
+    return {**zero, "stage": stage}
+
+
+def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
+    for key, on, flag in (("bf16", wanted.halved, "bf16-true"), ("fp16", wanted.scaled, "fp16")):
+        section = given.get(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f'--engine.config: {key} is no object; write {{"enabled": "auto"}}, or take it out')
+        found = section.get("enabled", "auto")
+        if found not in ("auto", on):
+            raise ConfigError(
+                f"--engine.config: {key}.enabled is {json.dumps(found)}, and --precision {'is' if on else 'is not'} "
+                f'{flag}; set --precision {flag if found else "float32"}, or write "auto"'
+            )
+        stray = [name for name, value in section.items() if name != "enabled" and value != "auto"]
+        if stray:
+            raise ConfigError(
+                f"--engine.config: take out {key}.{stray[0]}: the loss's scale is lockstep's, the same in every engine"
+            )
+
+
+def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
+    if not isinstance(section, dict):
+        raise ConfigError("--engine.config: optimizer is no object; take it out, since the flags say what it is")
+    _hold(section, "type", type(optimizer).__name__, "the run's optimizer", "optimizer.")
+    stray = [key for key in section if key not in ("type", "params")]
+    if stray:
+        raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: take it out")
+    groups = optimizer.param_groups
+    for key, value in section.get("params", {}).items():
+        if key not in optimizer.defaults:
+            raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
+        # The weights that decay are in the first group; the rest has none, whatever the number.
+        ours = groups[0].get(key, optimizer.defaults[key])
+        found = tuple(value) if isinstance(value, list) else value
+        ours = tuple(ours) if isinstance(ours, list) else ours
+        if found != "auto" and found != ours:
+            raise ConfigError(
+                f"--engine.config: optimizer.params.{key} is {json.dumps(value)}, and the flags make it "
+                f'{json.dumps(ours)}; take it out, or write "auto"'
+            )

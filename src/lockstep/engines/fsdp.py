@@ -1,0 +1,179 @@
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.exact import Tree
+from lockstep.engines.replicas import check_launched, same_start
+from lockstep.engines.roots import Roots
+from lockstep.engines.sharding import check, shard
+from lockstep.engines.shards import ExactNorm, ExactReduceScatter, local_of, sharded_norm
+from lockstep.engines.unused import Usage, listed
+from lockstep.engines.update import Update
+from lockstep.errors import ConfigError
+from lockstep.world import World
+
+__all__ = ["FSDP"]
+
+
+@final
+class FSDP:
+    """The engine `fsdp`.
+
+    In exact mode each block's reduce-scatter follows the fixed tree, and the norm is a single process's; a world of one
+    has nothing to split, so there the plain model is taken.
+
+    Raises:
+        ConfigError: no launcher; a sharding that the world cannot form; CPU offload without a GPU; an option that
+            cannot be exact, with `--exact`; parameters that cannot be split (see `lockstep.engines.sharding`).
+    """
+
+    places: ClassVar[bool] = True  # the model on the device, block by block
+    options: ClassVar[tuple[str, ...]] = (
+        "find_unused_parameters",
+        "sharding",
+        "shard_size",
+        "accumulate",
+        "cpu_offload",
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        "prefetch",
+        "meta_init",
+    )
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+        check_launched("fsdp", world)
+        check(settings, world)
+        self.model, self._world, self._settings = model, world, settings
+        self._roots = Roots()
+        self._tree: Tree | None = None
+        self._comms: list[ExactReduceScatter] = []
+        self._usage: Usage | None = None
+        self._synced, self._backwards, self._searching = True, 0, False
+        if settings.fold and world.size == 1:
+            self._stay_plain(optimizer)
+            return
+        mesh = shard(model, world, settings)
+        self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
+        self._update = Update(optimizer(model), settings, self._norm(mesh), local_of)
+        _check_held(model, self._update)
+        self._sum_plainly()
+        self._watch_usage()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        for comm in self._comms:
+            comm.last = last
+        if last is not self._synced and not self._comms and self._tree is None:
+            self._synced = last
+            self._set_sync(last)
+        return NOTHING
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        if self._tree:
+            self._tree.push()
+        elif self._comms and not self._comms[0].last:
+            for parameter in self._update.parameters:  # zeros: the sums are in the trees until the last micro-batch
+                parameter.grad = None
+
+    def step(self, factor: float) -> StepResult:
+        if self._tree:
+            self._tree.finish()
+        elif self._usage:
+            self._drop_unused(self._usage)
+        self._backwards = 0
+        return self._update(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        return self._update.state(self.model)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self._update.restore(self.model, state)
+
+    def _stay_plain(self, optimizer: MakeOptimizer) -> None:
+        self.model.to(self._world.device)
+        same_start(self.model)
+        self._update = Update(optimizer(self.model), self._settings)
+        self._tree = Tree(self._update.parameters, self._settings.fold, self._world)
+
+    def _norm(self, mesh: Any) -> Any:
+        if self._settings.fold:
+            return ExactNorm(self._world)
+        group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
+        return partial(sharded_norm, group=group, device=self._world.device)
+
+    def _set_sync(self, last: bool) -> None:
+        """Whether the coming backward exchanges: asked only where it changes, since it walks over all modules."""
+        root = cast(Any, self.model)
+        root.set_is_last_backward(last)
+        if self._settings.options.accumulate == "nosync":
+            root.set_requires_gradient_sync(last)
+        else:
+            root.set_requires_all_reduce(last)
+
+    def _sum_plainly(self) -> None:
+        """Gradients are sums, not means; in exact mode in the tree's order."""
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # a factor alone takes an operation that gloo has not
+            if self._settings.fold:
+                self._comms.append(ExactReduceScatter(self._settings.fold))
+                unit.set_custom_reduce_scatter(self._comms[-1])
+
+    def _watch_usage(self) -> None:
+        """Collectives of all ranks line up although one leaves parameters out; the first step finds these out."""
+        wish, root = self._settings.options.find_unused_parameters, cast(Any, self.model)
+        if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch before 2.13
+            if wish == "true":
+                raise ConfigError(
+                    f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, here is "
+                    f"{torch.__version__}; use --engine ddp"
+                )
+            return
+        if wish == "false":
+            return
+        root.set_reduce_scatter_unused_params(True)
+        for unit in self._units:
+            unit.unshard()
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._usage = Usage(trained, self._world)
+        for unit in self._units:
+            unit.reshard()
+        self._names = [name for name, _ in trained]
+        self._searching = wish == "true"
+
+    def _drop_unused(self, usage: Usage) -> None:
+        """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process."""
+        names = [] if self._searching else usage.missed(self._backwards)
+        if not names and not self._searching:
+            usage.close()
+            self._usage = None
+            return
+        if not self._searching:
+            self._searching = True
+            self._settings.say(
+                f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
+                "each step now asks all ranks which were used"
+            )
+        held = dict(self.model.named_parameters())
+        for name, unused in zip(self._names, usage.unused(), strict=True):
+            if unused:
+                held[name].grad = None
+
+
+def _check_held(model: nn.Module, update: Update) -> None:
+    """Raises where the optimizer has parameters that the sharded model has not: it was made before the sharding."""
+    held = set(model.parameters())
+    if any(parameter not in held for parameter in update.parameters):
+        raise ConfigError(
+            "--engine fsdp replaces the parameters by shards: give `optimizer` as a function of the model, "
+            "lambda model: AdamW(model.parameters()), not an optimizer made before"
+        )

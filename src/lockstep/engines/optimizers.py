@@ -1,0 +1,38 @@
+"""Which optimizer goes with which engine. The table stands in docs/engines.md; a test holds the two together.
+
+An optimizer whose update of an element depends on that element alone goes with every engine. The others are listed
+here, with what they need that an engine cannot give. One that is not torch's own is the user's to judge.
+"""
+
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+
+__all__ = ["REFUSED", "check_optimizer"]
+
+_CLOSURE = "it evaluates the loss several times a step, and an engine evaluates it once"
+_SPARSE = "it takes sparse gradients only, and the engine exchanges dense ones"
+_WHOLE = "its update needs whole matrices, and the engine holds rows of them"
+_EVERYWHERE = ("single", "ddp", "fsdp", "zero", "deepspeed", "data-parallel")
+
+# class of torch.optim -> (engines that refuse it, why)
+REFUSED = {
+    "LBFGS": (_EVERYWHERE, _CLOSURE),
+    "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed"), _SPARSE),
+    "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
+    "Muon": (("fsdp", "deepspeed"), _WHOLE),
+}
+
+
+def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
+    """Raises ConfigError where the optimizer does not go with the engine, or, among several ranks, with exact mode."""
+    engines, why = next(
+        (REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED), ((), "")
+    )
+    name = type(optimizer).__name__
+    if engine in engines:
+        raise ConfigError(f"--engine {engine} does not go with {name}: {why}; use AdamW, or see docs/engines.md")
+    if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"--exact with --engine fsdp: the fused {name} rounds by an element's place in its shard; use fused=False"
+        )

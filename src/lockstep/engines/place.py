@@ -1,0 +1,62 @@
+"""Where a model is made, and how its weights get from there onto the devices.
+
+    with birthplace("fsdp", options, world):    rank 0 on the host, the others on the meta device, for `meta_init`
+        model = task.model()
+    place(module, world, everywhere=False)      the module's tensors on the device, rank 0's values on every rank
+
+With `meta_init` the weights are those that a single process draws, whatever the world size: rank 0 alone draws them,
+and sends them on a tensor at a time, block by block, as the blocks are sharded. So one host process holds the model
+once, and no other process ever holds more than one whole block.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config import EngineOptions
+from lockstep.engines.base import NOTHING
+from lockstep.world import World
+
+__all__ = ["birthplace", "place"]
+
+
+def birthplace(options: EngineOptions, world: World) -> AbstractContextManager[object]:
+    """The default device under which every rank makes its model."""
+    if options.meta_init and not world.is_main:
+        return torch.device("meta")
+    return NOTHING
+
+
+def place(modules: list[nn.Module], world: World, *, send: bool, memo: dict[Tensor, nn.Parameter]) -> None:
+    """Puts the own tensors of each module (not of its children) on `world.device`.
+
+    Args:
+        modules: the same on every rank.
+        send: whether rank 0's values go to all; without it every rank keeps its own.
+        memo: meta parameter -> what took its place, so that tied parameters stay tied; the same dict in each call.
+    """
+    with torch.no_grad():
+        for module in modules:
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, _placed(parameter, world, send, memo))
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                moved = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                if send:
+                    dist.broadcast(moved, src=0)  # collective
+                module._buffers[name] = moved
+
+
+def _placed(parameter: nn.Parameter, world: World, send: bool, memo: dict[Tensor, nn.Parameter]) -> nn.Parameter:
+    if parameter in memo:
+        return memo[parameter]
+    if parameter.is_meta:
+        made = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
+    else:
+        made = parameter
+        made.data = made.data.to(world.device)
+    memo[parameter] = memo[made] = made
+    if send:
+        dist.broadcast(made.data, src=0)  # collective
+    return made

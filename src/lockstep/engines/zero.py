@@ -1,0 +1,126 @@
+"""ZeroRedundancyOptimizer over DDP: every rank holds the model, and updates its share of the parameters alone."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from inspect import signature
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lockstep.engines.base import MakeOptimizer, Settings, StepResult
+from lockstep.engines.names import materialise
+from lockstep.engines.replicas import OPTIONS, Replicas, check_launched
+from lockstep.engines.update import Update
+from lockstep.errors import CheckpointError
+from lockstep.world import World
+
+with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+__all__ = ["Zero"]
+
+
+@final
+class Zero:
+    """The engine `zero`: gradients as in ddp, optimizer states of a parameter on one rank only.
+
+    After the update each parameter is broadcast by its owner. A state's tensor is whole, so that the largest
+    parameter's share bounds what more ranks can save. In `state()` it is a DTensor that only its owner has.
+    """
+
+    options: ClassVar[tuple[str, ...]] = OPTIONS
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+        check_launched("zero", world)
+        self._module, self._world = model, world
+        plain = optimizer(model)
+        self._zero = _split(plain)
+        self._update = Update(self._zero, settings, order=[p for group in plain.param_groups for p in group["params"]])
+        self._replicas = Replicas("zero", model, self._update.parameters, world, settings)
+        self.model = self._replicas.model
+        self._meshes: dict[tuple[str, int], DeviceMesh] = {}
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return self._replicas.accumulate(last)
+
+    def backward(self, loss: Tensor) -> None:
+        self._replicas.backward(loss, self._update.scale)
+
+    def step(self, factor: float) -> StepResult:
+        self._replicas.finish()
+        return self._update(factor)  # collective: the owners broadcast
+
+    def state(self) -> dict[str, Tensor]:
+        own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
+        if not any(self._world.gather(bool(own))):  # collective
+            materialise(self._zero, own)
+        found = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
+        mine = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
+        described = {name: [*_described(value), self._world.rank] for name, value in mine.items()}
+        for part in self._world.gather(described):  # collective
+            for name, (dtype, shape, kind, owner) in part.items():
+                found[name] = self._placed(mine.get(name), dtype, shape, kind, owner)
+        return found | self._update.scaling()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        state = self._update.restore_scaling(state)
+        own = self.state()
+        missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
+        if missing:
+            raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
+        with torch.no_grad():
+            for name, tensor in self._module.state_dict().items():
+                tensor.copy_(state[f"model/{name}"])
+            for name, key, value in self._own_states():
+                given = state[f"optimizer/{name}/{key}"]
+                given = given.to_local() if isinstance(given, DTensor) else given
+                if isinstance(value, Tensor):
+                    value.copy_(given)
+                else:
+                    self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
+
+    def _own_states(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter's name, key, value) of the states on this rank."""
+        states = self._zero.optim.state
+        for name, parameter in self._module.named_parameters():
+            for key, value in states.get(parameter, {}).items():
+                if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+                    yield name, key, value
+
+    def _parameter(self, name: str) -> Tensor:
+        return dict(self._module.named_parameters())[name]
+
+    def _placed(self, value: Any, dtype: str, shape: list[int], kind: str, owner: int) -> Tensor:
+        """A DTensor that lies whole on the rank `owner`, and on no other."""
+        mesh = self._meshes.get((kind, owner))
+        if mesh is None:
+            # A mesh of one rank communicates nothing: without a backend it costs no process group.
+            mesh = self._meshes[kind, owner] = DeviceMesh(kind, [owner], _init_backend=False)
+        wide = getattr(torch, dtype)
+        local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _described(value: Any) -> tuple[str, list[int], str]:
+    """(dtype, shape, device type) of a state; a number is kept as a 0-dim float64 tensor."""
+    if isinstance(value, Tensor):
+        return str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type
+    return "float64", [], "cpu"
+
+
+def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    """The optimizer's groups and settings, split over the ranks by size. A part has no `names`: they would be wrong."""
+    groups = [{key: value for key, value in group.items() if key != "names"} for group in optimizer.param_groups]
+    # Group by group, each parameter goes to the rank that has least: the group with the largest one first, so that the
+    # others fill up what it leaves uneven.
+    groups.sort(key=lambda group: -max((p.numel() for p in group["params"]), default=0))
+    takes = signature(type(optimizer)).parameters  # AdamW's defaults have a key that AdamW does not take
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    return ZeroRedundancyOptimizer(groups, type(optimizer), **defaults)

@@ -1,0 +1,200 @@
+"""Who is missing: a thread that watches this process's progress, and asks all ranks when something does not come.
+
+    with Watch(world, beat, folder):
+        ...                             # an error that only says that a peer is gone leaves as one that names it
+
+When a rank has made no progress for `world.timeout` seconds, or an exchange has failed, every rank writes its stacks
+and its place, and the one that says nothing, or that stands where nobody waits, is named. A main thread that hangs in a
+collective cannot be freed: the watching thread ends the process.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from lockstep.errors import LockstepError, PeerError
+from lockstep.guards.stacks import dump, where_main
+from lockstep.heartbeat import SAVE_AND_END, Heartbeat
+from lockstep.progress import COMPUTING, FOLDER_VARIABLE, WAITING, Place
+from lockstep.world import World
+
+__all__ = ["Watch"]
+
+_LOG = logging.getLogger("lockstep")
+
+_LOOK = 0.25  # seconds between two looks at the progress
+_TELL = 1.0  # seconds between two words to the others, in a small world
+_CALL = 0.6  # seconds that the ranks have to answer
+_GIVE = 1.0  # seconds that the main thread has to find out by itself
+_STORE = timedelta(seconds=1.0)
+_KEY = "lockstep/watch"
+
+# What torch's errors say when a peer is gone or late; the classes alone do not tell.
+_PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
+
+
+class Watch:
+    """Within it hangs end, and the loss of a rank is told by name.
+
+    Args:
+        world, beat: the ranks and their exchange.
+        folder: of the run; its logs take the stacks, and its file STOP is a wish to save and end.
+        note: called with the error before the process is ended from here.
+    """
+
+    def __init__(self, world: World, beat: Heartbeat, folder: Path, note: Any = None) -> None:
+        self._world, self._beat, self._folder, self._note = world, beat, folder, note
+        self._ended = threading.Event()
+        self._calling = threading.Lock()
+        self._store = _own_store(world)
+        self._told, self._failed_since = 0.0, 0.0
+        self._verdict = ""
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._beat.progress.at(self._beat.progress.step, COMPUTING)
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        told = self._explained(error) if isinstance(error, Exception) else error
+        self._ended.set()
+        self._thread.join()
+        if told is not error and told is not None:
+            raise told from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """`error`, or for one that only says that a rank is gone the PeerError that names it."""
+        ours = isinstance(error, LockstepError)
+        peer = isinstance(error, PeerError) and not error.relayed
+        if self._world.size == 1 or (ours and not peer) or not (peer or _of_a_peer(error)):
+            return error
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(f"{self._call(f'lost the other ranks: {line}')}; its own log says why, if it could still tell")
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK):
+            if (self._folder / "STOP").exists():
+                self._beat.stop(SAVE_AND_END)
+            reason = self._reason()
+            if reason:
+                self._leave(reason)
+
+    def _reason(self) -> str:
+        """Why this process has to end; "" while all is well."""
+        progress, now = self._beat.progress, time.monotonic()
+        if progress.phase in (WAITING, COMPUTING) and now - progress.since > self._world.timeout:
+            return f"no progress for {self._world.timeout:g} s"
+        if self._store is None:
+            return ""
+        self._failed_since = (self._failed_since or now) if self._beat.broken() else 0.0
+        if self._failed_since and now - self._failed_since > _GIVE:
+            return "an exchange failed"
+        if now - self._told > max(_TELL, 0.02 * self._world.size):
+            self._told = now
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{_KEY}/at/{self._world.rank}", str(progress.place))
+                if self._store.check([f"{_KEY}/call"]):
+                    return "another rank misses one of us"
+        return ""
+
+    def _leave(self, reason: str) -> None:
+        """Ends this process, whatever its main thread does."""
+        verdict = self._call(reason)
+        if self._ended.wait(_GIVE if "misses" in reason else 0.0):
+            return  # the main thread found out by itself
+        error = PeerError(
+            f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
+            "or data raise --timeout"
+        )
+        _LOG.error("%s", error)
+        if self._note:
+            self._note(error)
+        for handler in _LOG.handlers:
+            handler.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _call(self, reason: str) -> str:
+        """Asks all ranks where they stand, says where this one does, and returns who is missing. Once a process."""
+        with self._calling:
+            if not self._verdict:
+                self._verdict = self._asked(reason)
+            return self._verdict
+
+    def _asked(self, reason: str) -> str:
+        place, (line, waits) = self._beat.progress.place, where_main()
+        if threading.current_thread() is threading.main_thread():
+            line, waits = "its exchange with the others", True
+        dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
+        _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
+        if self._store is None:
+            return f"rank {self._world.rank} made no progress: it stands in {place}, at {line}"
+        mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
+        try:
+            self._store.set(f"{_KEY}/alive/{self._world.rank}", json.dumps(mine))
+            self._store.set(f"{_KEY}/call", "1")
+            time.sleep(_CALL)
+            answers = {rank: self._answer(f"alive/{rank}") for rank in range(self._world.size)}
+        except RuntimeError:
+            return f"rank 0 did not arrive{self._last(0)}: it holds the meeting point, which does not answer"
+        return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
+
+    def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
+        missing = [rank for rank, answer in answers.items() if answer is None]
+        if missing:
+            return " and ".join(f"rank {rank} did not arrive{self._last(rank)}" for rank in missing[:8])
+        known = {rank: answer for rank, answer in answers.items() if answer is not None}
+        busy = [rank for rank, answer in known.items() if not answer["waits"]]
+        behind = min(answer["step"] for answer in known.values())
+        late = busy or [rank for rank, answer in known.items() if answer["step"] == behind]
+        shown = [
+            f"rank {rank} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
+            for rank in late[:8]
+        ]
+        return " and ".join(shown)
+
+    def _answer(self, key: str) -> str:
+        assert self._store is not None
+        full = f"{_KEY}/{key}"
+        return self._store.get(full).decode() if self._store.check([full]) else ""
+
+    def _last(self, rank: int) -> str:
+        """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        place = Place.read(Path(folder) / str(rank)) if folder else None
+        if place:
+            return f": it stood in {place}"
+        with contextlib.suppress(RuntimeError):
+            found = self._answer(f"at/{rank}")
+            return f": it stood in {found} when last heard" if found else ""
+        return ""
+
+
+def _own_store(world: World) -> TCPStore | None:
+    """A connection of the watch's own to the ranks' meeting point: another thread may sit in the first one."""
+    if world.size == 1 or world.control is None:
+        return None
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    try:
+        store = TCPStore(host, int(port), None, False, timedelta(seconds=world.timeout), wait_for_workers=False)
+        store.set_timeout(_STORE)
+    except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
+        return None
+    return store
+
+
+def _of_a_peer(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_WORDS)
+    )

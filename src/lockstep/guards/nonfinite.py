@@ -1,0 +1,117 @@
+"""A loss or gradient that is not finite: where it comes from.
+
+    found = origin(...)         # "micro-batch 3 (samples 17, 4): the first output that is not finite is blocks.1.mlp's"
+
+The engine has left the step's update out already, on the device and in the same step. Here the micro-batches are run
+again, without gradients, to find the first module whose output is not finite.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.guards.reading import ReadStep
+from lockstep.world import World
+
+__all__ = ["Buffers", "is_bad", "origin"]
+
+
+def is_bad(step: ReadStep) -> bool:
+    """Whether the step's gradient, the same on every rank, is not finite, in a step without a loss scale's doing."""
+    return not math.isfinite(step.norm)
+
+
+def origin(
+    step: ReadStep,
+    plain: nn.Module,
+    loss_of: Callable[[Any], Tensor],
+    seed: Callable[[int, int], None],
+    samples: Callable[[int, int], list[int]],
+    world: World,
+) -> str:
+    """What is known of the first micro-batch with a value that is not finite. Every rank calls it. Collective.
+
+    Args:
+        plain: the model without what an engine put around it; its modules are watched.
+        loss_of: the loss of a micro-batch, computed through the engine's model.
+        seed: as in the loop, so that dropout falls as it did.
+        samples: of (step, micro-batch).
+    """
+    mine: list[Any] | None = None
+    losses = iter(step.losses)
+    for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
+        seed(step.record.step, batch.index)
+        module, finite = _first(plain, loss_of, batch)
+        before = not batch.weight or math.isfinite(next(losses))
+        if mine is None and batch.weight and (module or not finite or not before):
+            mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
+    found = [each for each in world.gather(mine) if each]  # collective
+    if not found:
+        return "the losses are finite: the backward made it"
+    index, module, finite, chosen = min(found)
+    shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
+    where = "every module's output is finite, its loss is not"
+    if module:
+        where = f"the first output that is not finite is of module '{module}'"
+    elif finite:
+        where = "its loss was not finite, and is when computed again: suspect the hardware"
+    return f"micro-batch {index} (samples {shown}): {where}"
+
+
+def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:
+    """The first module whose output is not finite, and whether the loss is finite."""
+    found: list[str] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not found and not _finite(output):
+                found.append(name)
+
+        return look
+
+    handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _named(plain)]
+    try:
+        with torch.no_grad():
+            loss = float(loss_of(batch))  # waits for the device: the run is stopping or losing a step anyway
+    finally:
+        for handle in handles:
+            handle.remove()
+    return (found[0] if found else ""), math.isfinite(loss)
+
+
+def _named(plain: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in plain.named_modules() if not name.endswith("_checkpoint_wrapped_module")]
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, dict):
+        return all(_finite(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_finite(item) for item in value)
+    return True
+
+
+class Buffers:
+    """A model's floating buffers as they were after the last good step: a bad batch's forward has moved them already.
+
+    Costs nothing for a model without such buffers, else one copy of them a step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_meta]
+        self._good = [buffer.clone() for buffer in self._held]
+
+    def keep(self) -> None:
+        """The step was good."""
+        if self._held:
+            torch._foreach_copy_(self._good, self._held)
+
+    def put_back(self) -> None:
+        """The step was not."""
+        if self._held:
+            torch._foreach_copy_(self._held, self._good)

@@ -1,0 +1,66 @@
+"""Which rank is slow, and at what.
+
+    straggler = Straggler(ratio=1.2)
+    line = straggler.after(step, beat)      # "rank 3 is slow: 41 ms a step of computing, the others 31 ms", or ""
+
+A rank's own busy seconds travel in the heartbeat: loading data, computing (the forward, which under ddp waits for
+nobody; under fsdp it gathers weights, so there a slow rank hides), and writing. A rank is called slow when it is so in
+three windows in a row of five steps or more.
+"""
+
+from statistics import median
+
+from lockstep.heartbeat import Heartbeat, Vitals
+
+__all__ = ["Straggler"]
+
+_STEPS, _STRIKES = 5, 3
+_LEAST = 2e-3  # seconds a step; a smaller difference is noise, whatever the ratio
+_KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
+
+
+class Straggler:
+    """Compares the ranks' busy seconds. The same on every rank, since all hear the same.
+
+    Args:
+        ratio: how many times the others' median counts as slow; 0 never speaks.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._heard: list[list[Vitals]] = []
+        self._count, self._since = 0, 0
+        self._strikes = 0
+        self._suspect: tuple[int, str] | None = None
+        self._told: set[tuple[int, str]] = set()
+
+    def after(self, step: int, beat: Heartbeat) -> str:
+        """One line when a rank has been found slow, once for each rank and kind; else ""."""
+        if beat.count == self._count or not self._ratio:
+            return ""
+        self._count = beat.count
+        if beat.count > 2:  # the first ones measure the start
+            self._heard.append(beat.heard)
+        if step - self._since < _STEPS or not self._heard:
+            return ""
+        heard, self._heard, self._since = self._heard, [], step
+        return self._judged(heard)
+
+    def _judged(self, heard: list[list[Vitals]]) -> str:
+        found = None
+        for kind in _KINDS:
+            seconds = [median(getattr(vitals[rank], kind) for vitals in heard) for rank in range(len(heard[0]))]
+            slow = max(range(len(seconds)), key=seconds.__getitem__)
+            others = median(value for rank, value in enumerate(seconds) if rank != slow)
+            if seconds[slow] > max(self._ratio * others, others + _LEAST) and found is None:
+                found = (slow, kind, seconds[slow], others)
+        suspect = found[:2] if found else None
+        self._strikes = self._strikes + 1 if suspect and suspect == self._suspect else int(suspect is not None)
+        self._suspect = suspect
+        if found is None or self._strikes < _STRIKES or suspect in self._told:
+            return ""
+        self._told.add((found[0], found[1]))
+        return (
+            f"rank {found[0]} is slow: {1e3 * found[2]:.1f} ms a step of {_KINDS[found[1]]}, the others "
+            f"{1e3 * found[3]:.1f} ms; all ranks wait for it"
+        )

@@ -1,0 +1,253 @@
+"""torchrun's elastic agent, with what it lacks: who failed first, no restart that cannot help, a store that is ours.
+
+    code = run(Job(...))
+
+Besides torch's public classes this uses the process handles inside LocalElasticAgent and its counter of restarts left,
+both under the same names from torch 2.11 on.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.launch.failure import Failure, first
+from lockstep.launch.memory import kills
+from lockstep.progress import FOLDER_VARIABLE, Place
+from lockstep.world import listening
+
+__all__ = ["Job", "own_address", "run"]
+
+_GRACE = 3.0  # seconds that the others have, once one has failed, to say where they stood
+_POLL = 0.05
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be started on this node.
+
+    Attributes:
+        command: of each process; `sys.executable` runs it.
+        processes: on this node.
+        nodes: fewest and most.
+        backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
+        is_host: whether this node holds the meeting point.
+        restarts: how often the processes are started again after a failure.
+        environment: set for the processes where the user has not set it.
+    """
+
+    command: list[str]
+    processes: int
+    nodes: tuple[int, int]
+    backend: str
+    endpoint: str
+    options: dict[str, str]
+    run_id: str
+    is_host: bool
+    restarts: int
+    environment: dict[str, str]
+
+
+def run(job: Job) -> tuple[bool, int | None]:
+    """Runs the job to its end: whether all processes ended well, and the signal that asked for the end, if one did.
+
+    Raises:
+        LockstepError: it failed; the line names the rank that failed first. Its exit code is that rank's.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, the last line says better
+    for name, value in job.environment.items():
+        os.environ.setdefault(name, value)
+    folder = tempfile.mkdtemp(prefix="lockstep-")  # 0700
+    os.environ[FOLDER_VARIABLE] = str(Path(folder) / "places")
+    (Path(folder) / "places").mkdir()
+    agent = None
+    try:
+        agent = _Agent(job, Path(folder))
+        result = agent.run()
+    except SignalException as error:
+        raise LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it") from error
+    except (RendezvousError, DistError) as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LockstepError(
+            f"the nodes did not meet at {job.endpoint}: {line}; check --nnodes and the address"
+        ) from error
+    finally:
+        if agent:
+            agent.end()
+        shutil.rmtree(folder, ignore_errors=True)
+    if result.is_failed() and agent.asked is None:
+        raise agent.error()
+    return not result.is_failed(), agent.asked
+
+
+class _Agent(LocalElasticAgent):
+    """Starts the processes, watches them, starts them again.
+
+    Attributes:
+        asked: the signal that asked this launcher to end; None: none did.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=job.processes,
+            entrypoint=sys.executable,
+            args=tuple(job.command),
+            rdzv_handler=_meeting(job),
+            max_restarts=job.restarts,
+            monitor_interval=_POLL,
+            local_addr="127.0.0.1" if job.nodes == (1, 1) else None,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
+        self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
+        self.asked: signal.Signals | None = None
+        self._failure: Failure | None = None
+        self._kills, self._looked = kills(), time.monotonic()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for place in self._folder.iterdir():
+            place.unlink(missing_ok=True)  # of the processes before a restart
+        self._kills = kills()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        for number in _FORWARDED:  # after torch, which would end the processes instead of letting them save
+            signal.signal(number, self._forward)
+        return pids
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        """The processes save and end; a second Ctrl-C ends them at once. No restart follows."""
+        self._remaining_restarts = 0
+        again = self.asked == number == signal.SIGINT
+        self.asked = signal.Signals(number)
+        # A Ctrl-C reaches the processes from the terminal too, but not when it was sent to this process alone; sent
+        # twice it would end them before they have saved, so they are asked in another way.
+        sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else self.asked
+        for process in self._processes().values():
+            if process.poll() is None:
+                process.send_signal(sent)
+
+    def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        processes = self._processes()
+        if any(process.poll() for process in processes.values()):
+            self._explain(processes, worker_group)
+        elif time.monotonic() - self._looked > 2.0:
+            self._kills, self._looked = kills(), time.monotonic()
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
+        """Finds the first failure, after the other processes had time to end by themselves, and says what follows."""
+        seen: dict[int, float] = {}
+        deadline = time.monotonic() + _GRACE
+        while True:
+            for local, process in processes.items():
+                if process.poll():
+                    seen.setdefault(local, time.time())
+            if all(process.poll() is not None for process in processes.values()) or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        for process in processes.values():
+            if process.poll() is None:  # a stopped process takes no other signal
+                process.kill()
+                process.wait()
+        found = [self._failed(local, processes[local].poll(), when, group) for local, when in seen.items()]
+        self._failure = first(found)
+        if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
+            self._failure = dataclasses.replace(self._failure, shared=True)
+        if UsageError.exit_code in (process.poll() for process in processes.values()):
+            self._remaining_restarts = 0  # bad input stays bad
+        if self._remaining_restarts and self.asked is None:
+            number = self._job.restarts - self._remaining_restarts + 1
+            print(f"lockstep: {self._told()}; restart {number} of {self._job.restarts}", file=sys.stderr, flush=True)
+
+    def _failed(self, local: int, code: int | None, when: float, group: WorkerGroup) -> Failure:
+        rank = int(group.workers[local].global_rank)
+        assert self._pcontext is not None
+        note = Path(self._pcontext.error_files[local])
+        return Failure.read(rank, code or 0, note, Place.read(self._folder / str(rank)), when)
+
+    def _told(self) -> str:
+        failure = self._failure
+        if failure is None:
+            return "the processes failed on another node; see its launcher's last line"
+        if failure.code == -signal.SIGKILL and not failure.message:
+            if kills() > self._kills:
+                return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
+            return f"{failure}: somebody or something killed it, and the kernel counts no lack of memory"
+        if failure.code < 0 and not failure.message:
+            return f"{failure}: it crashed; its stack is above, if it could still write one"
+        return str(failure)
+
+    def error(self) -> LockstepError:
+        """The last line on the person's screen."""
+        failure = self._failure
+        again = "" if failure and failure.message else "; the same command resumes from the newest checkpoint"
+        error = LockstepError(self._told() + again)
+        error.exit_code = failure.code if failure and failure.code > 0 else 1
+        return error
+
+    def end(self) -> None:
+        """Leaves no process behind and lets other nodes know."""
+        self._shutdown(signal.SIGKILL)
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+
+def _meeting(job: Job) -> RendezvousHandler:
+    """The rendezvous: torch's own kind, but its store listens on the endpoint's address alone."""
+    host, _, port = job.endpoint.rpartition(":")
+    settings = RendezvousParameters(
+        backend=job.backend,
+        endpoint=job.endpoint,
+        run_id=job.run_id,
+        min_nodes=job.nodes[0],
+        max_nodes=job.nodes[1],
+        local_addr="127.0.0.1" if job.nodes == (1, 1) else None,
+        **job.options,
+    )
+    if job.backend != "c10d" or not job.is_host:
+        return get_rendezvous_handler(settings)
+    listener = listening(host, int(port))
+    if listener is None:
+        raise ConfigError(f"--master-addr {host} is no address of this node, and --node-rank 0 must hold it")
+    settings.endpoint = f"{host}:{listener.getsockname()[1]}"
+    store = TCPStore(
+        host, listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
+
+
+def own_address(host: str) -> bool:
+    """Whether `host` is an address of this machine. Raises ConfigError where the name does not resolve."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            tried.bind((host, 0))
+    except socket.gaierror as error:
+        raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,179 @@
+"""`lockstep launch --nproc-per-node N [--nnodes ...] --max-restarts R -- train ...`: a run on several processes.
+
+lockstep launch --nproc-per-node 2 -- train --experiment-name a
+lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
+lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
+
+What is behind `--` is parsed here before anything is started, so that a wrong flag is one line and not one a process.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import sys
+import uuid
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep import options
+from lockstep.config import Config
+from lockstep.errors import ConfigError
+from lockstep.folder import RunFolder
+from lockstep.launch.agent import Job, own_address, run
+
+__all__ = ["command"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, like every other error of the command line."""
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+
+
+def command(argv: list[str]) -> int:
+    """Runs `lockstep launch` and returns its exit code: 0, 75 where the run saved itself on a signal, 130 on Ctrl-C.
+
+    Raises:
+        ConfigError: a flag that does not exist or does not hold, of `launch` or of the command behind `--`.
+        LockstepError: the run failed; the line names the rank that failed first.
+    """
+    own, _, rest = _split(argv)
+    try:
+        given = _parser().parse_args(own)
+        config = options.parse(_train(rest))
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    job = _job(given, rest, config)
+    if given.dry_run:
+        print(_shown(job))
+        return 0
+    well, asked = run(job)
+    marked = RunFolder(config.save_dir, config.experiment_name).read_end(job.run_id)
+    if well:
+        return marked or 0
+    return 128 + (asked or signal.SIGTERM)
+
+
+def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
+    if "--" not in argv:
+        return argv, "", []
+    at = argv.index("--")
+    return argv[:at], "--", argv[at + 1 :]
+
+
+def _train(rest: list[str]) -> list[str]:
+    if not rest or rest[0] != "train":
+        shown = f"'{rest[0]}'" if rest else "nothing"
+        raise ConfigError(
+            f"launch starts `train`, and behind `--` stands {shown}: lockstep launch ... -- train [flags]"
+        )
+    return rest[1:]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lockstep launch",
+        usage="lockstep launch [flags] -- train [flags of train]",
+        description="Starts a run on several processes, and starts it again after a failure; it resumes by itself.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this node (default: 1)")
+    add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX goes on with fewer (default: 1)")
+    add("--node-rank", type=int, default=0, metavar="K", help="0 on the node that --master-addr names (default: 0)")
+    add("--master-addr", default="", metavar="HOST", help="address of node 0, on the interface to be used")
+    add("--master-port", type=int, default=0, metavar="PORT", help="its port (default: 29400; one node: any free one)")
+    add("--rdzv-backend", default="c10d", metavar="NAME", help="rendezvous of torch's elastic agent (default: c10d)")
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="in place of --master-addr and --master-port")
+    add("--rdzv-id", default="", metavar="ID", help="the same on all nodes (default: lockstep; one node: a new one)")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="further settings of the rendezvous")
+    add("--max-restarts", type=int, default=0, metavar="R", help="restarts after a failure (default: 0)")
+    add("--dry-run", action="store_true", help="print the torchrun command that comes closest, and start nothing")
+    return parser
+
+
+def _job(given: argparse.Namespace, rest: list[str], config: Config) -> Job:
+    nodes = _nodes(given.nnodes)
+    for flag, value, least in (
+        ("--nproc-per-node", given.nproc_per_node, 1),
+        ("--max-restarts", given.max_restarts, 0),
+        ("--node-rank", given.node_rank, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} is {value}: it must be at least {least}")
+    host, port = _endpoint(given, nodes)
+    is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
+    return Job(
+        command=["-m", "lockstep", *rest],
+        processes=given.nproc_per_node,
+        nodes=nodes,
+        backend=given.rdzv_backend,
+        endpoint=f"{host}:{port}",
+        options=_settings(given.rdzv_conf),
+        run_id=given.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
+        is_host=is_host,
+        restarts=given.max_restarts,
+        environment=_environment(given.nproc_per_node, nodes, config),
+    )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nnodes is '{text}': it must be a number from 1, or MIN:MAX")
+    return least, most
+
+
+def _endpoint(given: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, int]:
+    host, port = given.master_addr, given.master_port
+    if given.rdzv_endpoint:
+        host, _, text = given.rdzv_endpoint.rpartition(":")
+        if not host or not text.isascii() or not text.isdigit():
+            raise ConfigError(f"--rdzv-endpoint is '{given.rdzv_endpoint}': it must be HOST:PORT")
+        port = int(text)
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--master-port is {port}: it must be from 0 to 65535")
+    if nodes[1] == 1:
+        return host or _LOOPBACK, port
+    if not host:
+        raise ConfigError(f"--nnodes {given.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
+    own_address(host)  # whether it resolves
+    return host, port or 29400
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if any(not equals or not key for key, equals, _ in pairs):
+        raise ConfigError(f"--rdzv-conf is '{text}': it must be KEY=VALUE,...")
+    return {key: value for key, _, value in pairs}
+
+
+def _environment(processes: int, nodes: tuple[int, int], config: Config) -> dict[str, str]:
+    """What torchrun leaves to the user; a variable that is set already stays as it is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = 1 if config.exact else max(1, cores // processes)
+    found = {
+        "OMP_NUM_THREADS": str(threads),  # all processes taking all cores is the usual slowness
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
+        "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
+    }
+    loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
+    if nodes[1] == 1 and loopback:
+        found["GLOO_SOCKET_IFNAME"] = loopback
+    return found
+
+
+def _shown(job: Job) -> str:
+    """The command that plain torchrun would be given, with the variables set here."""
+    variables = [f"{name}={os.environ.get(name, value)}" for name, value in sorted(job.environment.items())]
+    nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
+    where = [f"--rdzv-endpoint={job.endpoint}", f"--rdzv-backend={job.backend}", f"--rdzv-id={job.run_id}"]
+    if job.options:
+        where.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in job.options.items()))
+    settings = [f"--nnodes={nodes}", f"--nproc-per-node={job.processes}", f"--max-restarts={job.restarts}", *where]
+    return shlex.join([*variables, sys.executable, "-m", "torch.distributed.run", *settings, *job.command])

@@ -1,0 +1,97 @@
+"""Why a process of a run failed: written by the process, read by what launched it, the first one told to the person.
+
+    note(error)                             in the failing process, where a launcher gave it a file for that
+    Failure.read(path)                      in the launcher; None where the process left nothing
+    first([...])                            the one that the others followed from
+
+The file is torch's own error file (TORCHELASTIC_ERROR_FILE), so that plain torchrun shows the message too.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, PeerError
+from lockstep.progress import Place
+from lockstep.secrets import mask, printable
+
+__all__ = ["Failure", "first", "note"]
+
+_LIMIT = 1 << 20  # bytes of a note that are believed
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One process's end.
+
+    Attributes:
+        rank: of the process.
+        code: its exit code; negative: the signal that killed it.
+        message: its own last word; "" where it could not say any.
+        follows: it only lost the others, or relays what another rank says.
+        when: seconds since 1970.
+        place: where it last stood.
+        shared: all ranks found the same together.
+    """
+
+    rank: int
+    code: int
+    message: str = ""
+    follows: bool = False
+    when: float = 0.0
+    place: Place | None = None
+    shared: bool = False
+
+    @classmethod
+    def read(cls, rank: int, code: int, path: Path, place: Place | None, seen: float) -> "Failure":
+        """The failure of a process that ended with `code`, from the note that it may have left at `path`."""
+        note: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            note = json.loads(path.read_bytes()[:_LIMIT])["lockstep"]
+        message, when = str(note.get("line", "")), note.get("when")
+        follows = bool(note.get("follows")) or code == -signal.SIGTERM  # what a launcher sends the survivors
+        return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)
+
+    def __str__(self) -> str:
+        at = f" at {self.place}" if self.place else ""
+        if self.message:
+            return self.message if self.follows or self.shared else f"rank {self.rank} failed first{at}: {self.message}"
+        if self.code < 0:
+            return f"rank {self.rank} was ended first, by {_signal(-self.code)},{at or ' at an unknown step'}"
+        return f"rank {self.rank} ended first, with code {self.code} and no word,{at or ' at an unknown step'}"
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The failure from which the others followed: the earliest that is not itself the loss of another rank."""
+    return min(failures, key=lambda failure: (failure.follows, failure.when))
+
+
+def note(error: BaseException) -> None:
+    """Leaves word of `error` for the launcher; does nothing where none asked for it, or where it cannot be written."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    ours = isinstance(error, LockstepError)
+    line = mask(str(error) if ours else f"{type(error).__name__}: {error}").replace("\n", " ")
+    text = "" if ours else mask("".join(traceback.format_exception(error)))
+    now = time.time()
+    content = {
+        "message": {"message": line, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
+        "lockstep": {"line": line, "when": now, "follows": isinstance(error, PeerError)},
+    }
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+def _signal(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

@@ -1,0 +1,259 @@
+"""Hugging Face causal language models and tokenizers, from a hub or a folder. The only file that needs `transformers`.
+
+    source = HubModel("openai-community/gpt2", say=print)          # the configuration, downloaded once per node
+    model = source.build(vocab_size=source.vocab_size, dtype=torch.float32)
+    tokenizer = HubTokenizer("openai-community/gpt2", say=print)
+
+Models are built without a cache of keys and values, which training has no use for, and with torch's own attention
+kernels (SDPA) where the architecture has them. Code that comes with a model is not run unless that was asked for, and
+weights are read from safetensors alone, which cannot hold code.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from filelock import FileLock
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.hub import is_hub_name, reach, way_out
+
+__all__ = ["HubModel", "HubTokenizer", "logits_of", "repeated_blocks"]
+
+Say = Callable[[str], None]
+
+
+@final
+class HubModel:
+    """A model by its configuration; its weights are read or drawn by `build`.
+
+    Args:
+        name: OWNER/NAME on the hub, or a folder with a config.json.
+        revision: branch, tag or commit on the hub; "" is its newest.
+        trust_remote_code: run the Python code that comes with the model.
+        cache: folder for the lock that lets one process of a node download while the others wait.
+        say: gets a line where something takes time or is not reached.
+
+    Attributes:
+        revision: the commit on the hub, or "" for a folder.
+        vocab_size: tokens that the model knows.
+        context: longest sequence, in tokens; 0 where the architecture sets none.
+
+    Raises:
+        ConfigError: nothing of that name here or on the hub, no causal language model, or code that may not be run.
+    """
+
+    def __init__(
+        self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
+    ) -> None:
+        transformers = _transformers("--model-name", name)
+        self.name, self._trust, self._cache, self._say = name, trust_remote_code, cache, say
+        self._where = _where(name)
+        with _explained("--model-name", name), _once_per_node(name, cache, say):
+            self._config = transformers.AutoConfig.from_pretrained(
+                self._where, use_cache=False, revision=revision or None, trust_remote_code=trust_remote_code
+            )
+            self.revision = self._commit(transformers, revision)
+        text = self._config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self.context = int(getattr(text, "max_position_embeddings", None) or 0)
+
+    def build(self, *, vocab_size: int, dtype: torch.dtype, pretrained: bool = False) -> nn.Module:
+        """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
+
+        Parameters are drawn in float32 and then take `dtype`. Weights are read tensor by tensor from memory-mapped
+        files into `dtype`: the process holds the parameters once, and the pages of the files are the node's, not the
+        rank's.
+
+        Args:
+            vocab_size: rows of the token table of a drawn model; a pretrained one keeps its own.
+            dtype: of parameters and buffers.
+
+        Raises:
+            ConfigError: the architecture is no causal language model, or there are no safetensors weights.
+        """
+        with _explained("--model-name", self.name):
+            if pretrained:
+                with _once_per_node(self.name, self._cache, self._say):
+                    return self._read(dtype).train()
+            return self._drawn(vocab_size).to(dtype).train()
+
+    def _commit(self, transformers: Any, revision: str) -> str:
+        """The commit whose files were taken: the package keeps each commit's in a folder of that name."""
+        if not is_hub_name(self.name):
+            return ""
+        file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
+        return str(transformers.utils.extract_commit_hash(file, None) or "")
+
+    def _read(self, dtype: torch.dtype) -> nn.Module:
+        model: nn.Module = _transformers("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
+            self._where,
+            config=self._config,
+            revision=self.revision or None,
+            trust_remote_code=self._trust,
+            dtype=dtype,
+            use_safetensors=True,
+            low_cpu_mem_usage=True,
+        )
+        return model
+
+    def _drawn(self, vocab_size: int) -> nn.Module:
+        config = self._config
+        if vocab_size != self.vocab_size:  # a tokenizer of its own: the special tokens' numbers mean nothing there
+            config = type(config).from_dict({**config.to_dict(), "vocab_size": vocab_size})
+            config.use_cache = False
+            config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+        model: nn.Module = _transformers("--model-name", self.name).AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=self._trust
+        )
+        return model
+
+    def save_config(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Writes the config.json of a model whose tensors, by plain name, have these shapes: its vocabulary is theirs.
+
+        Raises:
+            ConfigError: they are not this architecture's.
+        """
+        with _explained("--model-name", self.name), torch.device("meta"):
+            model: Any = self._drawn(self.vocab_size)
+            table = model.get_input_embeddings().weight
+            name = next(name for name, parameter in model.named_parameters() if parameter is table)
+            if name not in shapes:
+                raise ConfigError(f"--format hf: {self.name} has a tensor {name}, and the checkpoint has not")
+            model = self._drawn(shapes[name][0])
+        model.config.use_cache = True
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+
+
+@final
+class HubTokenizer:
+    """A tokenizer from the hub or a folder.
+
+    Args:
+        name, revision, trust_remote_code, cache, say: as for `HubModel`.
+
+    Attributes:
+        vocab_size: tokens that it knows.
+        separator: the token that ends a document (end of sequence, else of a sentence pair); -1 where it has none.
+        fingerprint: hex; equal for tokenizers that give the same tokens.
+
+    Raises:
+        ConfigError: as for `HubModel`.
+    """
+
+    def __init__(
+        self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
+    ) -> None:
+        transformers = _transformers("--tokenizer", name)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in every worker that is forked later
+        with _explained("--tokenizer", name), _once_per_node(name, cache, say):
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                _where(name), revision=revision or None, trust_remote_code=trust_remote_code
+            )
+        known = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
+        self.vocab_size = len(self._tokenizer)
+        self.separator = int(next((token for token in known if token is not None), -1))
+        self.fingerprint = self._fingerprint()
+
+    def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
+        """The tokens of each text; `special` adds what the tokenizer puts around a text by itself."""
+        encoded: list[list[int]] = self._tokenizer(
+            texts, add_special_tokens=special, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return encoded
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of the tokens, without special ones."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Writes what `HubTokenizer(folder)` reads."""
+        self._tokenizer.save_pretrained(folder)
+
+    def _fingerprint(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        text = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
+        return hashlib.sha256(f"{text} {self.separator}".encode()).hexdigest()[:32]
+
+
+def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [batch, time, vocab] of `input_ids` (int64 [batch, time]), in the model's dtype."""
+    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the stack: the members of the module list that holds the most parameters."""
+    stacks: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(stacks, key=_size).children()) if stacks else []
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _transformers(flag: str, name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
+            import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{flag} {name} needs the package transformers ({error.name} is missing): pip install 'lockstep-train[hf]'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+def _where(name: str) -> str:
+    return name if is_hub_name(name) else str(Path(name).expanduser())
+
+
+@contextmanager
+def _once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
+    """Held while the hub is asked: the first process of a node downloads, the next ones find the files in HF_HOME.
+
+    A lock of the file system, and no collective: it holds whatever the ranks are, and is free again when one dies.
+    """
+    if not is_hub_name(name):
+        yield
+        return
+    reach(say)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"hub-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"):
+        yield
+
+
+@contextmanager
+def _explained(flag: str, name: str) -> Iterator[None]:
+    """What the package raises, as one line. Its own messages have several, and name functions instead of flags."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{flag} {name}: {_reason(flag, name, error)}") from error
+
+
+def _reason(flag: str, name: str, error: Exception) -> str:
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return (
+            "it brings Python code of its own, which is not run unasked; read that code, then give "
+            "--model.trust-remote-code and pin what you read with --model.revision"
+        )
+    if "safetensors" in said:
+        return "no safetensors weights there; save them with `model.save_pretrained(FOLDER)` and give that folder"
+    if is_hub_name(name) and isinstance(error, OSError):
+        if "not a valid model identifier" in said or "401" in said or "404" in said:
+            return "the hub has no such model, or it is private or gated: check the name, or set HF_TOKEN"
+        return f"no such folder, not in HF_HOME, and the hub is not reached; {way_out(name, 'model', flag)}"
+    return f"{said[:200]}; check what lies there"

@@ -1,0 +1,97 @@
+"""Where this process stands, in a few bytes that outlive it: the launcher reads them after a kill, a peer in a hang.
+
+    progress = Progress.of(rank)
+    progress.at(7, COMPUTING)
+    Place.read(path)            # Place(step=7, phase="computing", since=...), or None
+
+Under `lockstep launch` the bytes are a memory-mapped file in a private folder of this machine, so that writing them is
+no system call; elsewhere they are memory of this process alone.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple, Self
+
+__all__ = [
+    "COMPUTING",
+    "ENDING",
+    "EVALUATING",
+    "FOLDER_VARIABLE",
+    "SAVING",
+    "STARTING",
+    "WAITING",
+    "Place",
+    "Progress",
+]
+
+FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
+
+STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING = range(6)
+_PHASES = ("starting", "waiting for the other ranks", "loading or computing", "evaluating", "saving", "ending")
+_LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
+
+
+class Place(NamedTuple):
+    """A 0-based step, what the process does in it, and since when (seconds since 1970)."""
+
+    step: int
+    phase: str
+    since: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Place | None":
+        """The place in the file `path`; None where there is none."""
+        try:
+            step, phase, since = _LAYOUT.unpack_from(path.read_bytes())
+        except (OSError, struct.error):
+            return None
+        return cls(step, _PHASES[phase], since) if 0 <= phase < len(_PHASES) and since else None
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.phase})" if self.phase != _PHASES[STARTING] else "its start, before step 0"
+
+
+class Progress:
+    """Written by the main thread at every step; read by any thread.
+
+    Attributes:
+        step, phase: as last given to `at`.
+        since: seconds on the monotonic clock of the last `at`.
+    """
+
+    __slots__ = ("_memory", "_pack", "_time", "phase", "since", "step")
+
+    def __init__(self, memory: "mmap.mmap | bytearray | None" = None) -> None:
+        self._memory = bytearray(_LAYOUT.size) if memory is None else memory
+        self._pack, self._time = _LAYOUT.pack_into, time.time
+        self.at(0, STARTING)
+
+    @classmethod
+    def of(cls, rank: int) -> Self:
+        """The progress of this process: in the launcher's folder where it made one, else in memory."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if not folder:
+            return cls()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(OSError):  # it only helps to explain a failure
+            handle = os.open(Path(folder) / str(rank), flags, 0o600)
+            try:
+                os.ftruncate(handle, _LAYOUT.size)
+                return cls(mmap.mmap(handle, _LAYOUT.size))
+            finally:
+                os.close(handle)
+        return cls()
+
+    def at(self, step: int, phase: int) -> None:
+        """This process now stands in `phase` of `step`. Costs about a microsecond."""
+        self.step, self.phase, self.since = step, phase, time.monotonic()
+        self._pack(self._memory, 0, step, phase, self._time())
+
+    @property
+    def place(self) -> Place:
+        """The same, for people."""
+        return Place(self.step, _PHASES[self.phase], time.time() - (time.monotonic() - self.since))

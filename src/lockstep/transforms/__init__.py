@@ -1,0 +1,113 @@
+"""What is done to a model before an engine takes it: each a function Module -> Module, applied in one visible order.
+
+model = prepare(model, precision="bf16", compile_model=True, device=world.device, blocks=task.blocks(model))
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.transforms.attention import attention, described
+from lockstep.transforms.batchnorm import recorders, recording, synchronised
+from lockstep.transforms.checkpointing import check_policy, checkpointed
+from lockstep.transforms.precision import AUTOCAST, PARAMETERS, autocast, compiled, parameters_in
+
+__all__ = [
+    "Chosen",
+    "attention",
+    "autocast",
+    "checkpointed",
+    "compiled",
+    "described",
+    "parameters_in",
+    "prepare",
+    "recorders",
+    "recording",
+    "synchronised",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which techniques, by the names of their flags; see `lockstep train --help`."""
+
+    batchnorm: str = "replay"
+    attention: str = "auto"
+    activation_checkpointing: str = "none"
+    compile_scope: str = "auto"
+    exact: bool = False
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    precision: str,
+    compile_model: bool,
+    device: torch.device,
+    move: bool = True,
+    chosen: Chosen | None = None,
+    blocks: Sequence[nn.Module] = (),
+    named: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> nn.Module:
+    """The model, transformed in place in the order below.
+
+    Args:
+        precision: a value of --precision.
+        compile_model: whether to compile.
+        move: puts it on `device`; False leaves it where it is.
+        chosen: the techniques; None: the defaults.
+        blocks: the model's repeated blocks, in order; () where none are known.
+        named: the task itself named them. Blocks that were only found are not compiled one by one.
+        say: takes a line for the person.
+
+    Raises:
+        ConfigError: a technique that this model or device cannot have.
+    """
+    chosen = chosen or Chosen()
+    _check(chosen, blocks)
+    if chosen.batchnorm == "replay":
+        model = recording(model, say)
+    elif chosen.batchnorm == "sync":
+        model = synchronised(model, device, say)
+    dtype = PARAMETERS[precision]
+    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device)
+    if line:
+        say(line)
+    model = attention(model, chosen.attention, blocks)
+    model = checkpointed(model, chosen.activation_checkpointing, blocks)
+    model = parameters_in(model, dtype)
+    if move:
+        model = model.to(device)
+    if precision in AUTOCAST:
+        model = autocast(model, AUTOCAST[precision], device.type)
+    if compile_model:
+        model = compiled(model, _to_compile(chosen.compile_scope, blocks, named))
+    return model
+
+
+def _check(chosen: Chosen, blocks: Sequence[nn.Module]) -> None:
+    if chosen.exact and chosen.batchnorm != "replay":
+        raise ConfigError(
+            f"--exact cannot hold with --batchnorm {chosen.batchnorm}, which depends on the world size; use replay"
+        )
+    twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm != "replay"
+    norms = nn.modules.batchnorm._BatchNorm
+    if twice and any(isinstance(module, norms) for block in blocks for module in block.modules()):
+        raise ConfigError(
+            f"--activation-checkpointing with --batchnorm {chosen.batchnorm} would count each micro-batch twice in the "
+            "running statistics; use --batchnorm replay"
+        )
+
+
+def _to_compile(scope: str, blocks: Sequence[nn.Module], named: bool) -> Sequence[nn.Module]:
+    """The blocks to compile one by one; () for the whole model."""
+    if scope == "blocks" and not blocks:
+        raise ConfigError(
+            "--compile-scope blocks: the model's blocks are not known; return them from the task's blocks(model), or "
+            "use --compile-scope whole"
+        )
+    return () if scope == "whole" or (scope == "auto" and not named) else blocks

@@ -1,0 +1,153 @@
+"""Real runs with planted faults: `start` one, `Run.end` it, compare what it left with a run that nothing disturbed.
+
+run = launch(folder, faults=[{"rank": 1, "step": 7, "at": BEAT, "do": "kill"}], restarts=1)
+assert run.code == 0 and run.same_as(whole)
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import checkpoint
+from lockstep.sinks.jsonl import read
+
+BEAT = "lockstep.heartbeat:Heartbeat.items"
+HERE = Path(__file__).resolve().parent
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {i}\n\n" for i in range(1500))
+SETTINGS = "--seq-len 32 --batch-size 4 --micro-batch-size 2 --data.vocab-size 300 --log-freq 1 --max-steps 14"
+SETTINGS += " --ckpt-freq 5 --exact --model.dropout 0.1 --model-name builtin:nano"
+
+
+@dataclass
+class Run:
+    """What a run did: exit code, all that it said, the seconds it took, and its folder."""
+
+    code: int
+    said: str
+    seconds: float
+    folder: Path
+
+    @property
+    def last(self):
+        """The last line on the screen."""
+        return next((line for line in reversed(self.said.splitlines()) if line.strip()), "")
+
+    @property
+    def steps(self):
+        """The steps that the records hold, in order."""
+        return [record["global_step"] for record in read(self.folder / "metrics.jsonl") if "lr" in record]
+
+    @property
+    def state(self):
+        return json.loads((self.folder / "state.json").read_text())
+
+    def mark(self):
+        """Parameters and optimizer, the position in the data, and the trace of losses and norms: all bitwise."""
+        path = checkpoint.newest(self.folder, say=print)
+        state = checkpoint.read_state(path)
+        trace = [(r["global_step"], r["running_loss"]) for r in read(self.folder / "metrics.jsonl") if "lr" in r]
+        prints = [checkpoint.fingerprint(path, prefix) for prefix in ("model/", "optimizer/")]
+        return prints, state["position"], state["global_step"], trace
+
+    def log(self, rank=0):
+        path = self.folder / "logs" / f"rank-{rank:05d}.log"
+        return path.read_text() if path.exists() else ""
+
+
+def environment(faults=(), **more):
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in drop}
+    if faults:
+        paths = [str(HERE / "inject"), *filter(None, [kept.get("PYTHONPATH")])]
+        kept |= {"LOCKSTEP_CHAOS": json.dumps(list(faults)), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def text_in(folder):
+    """The data of all runs: a text whose prepared form is cached beside it."""
+    path = folder / "code.txt"
+    if not path.exists():
+        path.write_text(TEXT)
+    return path
+
+
+def arguments(folder, out, *flags, processes=2, restarts=0):
+    data = ["--dataset-name", str(text_in(folder)), "--data.cache", str(folder / "cache")]
+    start = [sys.executable, "-m", "lockstep"]
+    if processes:
+        start += ["launch", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--"]
+    return [*start, "train", "--save-dir", str(out), *SETTINGS.split(), *data, *flags]
+
+
+def start(command, faults=(), **more):
+    return subprocess.Popen(
+        command,
+        env=environment(faults, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def finish(process, out, began, timeout=90.0):
+    try:
+        said = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    finally:
+        end(process)
+    return Run(process.returncode, said, time.monotonic() - began, Path(out) / "default")
+
+
+def launch(folder, out, *flags, faults=(), processes=2, restarts=0, timeout=90.0, **more):
+    """A run to its end."""
+    began = time.monotonic()
+    process = start(arguments(folder, out, *flags, processes=processes, restarts=restarts), faults, **more)
+    return finish(process, out, began, timeout)
+
+
+def until_step(out, step, process, seconds=60.0):
+    """Waits for the record of `step`."""
+    path, deadline = Path(out) / "default" / "metrics.jsonl", time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and any(record["global_step"] >= step for record in read(path)):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} did not come")
+
+
+def workers(process):
+    """The pids of the launcher's processes, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes()) if parent == process.pid else None
+        except OSError:
+            continue
+        if rank:
+            found[int(rank[1])] = int(path.name)
+    return found
+
+
+def end(process):
+    """No test leaves a process behind."""
+    for pid in workers(process).values():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    if process.stdout:
+        process.stdout.close()

@@ -1,0 +1,142 @@
+"""Plants faults in processes of lockstep, for tests alone: Python runs this file at start where it is on PYTHONPATH.
+
+LOCKSTEP_CHAOS='[{"rank": 1, "step": 7, "at": "lockstep.heartbeat:Heartbeat.items", "do": "kill"}]'
+
+rank: which process; step: the first step (0-based) in which it may happen, counted by the heartbeat; at: the function
+that it happens at the entry of; call: the how manieth of its calls counts from then on; attempt: of the launcher's
+starts. What can be done is `_DEEDS`. The product knows nothing of this.
+"""
+
+import builtins
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+
+_BEAT = "lockstep.heartbeat:Heartbeat.items"
+_now = {"step": -1}
+
+
+def _own(number):
+    return lambda fault, args: os.kill(os.getpid(), number)
+
+
+def _raise(fault, args):
+    kind = getattr(builtins, fault.get("error", "RuntimeError"))
+    raise kind(fault["errno"], os.strerror(fault["errno"])) if "errno" in fault else kind("planted")
+
+
+def _flip(fault, args):
+    parameter = args[0].parameters[fault.get("parameter", 0)]
+    parameter.data.view(-1).view(__import__("torch").int32)[3] ^= 1 << 20
+
+
+def _wait(fault, args):
+    time.sleep(fault.get("seconds", 3600.0))
+
+
+def _eat(fault, args):
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20) * 16))
+
+
+def _kill_worker(fault, args):
+    children = __import__("multiprocessing").active_children()
+    os.kill(children[0].pid, signal.SIGKILL)
+
+
+_DEEDS = {
+    "killworker": _kill_worker,
+    "kill": _own(signal.SIGKILL),
+    "stop": _own(signal.SIGSTOP),
+    "term": _own(signal.SIGTERM),
+    "usr1": _own(signal.SIGUSR1),
+    "raise": _raise,
+    "flip": _flip,
+    "sleep": _wait,
+    "eat": _eat,
+    "exit": lambda fault, args: os._exit(fault.get("code", 9)),
+    "touch": lambda fault, args: open(fault["path"], "w").close(),
+}
+
+
+def _wrapped(function, faults, beats):
+    calls = dict.fromkeys(range(len(faults)), 0)
+
+    def call(*args, **kwargs):
+        if beats:
+            _now["step"] = args[1]
+        result_of = None
+        for number, fault in enumerate(faults):
+            if _now["step"] < fault.get("step", -1):
+                continue
+            calls[number] += 1
+            if fault["do"] == "nan":
+                result_of = fault if calls[number] == fault.get("call", 1) else result_of
+            elif calls[number] == fault.get("call", 1) or fault.get("always"):
+                _DEEDS[fault["do"]](fault, args)
+        result = function(*args, **kwargs)
+        return result * float("nan") if result_of else result
+
+    call.__name__ = getattr(function, "__name__", "call")
+    return call
+
+
+def _plant(module, faults):
+    places = {fault["at"] for fault in faults} | {_BEAT}
+    for place in places:
+        name, _, path = place.partition(":")
+        if name != module.__name__:
+            continue
+        *outer, last = path.split(".")
+        owner = module
+        for part in outer:
+            owner = getattr(owner, part)
+        mine = [fault for fault in faults if fault["at"] == place]
+        setattr(owner, last, _wrapped(getattr(owner, last), mine, place == _BEAT))
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner, faults):
+        self._inner, self._faults = inner, faults
+
+    def create_module(self, spec):
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module):
+        self._inner.exec_module(module)
+        _plant(module, self._faults)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, faults):
+        self._faults = faults
+        self._names = {fault["at"].partition(":")[0] for fault in faults} | {"lockstep.heartbeat"}
+
+    def find_spec(self, name, path, target=None):
+        if name not in self._names:
+            return None
+        self._names.discard(name)
+        spec = importlib.util.find_spec(name)
+        spec.loader = _Loader(spec.loader, self._faults)
+        return spec
+
+
+def _mine(fault):
+    rank, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return fault.get("rank", 0) == int(rank) and fault.get("attempt", 0) in (int(attempt), "any")
+
+
+def _is_worker():
+    """Not the launcher itself, which has no rank."""
+    return "RANK" in os.environ or "launch" not in sys.argv
+
+
+if os.environ.get("LOCKSTEP_CHAOS") and _is_worker():
+    found = [fault for fault in json.loads(os.environ["LOCKSTEP_CHAOS"]) if _mine(fault)]
+    if found:
+        sys.meta_path.insert(0, _Finder(found))

@@ -1,0 +1,185 @@
+"""A DeepSpeed configuration against the flags: what agrees is taken, what contradicts is named. No DeepSpeed needed."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import cli, options
+from lockstep.engines import deepspeed as module
+from lockstep.engines import engine
+from lockstep.engines.deepspeed_config import Wanted, check_batches, merged, read_config
+from lockstep.errors import ConfigError
+from lockstep.optim import adamw
+from lockstep.world import World
+
+
+def optimizer():
+    return adamw(torch.nn.Linear(2, 2), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def wanted(**changed):
+    return Wanted(
+        **{
+            "stage": -1,
+            "offload": False,
+            "clip": 1.0,
+            "halved": False,
+            "scaled": False,
+            "optimizer": optimizer(),
+            **changed,
+        }
+    )
+
+
+def written(tmp_path, content):
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_nothing_given_is_stage_2():
+    assert read_config("") == {}
+    made = merged({}, wanted())
+    assert made["zero_optimization"] == {"stage": 2}
+    assert made["gradient_clipping"] == 1.0
+    assert made["bf16"] == {"enabled": False}
+
+
+def test_what_agrees_or_is_auto_is_taken(tmp_path):
+    given = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "overlap_comm": "auto", "stage3_param_persistence_threshold": 10},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1},
+        },
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": False},
+        "steps_per_print": 100,
+    }
+    path = written(tmp_path, given)
+    assert read_config(path) == given
+    check_batches(path, batch_size=64, micro_batch_size=8, ranks=4)
+    made = merged(given, wanted(stage=3))
+    assert made["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 10}
+    assert made["steps_per_print"] == 100
+    assert "optimizer" not in made
+
+
+def test_offload():
+    assert merged({}, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    nvme = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert merged(nvme, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "nvme"}
+    with pytest.raises(ConfigError, match=r"--engine\.cpu-offload needs --engine\.zero-stage 1, 2 or 3"):
+        merged({}, wanted(stage=0, offload=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "take out 'scheduler': the schedule is lockstep's: --optim.schedule"),
+        ({"amp": {"enabled": True}}, "take out 'amp': .*--precision bf16 or fp16"),
+        ({"zero_optimisation": {}}, "'zero_optimisation' is unknown to this engine: did you mean 'zero_optimization'"),
+        ({"curriculum_learning": {}}, "'curriculum_learning' is unknown to this engine"),
+        ("{", "is not a JSON file"),
+        ("[" * 100_000, "is not a JSON file"),
+        ("[]", "holds no object"),
+    ],
+)
+def test_files_that_do_not_hold(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(written(tmp_path, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file():
+    with pytest.raises(ConfigError, match=r"--engine\.config nowhere\.json: No such file"):
+        read_config("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch_size": 32}, "train_batch_size is 32, and --batch-size 64 makes it 64"),
+        ({"train_micro_batch_size_per_gpu": 4}, "is 4, and --micro-batch-size 8 makes it 8"),
+        ({"gradient_accumulation_steps": 8}, "is 8, and .* on 4 ranks makes it 2"),
+    ],
+)
+def test_batch_sizes_are_the_flags(tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        check_batches(written(tmp_path, given), batch_size=64, micro_batch_size=8, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "changed", "message"),
+    [
+        ({"gradient_clipping": 0.5}, {}, r"gradient_clipping is 0\.5, and --optim\.clip 1 makes it 1\.0"),
+        ({"zero_optimization": {"stage": 1}}, {"stage": 3}, r"zero_optimization\.stage is 1, and --engine\.zero-stage"),
+        ({"zero_optimization": {"stage": 4}}, {}, "stage is 4: give 0, 1, 2 or 3"),
+        ({"zero_optimization": 2}, {}, "zero_optimization is no object"),
+        ({"bf16": {"enabled": True}}, {}, r"bf16\.enabled is true, and --precision is not bf16-true"),
+        ({"fp16": {"enabled": True}}, {}, r"fp16\.enabled is true, and --precision is not fp16; set --precision fp16"),
+        ({"fp16": {"enabled": False}}, {"scaled": True}, r"fp16\.enabled is false, and --precision is fp16"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"scaled": True}, r"take out fp16\.loss_scale"),
+        ({"fp16": True}, {}, "fp16 is no object"),
+        ({"optimizer": {"type": "Adam"}}, {}, r'optimizer\.type is "Adam", and the run\'s optimizer makes it "AdamW"'),
+        ({"optimizer": {"params": {"lr": 0.1}}}, {}, r"optimizer\.params\.lr is 0\.1, and the flags make it 0\.01"),
+        ({"optimizer": {"params": {"momentum": 0.1}}}, {}, r"'optimizer\.params\.momentum' is unknown to AdamW"),
+        ({"optimizer": {"kind": "AdamW"}}, {}, r"'optimizer\.kind' is unknown"),
+        ({"optimizer": "AdamW"}, {}, "optimizer is no object"),
+        ({}, {"halved": True, "stage": 1}, "stage 1 with --precision bf16-true"),
+    ],
+)
+def test_contradictions_are_named(given, changed, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        merged(given, wanted(**changed))
+    assert "\n" not in str(caught.value)
+
+
+# the command line
+
+
+def test_flags_of_the_deepspeed_launcher_are_taken(tmp_path):
+    config = options.parse(["--local_rank=1", "--deepspeed", "--deepspeed_config", "ds.json", "--lr", "0.1"])
+    assert (config.engine, config.engine_options.config, config.lr) == ("deepspeed", "ds.json", 0.1)
+    assert options.parse(["--local_rank", "0"]).engine == "auto"
+    assert options.parse(["--deepspeed"]).engine_options.config == ""
+    with pytest.raises(ConfigError, match="--deepspeed and --engine ddp contradict each other"):
+        options.parse(["--deepspeed", "--engine", "ddp"])
+    with pytest.raises(ConfigError, match="name two files"):
+        options.parse(["--deepspeed_config", "a.json", "--engine.config", "b.json"])
+
+
+def test_the_launcher_puts_its_flag_before_the_command(capsys):
+    assert cli.dispatch(["--local_rank=0", "--version"]) == 0
+    assert capsys.readouterr().out.startswith("lockstep ")
+
+
+# what needs the package, or finds it missing
+
+
+def test_without_a_launcher():
+    with pytest.raises(ConfigError, match="--engine deepspeed needs a launcher"):
+        engine("deepspeed", torch.nn.Linear(2, 2), adamw, World())
+
+
+def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"needs the package deepspeed .*: pip install 'lockstep-train\[deepspeed\]'"):
+        module._package(World())
+
+
+def test_a_package_that_cannot_start_is_one_line(monkeypatch):
+    def broken(name):
+        raise RuntimeError("CUDA_HOME does not exist\nand more")
+
+    monkeypatch.setattr(module.importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match="cannot start here: CUDA_HOME does not exist; use --engine fsdp"):
+        module._package(World())

@@ -1,0 +1,243 @@
+"""The engine `deepspeed` on two processes against a single one. Skipped where the package is not installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import toys
+from distributed import run
+from toys import Ragged, fit, parts, train
+
+from lockstep import checkpoint
+from lockstep.config import EngineOptions
+from lockstep.engines import engine
+from lockstep.errors import ConfigError
+from lockstep.transforms import autocast
+from lockstep.world import World
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
+)
+pytestmark = installed
+TASK = Ragged(dtype=torch.float32)
+
+
+def build(world, task=TASK, name="deepspeed", precision="float32", said=None, **given):
+    """(engine, batches), as toys.parts makes them, with the engine's options."""
+    warnings.simplefilter("ignore")  # the package's own
+    settings = {key: given.pop(key) for key in ("size", "micro", "clip", "count", "exact") if key in given}
+
+    def made(name, model, optimizer, world, **others):
+        if precision in ("bf16", "fp16"):
+            model = autocast(model, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision], "cpu")
+        return engine(
+            name,
+            model,
+            optimizer,
+            world,
+            options=EngineOptions(**given),
+            loss_scaling=precision == "fp16",
+            say=(said if said is not None else []).append,
+            **others,
+        )
+
+    kept, toys.engine = toys.engine, made
+    try:
+        return parts(world, task, name=name, **settings)
+    finally:
+        toys.engine = kept
+
+
+def close(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+
+
+def _resumed(world, cases):
+    """Losses and norms of each case; half-way, the state goes into a new engine."""
+    found = []
+    for case in cases:
+        made, batches = build(world, **case)
+        first = train(world, made, batches, TASK, stop=3)
+        again, batches = build(world, **case)
+        again.restore(made.state())
+        second = train(world, again, batches, TASK, start=3)
+        found.append((first[0] + second[0], first[1] + second[1]))
+    return found
+
+
+def test_stages_train_what_a_single_process_does_and_resume():
+    losses, norms, _ = fit(World(), TASK)
+    for ranks in run(_resumed, 2, [{"zero_stage": 1}, {"zero_stage": 3}]):
+        for found in ranks:
+            close(found[0], losses)
+            close(found[1], norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_stage_precision_and_offload(world_size):
+    sizes = {"size": 10, "micro": 2}
+    cases = [{"zero_stage": stage, **sizes} for stage in range(4)]
+    cases += [{"zero_stage": stage, "cpu_offload": True, **sizes} for stage in (1, 2, 3)]
+    losses, norms, _ = fit(World(), TASK, **sizes)
+    halves = [
+        {"zero_stage": stage, "precision": precision, **sizes} for stage in range(4) for precision in ("bf16", "fp16")
+    ]
+    for ranks in run(_resumed, world_size, cases + halves, timeout=280):
+        for found in ranks[: len(cases)]:
+            close(found[0], losses)
+            close(found[1], norms)
+        for found in ranks[len(cases) :]:
+            close(found[0], losses, 0.05)
+            assert found[1] != norms
+
+
+def _saved_and_crossed(world, folder):
+    """What each engine saves, every other loads with the same bits."""
+    marks = []
+    for stage in (0, 2, 3):
+        made, batches = build(world, zero_stage=stage)
+        train(world, made, batches, TASK, stop=2)
+        checkpoint.save(folder, stage, made.state(), {}, world, engine="deepspeed")
+        path = checkpoint.path_of(folder, stage)
+        others = [build(world, zero_stage=other)[0] for other in (0, 1, 3)] + [build(world, name="ddp")[0]]
+        for other in others:
+            state = other.state()
+            checkpoint.load(path, state, world)
+            other.restore(state)
+            again = folder / f"again-{len(marks)}"
+            checkpoint.save(again, 1, other.state(), {}, world, engine="other")
+            path_again = checkpoint.path_of(again, 1)
+            marks.append(
+                checkpoint.fingerprint(path, prefix) == checkpoint.fingerprint(path_again, prefix)
+                for prefix in ("model/", "optimizer/")
+            )
+    return [list(mark) for mark in marks]
+
+
+def test_checkpoints_cross_engines_and_stages_bitwise(tmp_path):
+    for marks in run(_saved_and_crossed, 2, tmp_path, timeout=150):
+        assert marks == [[True, True]] * 12
+
+
+def _overflow(world):
+    """Per engine: which steps were applied, the norms, the scale at the end. Rank 1 overflows in the third step."""
+    found = []
+    for case in ({"name": "ddp"}, {"zero_stage": 0}, {"zero_stage": 2}):
+        made, batches = build(world, precision="fp16", **case)
+        results = []
+        for step, micro in batches.from_step(0):
+            for batch in micro:
+                with made.accumulate(batch is micro[-1]):
+                    loss = TASK.loss(made.model, batch.data) / 2000
+                    made.backward(loss * (float("inf") if step == 2 and world.rank == 1 else 1.0))
+            results.append(made.step(1.0))
+        norms = [float(result.norm) for result in results if result.applied]
+        found.append(([result.applied for result in results], norms, float(made.state()["scaler/scale"])))
+    return found
+
+
+def test_fp16_skips_an_overflow_on_all_ranks_as_ddp_does():
+    for wanted, *others in run(_overflow, 2):
+        # The first scale, 2**16, is no number in float16, in which this task adds its loss.
+        assert wanted[0] == [False, True, False, True, True, True]
+        for found in others:
+            assert found[0] == wanted[0]
+            close(found[1], wanted[1], 1e-3)
+            assert found[2] == wanted[2] == 2.0**14
+
+
+@pytest.mark.slow
+def test_parameters_in_bfloat16_keep_a_float32_copy(tmp_path):
+    for results in run(_bfloat16, 2, timeout=120):
+        for losses, dtypes, same in results:
+            assert losses[-1] < losses[0]
+            assert dtypes == ["torch.float32"]
+            assert same
+
+
+def _bfloat16(world):
+    task, found = Ragged(dtype=torch.bfloat16), []
+    for stage in (2, 3):
+        made, batches = build(world, task, zero_stage=stage, count=10)
+        losses = train(world, made, batches, task)[0]
+        state = made.state()
+        again, _ = build(world, task, zero_stage=stage, count=10)
+        again.restore(state)
+        held = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in state.items()}
+        others = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in again.state().items()}
+        same = all(torch.equal(held[name], others[name]) for name in held)
+        found.append((losses, sorted({str(t.dtype) for n, t in state.items() if n.startswith("model/")}), same))
+    return found
+
+
+def _refused(world, cases):
+    lines = []
+    for case in cases:
+        try:
+            build(world, **case)
+        except ConfigError as error:
+            lines.append(str(error))
+    return lines
+
+
+def test_what_it_cannot_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "no_such_key": 1}}))
+    cases = [
+        {"exact": True},
+        {"task": Ragged(dtype=torch.float64)},
+        {"config": str(path)},
+        {"sharding": "none"},
+    ]
+    for lines in run(_refused, 2, cases):
+        assert len(lines) == len(cases), lines
+        assert not any("\n" in line for line in lines)
+        assert lines[0].startswith("--exact cannot hold with --engine deepspeed")
+        assert "updates in float32, not --precision float64" in lines[1]
+        assert "DeepSpeed refuses: " in lines[2]
+        assert "no_such_key" in lines[2]
+        assert "--engine.sharding is no option of --engine deepspeed" in lines[3]
+
+
+def _torchrun(module, *flags, cwd):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", *module, *flags], capture_output=True, text=True, check=False, cwd=cwd, env=environment
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lockstep", "train"],
+        [
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            "2",
+            "--no_ssh_check",
+            "--module",
+            "lockstep",
+            "train",
+        ],
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+def test_both_launchers_start_the_command(tmp_path, launcher):
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text("one two three four five six seven\n" * 60)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    flags = ["--experiment-name", "r", "--dataset-name", "text", "--seq-len", "16", "--batch-size", "8"]
+    flags += ["--max-steps", "3", "--data.vocab-size", "300", "--device", "cpu", "--data.cache", "cache"]
+    done = _torchrun(launcher, *flags, "--deepspeed", "--deepspeed_config", "ds.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    path = checkpoint.newest(tmp_path / "outputs" / "r", say=print)
+    assert path is not None
+    assert '"engine": "deepspeed"' in (path / "manifest.json").read_text()

@@ -1,0 +1,284 @@
+"""Tables and hub data: which text is learned, how it is split and packed, and that it is prepared once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hf import made
+from lockstep.config import Config, Data
+from lockstep.data.batches import Batches, Cut
+from lockstep.data.hub import Wanted, open_rows, table_files
+from lockstep.data.hub_corpus import Trained
+from lockstep.data.hub_rows import reader
+from lockstep.data.order import Shuffled
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.hf import HubTokenizer
+from lockstep.tasks.hf import corpus_for, hub_task
+from lockstep.tasks.named import named_task
+from lockstep.world import World
+
+
+def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed=0, **data):
+    config = Config(
+        dataset_name=str(name), seq_len=seq_len, tokenizer=str(tokenizer), seed=seed, data=Data(**data), batch_size=4
+    )
+    return corpus_for(config, own or (lambda: Trained(300)), say).corpus
+
+
+def stream(samples):
+    return [token for sample in samples for token in sample["input_ids"].tolist()]
+
+
+def documents(found):
+    """The documents of both splits as texts, from a stream."""
+    texts = []
+    for samples in (found.train, found.evaluation):
+        tokens = [int(token) for token in samples._tokens]
+        document = []
+        for token in tokens:
+            if token == found.separator:
+                texts.append(found.decode(document))
+                document = []
+            else:
+                document.append(token)
+    return texts
+
+
+def test_every_kind_of_table_gives_the_same_documents(tmp_path):
+    records = [{"text": text} for text in made.texts(30)]
+    made.write_jsonl(tmp_path / "a.jsonl", records)
+    made.write_parquet(tmp_path / "a.parquet", records)
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{record["text"]}"\n' for record in records))
+    (tmp_path / "a.json").write_text("[" + ",".join(f'{{"text": "{record["text"]}"}}' for record in records) + "]")
+    found = [documents(corpus(tmp_path / f"a.{kind}")) for kind in ("jsonl", "parquet", "csv", "json")]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert sorted(found[0]) == sorted(record["text"] for record in records)
+
+
+def test_instructions_become_prompts(tmp_path):
+    with_input, without = {"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Go.", "output": "ok"}
+    read = reader({"instruction": True, "input": True, "output": True}, "", "x")
+    assert read(with_input).endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
+    assert read({**without, "input": None}).endswith("request.\n\n### Instruction:\nGo.\n\n### Response:\nok")
+    texts = documents(corpus(made.write_jsonl(tmp_path / "a.jsonl", made.rows(12))))
+    assert sorted(texts) == sorted(map(read, made.rows(12)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "expected"),
+    [
+        ({"text": True, "instruction": True, "output": True}, "", "the text"),
+        ({"label": False, "body": True}, "", "the body"),
+        ({"a": True, "b": True}, "b", "the b"),
+    ],
+)
+def test_the_text_column_is_found_or_named(columns, wanted, expected):
+    assert reader(columns, wanted, "x")({name: f"the {name}" for name in columns}) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"), [("body", "no column 'body'"), ("", "no column 'text'"), ("n", "no text")]
+)
+def test_a_missing_column_lists_those_that_there_are(tmp_path, wanted, problem):
+    path = made.write_jsonl(tmp_path / "a.jsonl", [{"title": "a", "story": "b", "n": 1}] * 4)
+    with pytest.raises(DataError, match=rf"{problem}.*its columns: title, story, n;"):
+        corpus(path, text_column=wanted)
+    assert not list((tmp_path / "cache").glob("tokens-*/"))
+
+
+def test_a_csv_in_an_odd_encoding(tmp_path):
+    path = tmp_path / "a.csv"
+    text = "text\n" + "drei Flüsse in Köln\n" * 90
+    path.write_bytes(text.encode("cp1252"))
+    with pytest.raises(DataError, match=r"a.csv is not utf-8 .*--data.encoding cp1252") as caught:
+        corpus(path)
+    assert "\n" not in str(caught.value)
+    assert set(documents(corpus(path, encoding="cp1252"))) == {"drei Flüsse in Köln"}
+    for encoding in ("utf-16", "utf-8-sig"):  # a mark at the beginning says which
+        path.write_bytes(text.encode(encoding))
+        assert set(documents(corpus(path))) == {"drei Flüsse in Köln"}
+    with pytest.raises(DataError, match="--data.encoding runes is unknown"):
+        corpus(path, encoding="runes")
+
+
+def test_a_folder_has_the_splits_that_its_files_are_named_after(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.md").write_text("about")
+    made.write_parquet(folder / "train-00000-of-00001.parquet", [{"text": f"add {n}"} for n in range(30)])
+    made.write_parquet(folder / "validation-00000-of-00001.parquet", [{"text": f"rivers {n}"} for n in range(9)])
+    found = corpus(folder, seq_len=4)
+    assert sum("add" in text for text in documents(found)) == 30
+    assert documents(found)[-9:] == [f"rivers {n}" for n in range(9)]
+    with pytest.raises(DataError, match=r"--data.split test: .* has the splits train, validation"):
+        corpus(folder, seq_len=4, split="test")
+    assert len(documents(corpus(folder, seq_len=4, split="train[:50%]"))) == 15 + 9
+
+
+def test_a_folder_of_text_stays_text(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    made.write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
+    assert table_files(str(tmp_path)) == []
+    assert table_files(str(tmp_path / "b.jsonl")) == [tmp_path / "b.jsonl"]
+    assert table_files("builtin:stdlib") == table_files(str(tmp_path / "a.py")) == []
+
+
+def test_the_evaluation_part_is_the_same_for_every_seed_of_a_run(tmp_path):
+    path = made.write_jsonl(tmp_path / "a.jsonl", [{"text": f"name {number}"} for number in range(40)])
+    parts = {seed: corpus(path, seed=seed, evaluation=0.2, seq_len=4) for seed in (0, 1)}
+    assert parts[0].fingerprint == parts[1].fingerprint
+    assert len(documents(parts[0])) == len(set(documents(parts[0]))) == 40
+    evaluated = [int(token) for token in parts[0].evaluation._tokens].count(parts[0].separator)
+    assert evaluated == 8
+
+
+def grouped(tokenized, size):
+    """`group_texts` of run_clm_no_trainer.py, said in other words: the rest of each thousand is dropped."""
+    blocks = []
+    for start in range(0, len(tokenized), 1000):
+        joined = [token for tokens in tokenized[start : start + 1000] for token in tokens]
+        blocks += [joined[at : at + size] for at in range(0, len(joined) - size + 1, size)]
+    return blocks
+
+
+def test_blocks_are_those_of_the_source_script(tmp_path, model_folder):
+    texts = made.texts(1234)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    made.write_parquet(folder / "train.parquet", [{"text": text} for text in texts])
+    made.write_parquet(folder / "test.parquet", [{"text": text} for text in texts[:20]])
+    found = corpus(folder, tokenizer=model_folder, packing="blocks", seq_len=32)
+    tokenizer = HubTokenizer(str(model_folder), cache=tmp_path, say=print)
+    expected = grouped(tokenizer.encode_all(texts), 32)
+    samples = found.train.__getitems__(range(len(found.train)))
+    assert [sample["input_ids"].tolist() for sample in samples] == expected
+    assert samples[5]["labels"].tolist() == [*expected[5][1:], -100]
+    assert found.train.items_per_sample == 31
+    with pytest.raises(IndexError):
+        found.train[len(expected)]
+
+
+def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(61))
+    samples = corpus(path, seq_len=32).train
+    config = Config(dataset_name=str(path), seq_len=32, batch_size=6, micro_batch_size=1, data=Data(vocab_size=300))
+    task = named_task(config, lambda line: None)
+    for size in (2, 3, 5):
+        worlds = [World(rank=rank, size=size) for rank in range(size)]
+        cut = Cut(6, 1, len(samples))  # an epoch, whose last step is short
+        feeds = [list(Batches(task, samples, Shuffled(len(samples), 0), cut, world).from_step(0)) for world in worlds]
+        shapes = [[(step, len(micro)) for step, micro in feed] for feed in feeds]
+        assert all(shape == shapes[0] for shape in shapes)  # the same steps, the same slots: no rank waits for another
+        items = sum(batch.items for feed in feeds for _, micro in feed for batch in micro)
+        assert items == len(samples) * 32  # and every sample once
+
+
+def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    said = []
+    first = corpus(path, say=said.append)
+    assert said[0].startswith("preparing")
+    assert "tokenizing the train split: 100%" in said
+    said.clear()
+    monkeypatch.setitem(sys.modules, "datasets", None)  # what is prepared needs the package no more
+    path.touch()
+    again = corpus(path.rename(tmp_path / "b.jsonl").rename(path), say=said.append, seq_len=32)
+    assert (said, again.folder, again.fingerprint) == ([], first.folder, first.fingerprint)
+    monkeypatch.undo()
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    made.write_jsonl(path, made.rows(40, seed=1))
+    assert corpus(path).fingerprint != first.fingerprint
+
+
+SLOW = """
+import sys, time
+from lockstep.data import hub_corpus
+from lockstep.config import Config, Data
+from lockstep.tasks.hf import corpus_for
+write = hub_corpus._write_tokens
+def slow(*arguments):
+    count = write(*arguments)
+    print("half", flush=True)
+    time.sleep(60)
+    return count
+hub_corpus._write_tokens = slow
+corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: hub_corpus.Trained(300), lambda line: None)
+"""
+
+
+def test_an_interruption_leaves_nothing_that_is_taken_for_the_result(tmp_path):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    killed = subprocess.Popen([sys.executable, "-c", SLOW, str(path)], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout.readline() == "half\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+    left = list((tmp_path / "cache").glob("tokens-*.tmp"))
+    assert len(left) == 1
+    found = corpus(path)
+    assert sorted(documents(found)) == sorted(documents(corpus(path, cache=str(tmp_path / "other"))))
+    assert not left[0].exists()
+
+
+def test_many_processes_prepare_once(tmp_path):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    code = SLOW.replace("time.sleep(60)", "time.sleep(0.5)").replace("lambda line: None", "print")
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert sum("preparing" in out for out in outs) == 1
+
+
+def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "notes.md").write_text("\n".join(made.texts(60)))
+    config = Config(dataset_name=str(tmp_path / "notes.md"), model_name=str(model_folder), seq_len=16)
+    assert len(named_task(config, lambda line: None).dataset("train")) > 10
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    with pytest.raises(DataError, match=r"pip install 'lockstep-train\[hf\]'"):
+        corpus(path)
+
+
+def test_tokenizers_by_name(tmp_path, model_folder):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(60))
+    config = Config(dataset_name=str(path), seq_len=16, model_name=str(model_folder), tokenizer="train:280")
+    task = named_task(config, print)
+    assert task.corpus.vocab_size <= 280
+    torch.manual_seed(0)
+    assert task.model().config.vocab_size == task.corpus.vocab_size
+    assert corpus(path, tokenizer=model_folder).vocab_size == 300
+    (tmp_path / "t.txt").write_text("\n".join(made.texts(60)))
+    plain = named_task(Config(dataset_name=str(tmp_path / "t.txt"), seq_len=16, tokenizer="train:290"), lambda _: None)
+    assert plain.corpus.vocab_size == 290
+    for tokenizer, problem in (("train:12", "from 257"), ("train:x", "from 257"), ("nowhere", "no such folder")):
+        with pytest.raises(ConfigError, match=problem):
+            corpus(path, tokenizer=tokenizer)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_folder):
+    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    base = {"dataset_name": str(path), "model_name": str(model_folder)}
+    with pytest.raises(ConfigError, match="--seq-len 65 is longer than the context"):
+        hub_task(Config(**base, seq_len=65), print)
+    with pytest.raises(ConfigError, match="leaves a block nothing to predict"):
+        hub_task(Config(**base, seq_len=1, data=Data(packing="blocks")), print)
+    with pytest.raises(DataError, match=r"evaluation split has \d+ tokens, fewer than one sample"):
+        corpus(made.write_jsonl(tmp_path / "b.jsonl", [{"text": "add"}] * 40), seq_len=64)
+    with pytest.raises(DataError, match="1 row, and an evaluation needs one more"):
+        corpus(made.write_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))
+
+
+def test_a_hub_name_without_a_network_ends_at_once():
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"hub is not reached; .*hf download some-one/some-data.*HF_HOME") as caught:
+        open_rows(Wanted("some-one/some-data"), lambda line: None)
+    assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"

@@ -1,0 +1,274 @@
+"""What is done to a model before its engine: the same numbers, the same names."""
+
+import copy
+import dataclasses
+from functools import partialmethod
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from toys import Network
+
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import GPT, GPTConfig
+from lockstep.transforms import Chosen, attention, checkpointed, compiled, described, prepare
+from lockstep.transforms.checkpointing import check_policy
+
+CPU = torch.device("cpu")
+compiling = pytest.mark.filterwarnings("ignore")  # the compiler's own
+POLICIES = ["full", "every:2", "every:1", "selective"]
+SHAPE = GPTConfig(layers=3, heads=2, width=16, vocab_size=60, context=8, dropout=0.1)
+
+
+def gpt(dtype=torch.float64, dropout=0.1):
+    torch.manual_seed(0)
+    return GPT(dataclasses.replace(SHAPE, dropout=dropout)).to(dtype)
+
+
+def backward(model):
+    """(loss, gradients) of one micro-batch whose dropout is seeded."""
+    ids = torch.randint(60, (2, 8), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    drawn = torch.rand(1)  # whatever is drawn later is the same too
+    loss.backward()
+    return loss.detach(), drawn, [p.grad for p in model.parameters()], torch.rand(1)
+
+
+def same(found, wanted):
+    return all(
+        torch.equal(a, b)
+        for a, b in zip([*found[:2], *found[2], found[3]], [*wanted[:2], *wanted[2], wanted[3]], strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_activation_checkpointing_changes_no_bit(policy):
+    plain, model = gpt(), gpt()
+    names = list(model.state_dict())
+    checkpointed(model, policy, list(model.blocks))
+    assert same(backward(model), backward(plain))
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+def kept(model):
+    """Bytes that the graph keeps for the backward, each piece of memory once."""
+    found = {}
+
+    def pack(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(torch.zeros(2, 8, dtype=torch.int64)).sum()
+    del loss
+    return sum(found.values())
+
+
+def test_it_saves_memory_and_selective_stands_between():
+    sizes = {}
+    for policy in ("none", "full", "every:2"):
+        model = gpt()
+        sizes[policy] = kept(checkpointed(model, policy, list(model.blocks)))
+    assert sizes["full"] < sizes["every:2"] < sizes["none"]
+
+
+class Counting(nn.Module):
+    """Counts the products of a forward and a backward, as the dispatcher sees them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def products(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        count = [0, 0]
+        products = {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                count[0] += function in products
+                count[1] += function is torch.ops.aten.gelu.default
+                return function(*args, **(kwargs or {}))
+
+        with Mode():
+            self.model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        return count
+
+
+def test_selective_computes_no_product_again():
+    counted = {}
+    for policy in ("none", "full", "selective"):
+        model = gpt()
+        counted[policy] = Counting(checkpointed(model, policy, list(model.blocks))).products()
+    assert counted["selective"][0] == counted["none"][0] < counted["full"][0]
+    assert counted["selective"][1] == counted["full"][1] == 2 * counted["none"][1]
+
+
+def test_every_takes_each_nth_block():
+    model = gpt()
+    before = [block.forward for block in model.blocks]
+    checkpointed(model, "every:2", list(model.blocks))
+    assert [a == b.forward for a, b in zip(before, model.blocks, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("policy", ["every", "every:0", "every:x", "all", "every:²"])
+def test_a_policy_that_is_none(policy):
+    with pytest.raises(ConfigError, match="--activation-checkpointing is .* choose one of none, full, selective"):
+        check_policy(policy)
+
+
+def test_blocks_that_are_not_known():
+    with pytest.raises(ConfigError, match="the model has 0 known blocks.*blocks\\(model\\)"):
+        checkpointed(nn.Linear(2, 2), "full", [])
+    assert checkpointed(nn.Linear(2, 2), "none", [])
+
+
+# attention
+
+
+def test_the_chosen_kernel_computes_and_results_agree():
+    results = {}
+    for choice in ("auto", "flash", "math"):
+        model = attention(gpt(torch.float32).eval(), choice)
+        results[choice] = model(torch.arange(8)[None])
+        torch.testing.assert_close(results[choice], results["auto"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(results["flash"], results["auto"])
+    assert not torch.equal(results["math"], results["auto"])
+
+
+def test_a_recomputation_takes_the_same_kernel():
+    plain, model = attention(gpt(), "math"), gpt()
+    blocks = list(model.blocks)
+    checkpointed(attention(model, "math", blocks), "full", blocks)
+    assert same(backward(model), backward(plain))
+
+
+def test_the_line_names_what_runs_and_why_not_another():
+    line = described(gpt(dropout=0.0), "auto", torch.float32, CPU)
+    assert line == (
+        "attention: flash (2 heads of 8, float32, causal, no mask); not cudnn: it has no CPU kernel; "
+        "not efficient: it has no CPU kernel; not math: another is faster"
+    )
+    line = described(gpt(), "auto", torch.float32, CPU)
+    assert line.startswith("attention: math (")
+    assert "not flash: its CPU kernel has no dropout" in line
+    assert "not flash: --attention math" in described(gpt(dropout=0.0), "math", torch.float32, CPU)
+    assert described(nn.Linear(2, 2), "auto", torch.float32, CPU) is None
+    assert "4 heads of 4" in described(nn.TransformerEncoderLayer(16, 4), "auto", torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("choice", "dropout", "why"),
+    [("cudnn", 0.0, "no CPU kernel"), ("efficient", 0.0, "no CPU kernel"), ("flash", 0.1, "no dropout")],
+)
+def test_a_kernel_that_cannot_run_is_refused(choice, dropout, why):
+    with pytest.raises(ConfigError, match=rf"--attention {choice} cannot run here: .*{why}; use auto, or .*math"):
+        described(gpt(dropout=dropout), choice, torch.float32, CPU)
+
+
+# compile
+
+
+def tolerable(found, wanted):
+    for a, b in zip(found[2], wanted[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def unseeded():
+    """Without dropout, whose draws differ between eager and compiled code."""
+    return gpt(dropout=0.0)
+
+
+@compiling
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks_equal_eager(policy, backend, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    plain, model = unseeded(), unseeded()
+    blocks, names = list(model.blocks), list(model.state_dict())
+    checkpointed(model, policy, blocks)
+    assert compiled(model, blocks) is model
+    tolerable(backward(model), backward(plain))
+    assert list(model.state_dict()) == names
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_a_whole_compiled_model_equals_eager(policy):
+    torch._dynamo.reset()
+    plain, model = unseeded(), unseeded()
+    checkpointed(model, policy, list(model.blocks))
+    tolerable(backward(compiled(model)), backward(plain))
+
+
+@compiling
+@pytest.mark.slow
+def test_selective_and_an_attention_kernel_under_compiled_blocks():
+    torch._dynamo.reset()
+    plain, model = attention(unseeded(), "math"), unseeded()
+    blocks = list(model.blocks)
+    compiled(checkpointed(attention(model, "math", blocks), "selective", blocks), blocks)
+    tolerable(backward(model), backward(plain))
+
+
+# all together
+
+
+def ready(model, **given):
+    settings = {"precision": "float32", "compile_model": False, "device": CPU, **given}
+    return prepare(model, **settings)
+
+
+def test_prepare_applies_the_order_and_says_what_it_chose():
+    said = []
+    model = GPT(SHAPE)
+    chosen = Chosen(activation_checkpointing="full", attention="math")
+    blocks = list(model.blocks)
+    made = ready(model, precision="bf16", chosen=chosen, blocks=blocks, say=said.append)
+    assert made is model
+    assert said == [described(model, "math", torch.bfloat16, CPU)]
+    assert made(torch.zeros(1, 8, dtype=torch.int64)).dtype is torch.bfloat16
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
+    assert {p.dtype for p in ready(GPT(SHAPE), precision="bf16-true").parameters()} == {torch.bfloat16}
+
+
+def test_a_model_on_the_meta_device_stays_there():
+    with torch.device("meta"):
+        model = Network()
+    assert all(p.is_meta for p in ready(model, move=False).parameters())
+
+
+def compiled_modules(model):
+    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+
+
+@compiling
+@pytest.mark.parametrize(
+    ("scope", "named", "wanted"),
+    [
+        ("auto", True, ["blocks.0", "blocks.1"]),
+        ("auto", False, [""]),
+        ("blocks", False, ["blocks.0", "blocks.1"]),
+        ("whole", True, [""]),
+    ],
+)
+def test_what_is_compiled(scope, named, wanted):
+    model = Network()
+    chosen = Chosen(compile_scope=scope)
+    ready(model, compile_model=True, chosen=chosen, blocks=list(model.blocks), named=named)
+    assert compiled_modules(model) == wanted
+
+
+def test_blocks_to_compile_that_are_not_known():
+    with pytest.raises(ConfigError, match="--compile-scope blocks: the model's blocks are not known"):
+        ready(Network(), compile_model=True, chosen=Chosen(compile_scope="blocks"))
+
+
+def test_copies_of_a_prepared_model_can_be_made():
+    assert copy.deepcopy(ready(Network()))
