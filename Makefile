@@ -1,11 +1,11 @@
-# make train   sets up .venv and trains the default model       make check   ruff and mypy
+# make train   sets up .venv and trains the default model       make check   ruff, mypy, lockstep lint
 # make test    sets up .venv and runs the tests                 make help    the rest
 PYTHON ?= python3
 BIN := .venv/bin
 # The CUDA build of torch where an NVIDIA GPU is visible, else the pinned build that CI tests.
 TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help train check test test-full test-gpu clean
+.PHONY: help train check chaos test test-full test-gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,16 +21,21 @@ help:
 train: .venv/ready ## train the default model on this machine's Python library (about two minutes)
 	$(BIN)/lockstep train --experiment-name first-light
 
-check: .venv/ready ## ruff (lint and format) and mypy (strict)
+check: .venv/ready ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lockstep lint src examples
 
 test: .venv/ready ## every test that needs no GPU, except the slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-full: .venv/ready ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
+
+chaos: .venv/ready ## every planted fault against real runs, then the table in docs/reliability.md (long)
+	$(BIN)/python -m pytest tests/chaos tests/guards
+	$(BIN)/python bench/chaos.py --write
 
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

@@ -41,7 +41,7 @@ class DataParallel:
             "Python thread's lock: --engine ddp is faster and uses memory evenly"
         )
         self._module = model
-        self.model: nn.Module = nn.DataParallel(model)
+        self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
         self._update, self._roots = Update(optimizer(model), settings), Roots()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,158 @@
+"""Who calls whom in a project, and which class an object has."""
+
+import ast
+import functools
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.names import Names
+from lockstep.lint.analysis.nodes import dotted, keyword
+
+__all__ = ["Calls"]
+
+# Calls that run a function given as an argument, in this process or in others.
+# A name that is bound more often than this in one scope is generated code.
+MAX_BINDS = 20
+RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch"}
+
+
+class Calls:
+    """The call graph, worked out file by file as rules ask."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.project = names.project
+        self.resolving: set[ast.AST] = set()
+        self.targets: dict[ast.Call, Scope | None] = {}
+        self.classes: dict[tuple[ast.expr, Scope], Scope | None] = {}
+
+    @functools.cached_property
+    def method_names(self) -> set[str]:
+        """The names of all methods of the project's classes: a call of any other name need not be looked up."""
+        return {
+            name
+            for module in self.project.modules.values()
+            for scope in module.scopes
+            if scope.kind == "class"
+            for name in scope.defs
+        }
+
+    def target(self, call: ast.Call, scope: Scope) -> Scope | None:
+        """The project's function that a call runs (a class's `__init__`), if it is known."""
+        if call not in self.targets:
+            self.targets[call] = None  # a call that needs itself to be resolved is unknown
+            self.targets[call] = self.resolve(call, scope)
+        return self.targets[call]
+
+    def resolve(self, call: ast.Call, scope: Scope) -> Scope | None:
+        found = self.names.definition(call.func, scope)
+        if found is None and isinstance(call.func, ast.Attribute):
+            found = self.method(call.func, scope)
+        if found is not None and found.kind == "class":
+            return self.names.member(found, "__init__")
+        return found
+
+    def method(self, func: ast.Attribute, scope: Scope) -> Scope | None:
+        owner: Scope | None
+        if isinstance(func.value, ast.Name) and func.value.id in ("self", "cls"):
+            owner = scope.owner
+        elif isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super":
+            parents = self.names.parents(scope.owner) if scope.owner is not None else iter(())
+            return next((m for p in parents if (m := self.names.member(p, func.attr)) is not None), None)
+        elif func.attr in self.method_names:
+            owner = self.class_of(func.value, scope)
+        else:
+            return None
+        return self.names.member(owner, func.attr) if owner is not None else None
+
+    def class_of(self, node: ast.expr, scope: Scope, depth: int = 0) -> Scope | None:
+        """The project's class of an object, found by the assignment that made it."""
+        key = (node, scope)
+        if key in self.classes or depth > 6:
+            return self.classes.get(key)
+        self.classes[key] = None
+        self.classes[key] = self.find_class(node, scope, depth)
+        return self.classes[key]
+
+    def find_class(self, node: ast.expr, scope: Scope, depth: int) -> Scope | None:
+        if isinstance(node, ast.Call):
+            return self.made_class(node, scope, depth)
+        key = dotted(node)
+        if key is None:
+            return None
+        for value, home in self.values(key, scope):
+            found = self.class_of(value, home, depth + 1)
+            if found is not None:
+                return found
+        return _annotated(key, scope, self.names)
+
+    def made_class(self, node: ast.Call, scope: Scope, depth: int) -> Scope | None:
+        found = self.names.definition(node.func, scope)
+        if found is None and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
+            return self.class_of(node.func.value, scope, depth + 1)
+        if found is not None and found.kind == "function":
+            for value in found.returns():
+                made = self.class_of(value, found, depth + 1)
+                if made is not None:
+                    return made
+            return None
+        return found
+
+    def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """The plain values that a name is given in its own or an enclosing scope, or in the methods of its class."""
+        homes: list[Scope] = []
+        if key.startswith("self.") and scope.owner is not None:
+            for owner in (scope.owner, *self.names.parents(scope.owner)):
+                homes += owner.defs.values()
+        current: Scope | None = scope
+        while current is not None:
+            homes.append(current)
+            current = current.parent
+        for home in homes:
+            found = [
+                b
+                for b in home.binds.get(key, [])[:MAX_BINDS]
+                if b.value is not None and not b.path and b.how == "assign"
+            ]
+            if found:
+                yield from ((b.value, home) for b in found if b.value is not None)
+                return
+
+    def runs(self, site: Site) -> Iterator[Scope]:
+        """The functions that a call runs: its target, and functions handed to something that runs them."""
+        target = self.target(site.call, site.scope)
+        if target is not None:
+            yield target
+        if site.name in RUNNERS:
+            candidates = [*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target")]
+            given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
+            candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
+            for value in candidates:
+                found = self.names.definition(value, site.scope) if value is not None else None
+                if found is not None and found.kind == "function":
+                    yield found
+
+    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    def edges(self, module: Module) -> dict[Scope, list[Site]]:
+        """For each function, the calls in one file that run it."""
+        table: dict[Scope, list[Site]] = {}
+        for site in module.sites():
+            for function in self.runs(site):
+                table.setdefault(function, []).append(site)
+        return table
+
+    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    def callers(self, function: Scope) -> list[Site]:
+        """The calls in the project that run a function."""
+        return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
+
+
+def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
+    """The class that a parameter's annotation names."""
+    node = scope.node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            if arg.arg == key and arg.annotation is not None:
+                found = names.definition(arg.annotation, scope)
+                return found if found is not None and found.kind == "class" else None
+    return None

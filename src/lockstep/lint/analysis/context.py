@@ -1,0 +1,104 @@
+"""What surrounds a statement: its loops, the tests that guard it, the `with` blocks and `try`s that it stands in."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.lint.analysis.budget import WORK
+from lockstep.lint.analysis.index import Module, Scope
+
+__all__ = ["Guard", "Loop", "above", "guards", "inside", "loops", "withs"]
+
+Loop = ast.For | ast.AsyncFor | ast.While
+# An `elif` chain is a tower of statements; nothing that matters stands higher than this.
+MAX_CLIMB = 150
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A test that must have come out `when` for the statement to run."""
+
+    test: ast.expr
+    when: bool
+    stmt: ast.stmt
+
+
+def above(stmt: ast.stmt, module: Module) -> Iterator[tuple[ast.stmt, str]]:
+    """The statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
+    current = stmt
+    for _ in range(MAX_CLIMB):
+        WORK.spend()
+        found = module.up.get(current)
+        if found is None:
+            return
+        yield found
+        current = found[0]
+
+
+def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
+    """The loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
+    return [node for node, place in above(stmt, module) if isinstance(node, Loop) and place == "body"]
+
+
+def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:
+    """Whether `stmt` stands in the body of `outer`."""
+    return any(node is outer and place == "body" for node, place in above(stmt, module))
+
+
+def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
+    """The context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
+    if isinstance(stmt, ast.With | ast.AsyncWith):
+        yield from (item.context_expr for item in stmt.items)
+    for node, _ in above(stmt, module):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            yield from (item.context_expr for item in node.items)
+
+
+def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> Iterator[Guard]:
+    """The tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
+
+    With `within`, only the tests between that statement and `stmt`.
+    """
+    current = stmt
+    for node, place in above(stmt, module):
+        if node is within:
+            yield from _exits(getattr(node, place, []), current)
+            return
+        if isinstance(node, ast.If) and place in ("body", "orelse"):
+            yield Guard(node.test, place == "body", node)
+        yield from _exits(getattr(node, place, []), current)
+        current = node
+    yield from _exits(_scope_body(current, module), current)
+
+
+def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
+    """`if test: return` before a statement guards it."""
+    if not isinstance(block, list) or stop not in block:
+        return
+    end = block.index(stop)
+    WORK.spend(end // 8)
+    for stmt in block[max(0, end - MAX_CLIMB) : end]:
+        if isinstance(stmt, ast.If) and not stmt.orelse and _leaves(stmt.body[-1]):
+            yield Guard(stmt.test, False, stmt)
+
+
+def _leaves(stmt: ast.stmt) -> bool:
+    if isinstance(stmt, ast.Return | ast.Continue | ast.Break | ast.Raise):
+        return True
+    if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Call):
+        func = stmt.value.func
+        return (func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")) in ("exit", "_exit")
+    return False
+
+
+def _scope_body(stmt: ast.stmt, module: Module) -> list[ast.stmt]:
+    scope = _home(stmt, module)
+    return list(getattr(scope.node, "body", [])) if scope is not None else []
+
+
+def _home(stmt: ast.stmt, module: Module) -> Scope | None:
+    table: dict[ast.stmt, Scope] | None = module.__dict__.get("homes")
+    if table is None:
+        table = {top: scope for scope in module.scopes for top in getattr(scope.node, "body", [])}
+        module.__dict__["homes"] = table
+    return table.get(stmt)

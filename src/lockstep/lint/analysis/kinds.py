@@ -1,0 +1,103 @@
+"""What an object is: optimizer, scheduler, scaler, model, loader, by where it comes from or else by its name."""
+
+import ast
+import re
+
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import Words, dotted, last
+from lockstep.lint.analysis.origins import Origins
+
+__all__ = ["EVALUATION", "MODEL", "Kinds"]
+
+OPTIMIZER = Words(r"optim|^opt$|^opt_|_opt$|_opt_", re.IGNORECASE)
+SCHEDULER = Words(r"sched|^lr_?warm|warmup", re.IGNORECASE)
+SCALER = Words(r"scaler", re.IGNORECASE)
+LOADER = Words(r"loader|^dl$|_dl$|^dl_|batches|data_?iter|iterator$", re.IGNORECASE)
+MODEL = Words(
+    r"(^|_)(model|net|network|netg|netd|generator|discriminator|encoder|decoder|backbone|classifier|gpt|unet|vae|module|student|teacher|critic|actor)s?(_|$|\d)|model$|net$",
+    re.IGNORECASE,
+)
+EVALUATION = Words(
+    r"(^|_)(val|valid|validate|validation|test|eval|evaluate|evaluation|dev|inference|infer|testing|evaluating)(_|$|\d)|^(val|valid|test|eval)(loader|_?set|iter|data)|(val|valid|test|eval)_?(loader|dl)$|^(eval|valid|test)[A-Z]|Eval(uat|$)|Valid|Test",
+    re.ASCII,
+)
+TORCH_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa)\w+(\.\w+)*$")
+
+
+class Kinds:
+    """Recognises the objects of a training script."""
+
+    def __init__(self, origins: Origins) -> None:
+        self.origins = origins
+        self.names = origins.names
+
+    def made_by(self, node: ast.expr | None, scope: Scope, pattern: re.Pattern[str]) -> bool:
+        """Whether some origin of a value is a call of something whose full name matches."""
+        return any(pattern.search(full) for _, _, full in self.origins.calls_of(node, scope))
+
+    def is_optimizer(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is an optimizer."""
+        name = last(node)
+        if SCHEDULER.search(name) or SCALER.search(name):
+            return False
+        return OPTIMIZER.search(name) or self.made_by(node, scope, TORCH_OPTIMIZERS)
+
+    def is_scheduler(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a learning-rate scheduler."""
+        return SCHEDULER.search(last(node)) or self.made_by(node, scope, re.compile(r"lr_scheduler\.\w+$"))
+
+    def is_scaler(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a gradient scaler."""
+        return SCALER.search(last(node)) or self.made_by(node, scope, re.compile(r"\.GradScaler$"))
+
+    def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a model, by its name or because a project class or torch.nn made it."""
+        name = last(node)
+        if MODEL.search(name):
+            return True
+        return self.module_class(node, scope) is not None if node is not None else False
+
+    def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
+        """The project's nn.Module class of a value."""
+        for call, home, _ in self.origins.calls_of(node, scope):
+            found = self.names.definition(call.func, home)
+            if found is not None and found.kind == "class" and self.is_module_class(found):
+                return found
+        return None
+
+    def is_module_class(self, owner: Scope) -> bool:
+        """Whether a class derives from nn.Module, as far as can be seen."""
+        return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))
+
+    def is_loader(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value yields batches."""
+        return LOADER.search(last(node)) or self.loader_call(node, scope) is not None
+
+    def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
+        """What a loop's header runs over in the end, without `enumerate`, progress bars and the names given to them."""
+        for _ in range(8):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and not self.names.qualify(node.func, scope).endswith("DataLoader")
+            ):
+                node = node.args[0]
+                continue
+            key = dotted(node)
+            binds = (
+                self.origins.binds(key, scope, node.lineno) if key is not None and not LOADER.search(last(node)) else []
+            )
+            values = [
+                bind.value
+                for bind, _ in binds
+                if isinstance(bind.value, ast.Call) and bind.value.args and not bind.path
+            ]
+            if len(values) != 1 or last(values[0]) == "DataLoader":
+                return node
+            node = values[0]
+        return node
+
+    def loader_call(self, node: ast.expr | None, scope: Scope) -> tuple[ast.Call, Scope] | None:
+        """The DataLoader(...) that made a value, if that is certain."""
+        found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
+        return found[0] if found else None

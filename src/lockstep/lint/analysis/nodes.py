@@ -1,0 +1,181 @@
+"""Small questions about syntax trees."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+__all__ = [
+    "Words",
+    "argument",
+    "base",
+    "constant",
+    "dotted",
+    "has_star",
+    "idents",
+    "is_true",
+    "keyword",
+    "last",
+    "mentions",
+    "strings",
+    "targets",
+    "walk",
+]
+
+# The fields of each node class that can hold an expression or a statement: without contexts and operators a walk
+# visits half the nodes.
+_SKIPPED = {
+    "ctx",
+    "n",
+    "s",
+    "op",
+    "ops",
+    "type_comment",
+    "type_ignores",
+    "kind",
+    "attr",
+    "id",
+    "name",
+    "arg",
+    "level",
+    "module",
+}
+_CHILDREN: dict[type[ast.AST], tuple[str, ...]] = {}
+
+
+def _children(kind: type[ast.AST]) -> tuple[str, ...]:
+    fields = _CHILDREN[kind] = tuple(name for name in kind._fields if name not in _SKIPPED)
+    return fields
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and everything below it, parents first, in source order, without recursion."""
+    stack = [node]
+    known = _CHILDREN
+    while stack:
+        current = stack.pop()
+        yield current
+        names = known.get(type(current))
+        if names is None:
+            names = _children(type(current))
+        for name in reversed(names):
+            value = getattr(current, name, None)
+            if value is None:
+                continue
+            if isinstance(value, ast.AST):
+                stack.append(value)
+            elif isinstance(value, list):
+                stack.extend(item for item in reversed(value) if isinstance(item, ast.AST))
+
+
+def dotted(node: ast.AST | None) -> str | None:
+    """`a.b.c` for a chain of names and attributes, else None."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    parts.append(node.id)
+    return ".".join(reversed(parts))
+
+
+def base(node: ast.AST) -> ast.AST:
+    """What a chain of attributes, calls and subscripts starts from."""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Await):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return node
+
+
+def last(node: ast.AST | None) -> str:
+    """The final identifier of a name, attribute, call or subscripted name; "" for anything else."""
+    while isinstance(node, ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of the call's keyword argument `name`."""
+    return next((item.value for item in call.keywords if item.arg == name), None)
+
+
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """The argument `name`, given by keyword or at `position`."""
+    found = keyword(call, name)
+    if found is None and position < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args):
+        return call.args[position]
+    return found
+
+
+def has_star(call: ast.Call) -> bool:
+    """Whether the call unpacks `*args` or `**kwargs`."""
+    return any(item.arg is None for item in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal; None for anything else."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        value = node.operand.value
+        return -value if isinstance(value, int | float) else None
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def is_true(node: ast.AST | None) -> bool:
+    """Whether the node is the literal True."""
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def idents(node: ast.AST) -> Iterator[str]:
+    """Every identifier and attribute name in an expression."""
+    for item in walk(node):
+        if isinstance(item, ast.Name):
+            yield item.id
+        elif isinstance(item, ast.Attribute):
+            yield item.attr
+
+
+def mentions(node: ast.AST, key: str) -> bool:
+    """Whether the expression reads the name or attribute chain `key`."""
+    return any(isinstance(item, ast.Name | ast.Attribute) and dotted(item) == key for item in walk(node))
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    """Every string literal in a tree."""
+    for item in walk(node):
+        if isinstance(item, ast.Constant) and isinstance(item.value, str):
+            yield item.value
+
+
+def targets(node: ast.AST) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names that an assignment target binds, each with its position in a tuple."""
+    stack: list[tuple[ast.AST, tuple[int, ...]]] = [(node, ())]
+    while stack:
+        item, path = stack.pop()
+        if isinstance(item, ast.Tuple | ast.List):
+            stack.extend((element, (*path, i)) for i, element in enumerate(item.elts))
+        elif isinstance(item, ast.Starred):
+            stack.append((item.value, path))
+        else:
+            name = dotted(item)
+            if name is not None:
+                yield name, path
+
+
+class Words:
+    """A pattern for names that remembers its answers: the same few names are asked for thousands of times."""
+
+    def __init__(self, pattern: str, flags: int = 0) -> None:
+        self.pattern = re.compile(pattern, flags)
+        self.known: dict[str, bool] = {}
+
+    def search(self, name: str) -> bool:
+        """Whether the pattern occurs in a name."""
+        found = self.known.get(name)
+        if found is None:
+            found = self.known[name] = self.pattern.search(name) is not None
+        return found

@@ -1,0 +1,72 @@
+"""Which ranks run a statement: tests of the rank, functions that only one rank calls, programs of several processes."""
+
+import ast
+import functools
+import re
+
+from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.context import guards, withs
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import Words, last
+from lockstep.lint.analysis.programs import Programs
+from lockstep.lint.analysis.ranktests import RankTests
+
+__all__ = ["Ranks"]
+
+FIRST = Words(r"(first|main_process|rank_?0|rank_?zero|zero_first|on_main|master)", re.IGNORECASE)
+
+
+class Ranks:
+    """Answers which processes run a statement; 0 stands for "not known to be one rank's"."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.tests = RankTests(calls)
+        self.programs = Programs(calls)
+
+    def side(self, stmt: ast.stmt, scope: Scope) -> int:
+        """1 where a statement is reserved for the main rank in its own function, -1 for the others, else 0."""
+        for guard in guards(stmt, scope.module):
+            found = self.tests.test(guard.test, scope, guard.when)
+            if found:
+                return found
+        return 0
+
+    def main_only(self, stmt: ast.stmt, scope: Scope) -> bool:
+        """Whether only one rank runs a statement: by a guard, a `with`, a decorator, or because of who calls."""
+        if self.side(stmt, scope):
+            return True
+        if any(FIRST.search(last(item)) for item in withs(stmt, scope.module)):
+            return True
+        return self.reserved(scope)
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def reserved(self, scope: Scope) -> bool:
+        """Whether only one rank runs a function."""
+        return self._reserved(scope, 0)
+
+    def _reserved(self, scope: Scope, depth: int) -> bool:
+        if scope.kind != "function" or depth > 5:
+            return False
+        if any(FIRST.search(last(item)) or "rank" in last(item) for item in scope.decorators):
+            return True
+        callers = self.calls.callers(scope)
+        return bool(callers) and all(
+            self.side(site.stmt, site.scope) == 1 or self._reserved(site.scope, depth + 1) for site in callers
+        )
+
+    def single(self, stmt: ast.stmt, scope: Scope) -> bool:
+        """Whether a statement runs only where there is one process (`if not distributed:`)."""
+        return any(
+            self.tests.many(guard.test, scope) == (-1 if guard.when else 1) for guard in guards(stmt, scope.module)
+        )
+
+    def every(self, stmt: ast.stmt, scope: Scope) -> bool:
+        """Whether every rank of a program of several processes runs a statement, as far as can be seen."""
+        module = scope.module
+        if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
+            return False
+        spawned = self.programs.spawned(module)
+        if spawned is not None:
+            return scope in spawned
+        return self.programs.involved(scope)

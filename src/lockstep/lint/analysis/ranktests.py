@@ -1,0 +1,126 @@
+"""Tests of the rank, and tests that ask whether there are several processes at all."""
+
+import ast
+import re
+
+from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings
+
+__all__ = ["COUNT", "RANK", "RankTests"]
+
+RANK = Words(
+    r"(^|_)(rank|ranks|gpu|gpu_id|gpuid|proc_id|procid|process_index|device_id|rank_id|process_id|node_id)$",
+    re.IGNORECASE,
+)
+MAIN = Words(
+    r"is_?(main|master|primary|rank_?0|rank_?zero|root|chief|local_main|world_main|global_zero)|^master_?proc",
+    re.IGNORECASE,
+)
+MAIN_EXACT = {
+    "main_process",
+    "master",
+    "rank0",
+    "rank_0",
+    "rank_zero",
+    "on_master",
+    "log_master",
+    "is_logger",
+    "is_log",
+}
+MULTI = Words(
+    r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_training)?$",
+    re.IGNORECASE,
+)
+COUNT = Words(
+    r"(world_?size|n_?gpus?|num_?gpus?|nprocs|n_?procs|ngpus_per_node|device_count|num_replicas|get_world_size|num_processes)$",
+    re.IGNORECASE,
+)
+
+
+class RankTests:
+    """Answers which processes a test holds in, by the names in it and the values given to them."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
+        """1 if a test comes out `when` on the main rank only, -1 if on the others only, 0 if that is not known."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            if self.is_rank(node.operand):
+                return 1 if when else -1
+            return self.test(node.operand, scope, not when, depth)
+        if isinstance(node, ast.BoolOp):
+            return self.several(node, scope, when, depth)
+        sign = 1 if when else -1
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return sign * self.compare(node)
+        name = last(node)
+        if MAIN.search(name) or name in MAIN_EXACT:
+            return sign
+        key = dotted(node)
+        if key is not None and depth < 3 and not isinstance(node, ast.Call):
+            return self.named(key, scope, when, depth)
+        return 0
+
+    def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
+        """A test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
+        found = [self.test(value, scope, when, depth) for value in node.values]
+        if when or isinstance(node.op, ast.Or):
+            return next((value for value in found if value), 0)
+        return found[0] if len(set(found)) == 1 else 0  # one part that failed says nothing about the others
+
+    def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
+        """A name that was given the result of a rank test."""
+        for value, home in self.calls.values(key, scope):
+            if isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
+                found = self.test(value, home, when, depth + 1)
+                if found:
+                    return found
+        return 0
+
+    def compare(self, node: ast.Compare) -> int:
+        left, op, right = node.left, node.ops[0], node.comparators[0]
+        if not self.is_rank(left):
+            left, right = right, left
+        if not self.is_rank(left):
+            return 0
+        value = constant(right)
+        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
+            return 1 if isinstance(op, ast.In) else -1
+        if isinstance(op, ast.Eq | ast.Is):
+            return 1 if value in (0, "0") else 0
+        if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
+            return -1 if value in (0, "0") else 0
+        if isinstance(op, ast.LtE | ast.Lt):
+            return 1 if value in (0, 1) else 0
+        return 0
+
+    def is_rank(self, node: ast.expr) -> bool:
+        """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
+        `int(os.environ["RANK"])`).
+        """
+        if isinstance(node, ast.BinOp):
+            return self.is_rank(node.left)
+        if (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")) or isinstance(node, ast.Subscript):
+            return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
+        return RANK.search(last(node))
+
+    def many(self, test: ast.expr, scope: Scope, depth: int = 0) -> int:
+        """1 if a test holds only with several processes, -1 if only with one, else 0."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return -self.many(test.operand, scope, depth)
+        if isinstance(test, ast.BoolOp):
+            found = [self.many(value, scope, depth) for value in test.values]
+            return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            if COUNT.search(last(test.left)):
+                return 1 if isinstance(test.ops[0], ast.Gt | ast.GtE | ast.NotEq) else -1
+            # `rank == -1` is how scripts of the launch era say "not distributed"
+            right = test.comparators[0]
+            none = isinstance(right, ast.Constant) and right.value is None
+            if (none or constant(right) == -1) and self.is_rank(test.left):
+                return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
+            return 0
+        name = last(test)
+        return 1 if MULTI.search(name) or name == "is_initialized" else 0

@@ -1,0 +1,51 @@
+"""The calls that make a training step: backward, the optimizer's and the scheduler's step."""
+
+import ast
+
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.kinds import Kinds
+from lockstep.lint.analysis.nodes import dotted, last
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """Recognises the calls of a training step."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+
+    def steps_optimizer(self, site: Site) -> bool:
+        """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
+        if site.name != "step" or site.receiver is None:
+            return False
+        if self.kinds.is_scaler(site.receiver, site.scope):
+            return bool(site.call.args)
+        return self.kinds.is_optimizer(site.receiver, site.scope)
+
+    def steps_scheduler(self, site: Site) -> bool:
+        """Whether a call is `scheduler.step(...)`."""
+        return site.name == "step" and site.receiver is not None and self.kinds.is_scheduler(site.receiver, site.scope)
+
+    def stepped(self, site: Site) -> str:
+        """The name of the optimizer that a step is for."""
+        if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
+            return dotted(site.call.args[0]) or ""
+        return dotted(site.receiver) or ""
+
+    def backwards(self, site: Site) -> bool:
+        """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
+        return (
+            site.name in ("backward", "manual_backward")
+            and site.receiver is not None
+            and not site.name.startswith("__")
+        )
+
+    def loss_of(self, site: Site) -> ast.expr | None:
+        """The loss that a backward call starts from, without a scaler's `scale(...)`."""
+        receiver = site.receiver
+        if isinstance(receiver, ast.Call) and last(receiver) == "scale" and receiver.args:
+            return receiver.args[0]
+        if site.call.args and not isinstance(receiver, ast.Call) and "loss" not in last(receiver).lower():
+            return site.call.args[0]
+        return receiver

@@ -1,0 +1,164 @@
+"""The training loops of a file: which loop runs a step, which an epoch, what runs in every step, what evaluates."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.lint.analysis.context import Loop, above, guards, loops
+from lockstep.lint.analysis.effects import Effects
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.nodes import idents, last, walk
+from lockstep.lint.analysis.ranks import Ranks
+from lockstep.lint.analysis.steps import Steps
+
+__all__ = ["Training", "Trainings", "every_so_often"]
+
+# A test that holds in every step or in none: it says nothing about how often.
+STEADY = re.compile(
+    r"cuda|gpu|amp|fp16|half|dist|ddp|train|scaler|clip|method|mode|accel|device|world|use_|isinstance|rank|warm",
+    re.IGNORECASE,
+)
+
+
+# A file with more training loops than this is generated.
+MAX_TRAININGS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A loop that trains: each turn computes gradients."""
+
+    loop: Loop
+    scope: Scope
+    backward: Site
+    micro: Loop | None
+
+    @property
+    def module(self) -> Module:
+        """The file of the loop."""
+        return self.scope.module
+
+
+class Trainings:
+    """Finds training loops and answers what belongs to them."""
+
+    def __init__(self, steps: Steps, effects: Effects, ranks: Ranks) -> None:
+        self.steps = steps
+        self.effects = effects
+        self.ranks = ranks
+        self.calls = effects.calls
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def of(self, module: Module) -> tuple[Training, ...]:
+        """The training loops whose backward call stands in a file."""
+        found: dict[tuple[Loop, Site | None], Training] = {}
+        for site in module.sites("backward", "manual_backward"):
+            if len(found) < MAX_TRAININGS and self.steps.backwards(site):
+                for training in self.around(site):
+                    found.setdefault((training.loop, None), training)
+        return tuple(found.values())
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def near(self, module: Module) -> tuple[Training, ...]:
+        """The training loops of all files of the programs that a file is part of."""
+        return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
+
+    def around(self, site: Site) -> Iterator[Training]:
+        """The step loops that run a backward call: around it, or around a call of its function."""
+        entries = [(site.stmt, site.scope)]
+        for _ in range(4):
+            outside: list[tuple[ast.stmt, Scope]] = []
+            for stmt, scope in entries:
+                nest = loops(stmt, scope.module)
+                if nest:
+                    yield self.pick(nest, scope, site)
+                else:
+                    outside += [(caller.stmt, caller.scope) for caller in self.calls.callers(scope)[:6]]
+            entries = outside
+        return
+
+    def pick(self, nest: list[Loop], scope: Scope, site: Site) -> Training:
+        """The loop of a nest that runs one optimizer step a turn; inside it the loop over micro-batches, if any."""
+        inner = nest[0]
+        if len(nest) > 1 and not self.steps_in(inner, scope) and self.steps_in(nest[1], scope):
+            return Training(nest[1], scope, site, inner)
+        return Training(inner, scope, site, None)
+
+    def steps_in(self, loop: Loop, scope: Scope) -> bool:
+        block = self.body(loop, scope)
+        return self.effects.find(block, self.steps.steps_optimizer) is not None
+
+    def body(self, loop: Loop, scope: Scope) -> list[Site]:
+        """The calls in the body of a loop, without those of its header."""
+        return [s for s in self.effects.block(loop, scope) if s.stmt is not loop or isinstance(loop, ast.While)]
+
+    def epochs(self, training: Training) -> Iterator[tuple[Loop, Scope, ast.stmt]]:
+        """The loops over epochs around a training loop, each with the statement in it that holds the training."""
+        nest = loops(training.loop, training.module)
+        if nest:
+            yield nest[0], training.scope, training.loop
+            return
+        queue, seen = [training.scope], {training.scope}
+        while queue and len(seen) < 12:
+            for site in self.calls.callers(queue.pop()):
+                outer = loops(site.stmt, site.module)
+                if outer:
+                    yield outer[-1] if len(outer) == 1 else outer[0], site.scope, site.stmt
+                elif site.scope not in seen:
+                    seen.add(site.scope)
+                    queue.append(site.scope)
+
+    def each_step(self, training: Training) -> Iterator[Site]:
+        """The calls that run in every step of a training loop, in it and in the functions that it calls."""
+        seen: set[Scope] = set()
+        queue = [(self.body(training.loop, training.scope), training.loop, training.scope)]
+        while queue and len(seen) < 40:
+            sites, within, _ = queue.pop()
+            for site in sites:
+                if self.rare(site.stmt, site.scope, within):
+                    continue
+                yield site
+                for function in self.calls.runs(site):
+                    if function not in seen and function.name not in ("__init__", "__str__", "display"):
+                        seen.add(function)
+                        queue.append((function.sites, None, function))  # type: ignore[arg-type]
+
+    def rare(self, stmt: ast.stmt, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a statement runs only now and then, or not for certain, in a turn of the loop `within`."""
+        for node, place in above(stmt, scope.module):
+            if node is within:
+                break
+            if place == "handlers":
+                return True
+        for guard in guards(stmt, scope.module, within):
+            if every_so_often(guard.test):
+                return True
+            leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
+            if not leaves and not self.steady(guard.test, scope):
+                return True
+        return False
+
+    def steady(self, test: ast.expr, scope: Scope) -> bool:
+        if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
+            return True
+        return any(STEADY.search(name) for name in idents(test)) or any(
+            isinstance(node, ast.Constant) and node.value is None for node in walk(test)
+        )
+
+    def trains(self, sites: list[Site]) -> bool:
+        """Whether a block computes gradients, itself or by what it calls."""
+        return self.effects.find(sites, self.steps.backwards) is not None
+
+
+def every_so_often(test: ast.expr) -> bool:
+    """Whether a test asks for every n-th step."""
+    for node in walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return True
+        if isinstance(node, ast.Call) and last(node) in ("every", "should_log", "is_last_step"):
+            return True
+    return any(
+        re.search(r"(freq|interval|every|debug|verbose|dry_run|profil)", name, re.IGNORECASE) for name in idents(test)
+    )

@@ -1,0 +1,126 @@
+"""What a rule is given: one file, and the answers about the programs that it is part of."""
+
+import functools
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.effects import Effects
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kinds import Kinds
+from lockstep.lint.analysis.names import Names
+from lockstep.lint.analysis.origins import Origins
+from lockstep.lint.analysis.project import Project
+from lockstep.lint.analysis.ranks import Ranks
+from lockstep.lint.analysis.steps import Steps
+from lockstep.lint.analysis.training import Training, Trainings
+from lockstep.lint.analysis.wrappers import Wrappers
+
+__all__ = ["Analysis", "View"]
+
+# Packages that take over parts of the training, and the calls that show that they do.
+FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("Accelerator",),
+    "lightning": ("Trainer", "LightningModule"),
+    "pytorch_lightning": ("Trainer", "LightningModule"),
+    "lightning_fabric": ("Fabric",),
+    "transformers": ("Trainer", "Seq2SeqTrainer", "TrainingArguments", "HfArgumentParser"),
+    "trl": ("SFTTrainer", "DPOTrainer", "PPOTrainer", "GRPOTrainer", "RewardTrainer"),
+    "deepspeed": ("initialize", "init_distributed", "init_inference"),
+    "composer": ("Trainer",),
+    "lockstep": ("train", "engine"),
+    "horovod": ("init",),
+    "fastai": ("Learner",),
+    "ignite": ("Engine",),
+    "mmengine": ("Runner",),
+    "mmcv": ("Runner",),
+    "fairseq": (),
+    "detectron2": (),
+    "colossalai": (),
+    "megatron": (),
+    "tensorflow": (),
+    "jax": (),
+}
+
+
+class Analysis:
+    """All questions about a project, with their answers kept for the length of a run."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.names = Names(project)
+        self.calls = Calls(self.names)
+        self.origins = Origins(self.calls)
+        self.effects = Effects(self.calls)
+        self.ranks = Ranks(self.calls)
+        self.kinds = Kinds(self.origins)
+        self.steps = Steps(self.kinds)
+        self.wrappers = Wrappers(self.names, self.origins)
+        self.trainings = Trainings(self.steps, self.effects, self.ranks)
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def frameworks(self, module: Module) -> frozenset[str]:
+        """The frameworks that run the training in the programs of a file."""
+        own = (
+            bool(self.trainings.of(module)) and "manual_backward" not in module.text
+        )  # a loop of its own, not a framework's
+        related = dict.fromkeys((module,) if own else (*self.project.closure(module), *self.project.users(module)))
+        return frozenset(name for member in related for name in _frameworks(member))
+
+
+class View:
+    """One file, as a rule sees it."""
+
+    def __init__(self, module: Module, analysis: Analysis) -> None:
+        self.module = module
+        self.project = analysis.project
+        self.names = analysis.names
+        self.calls = analysis.calls
+        self.steps = analysis.steps
+        self.wrappers = analysis.wrappers
+        self.origins = analysis.origins
+        self.effects = analysis.effects
+        self.ranks = analysis.ranks
+        self.kinds = analysis.kinds
+        self.trainings = analysis.trainings
+        self.frameworks = analysis.frameworks(module)
+
+    def full(self, site: Site) -> str:
+        """The full name of what a call calls, "" where it is not known."""
+        return self.names.qualify(site.call.func, site.scope)
+
+    def sites(self, *names: str) -> Iterator[Site]:
+        """The file's calls of the given last names."""
+        return self.module.sites(*names)
+
+    @functools.cached_property
+    def scopes(self) -> list[Scope]:
+        """The file's module, class and function scopes."""
+        return self.module.scopes
+
+    @functools.cached_property
+    def training(self) -> tuple[Training, ...]:
+        """The file's training loops."""
+        return self.trainings.of(self.module)
+
+    @functools.cached_property
+    def gpu(self) -> bool:
+        """Whether the programs of the file know of GPUs at all."""
+        return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu")
+
+    @functools.cached_property
+    def distributed(self) -> bool:
+        """Whether the programs of the file run in several processes."""
+        return self.ranks.programs.distributed(self.module)
+
+
+def _frameworks(module: Module) -> Iterator[str]:
+    for imported in module.imported:
+        root = imported.full.split(".")[0]
+        wanted = FRAMEWORKS.get(root)
+        if wanted is None:
+            continue
+        taken = imported.name in wanted if imported.name else any(f".{name}" in module.text for name in wanted)
+        if not wanted or taken:
+            yield root
+        if root == "lightning" and (imported.name == "Fabric" or ".Fabric" in module.text):
+            yield "lightning_fabric"

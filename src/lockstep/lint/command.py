@@ -1,0 +1,90 @@
+"""`lockstep lint [PATH ...]`: checks files and folders; exits 0 if clean, 1 with findings, 2 for bad input."""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from lockstep.lint.config import Config, ConfigProblem, configure, find_table
+from lockstep.lint.discover import find_files
+from lockstep.lint.docs import page
+from lockstep.lint.finding import Finding
+from lockstep.lint.fixes import FixProblem, fix_files
+from lockstep.lint.output import FORMATS, render
+from lockstep.lint.rules import RULES
+from lockstep.lint.runner import check_paths
+
+__all__ = ["command"]
+
+
+def command(argv: list[str]) -> int:
+    """Runs `lockstep lint` with the arguments after that name, and returns its exit code."""
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as end:  # argparse has printed its line, or the help
+        return 2 if end.code else 0
+    try:
+        return explain(args.explain) if args.explain else check(args)
+    except FileNotFoundError as error:
+        return refuse(f"there is no file or folder '{error.args[0]}': name one that exists")
+    except (ConfigProblem, FixProblem) as problem:
+        return refuse(str(problem))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    flags = argparse.ArgumentParser(prog="lockstep lint", description="Finds mistakes in PyTorch training scripts.")
+    flags.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="files and folders (default: here)")
+    flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
+    flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
+    flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
+    flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
+    return flags
+
+
+def check(args: argparse.Namespace) -> int:
+    """Checks the paths and prints what was found."""
+    paths = find_files(args.paths)
+    config = settings(args)
+    findings = check_paths(paths, config)
+    if args.fix:
+        changed = fix_files(findings)
+        if changed:
+            print(f"fixed {changed} place{'s' * (changed > 1)}", file=sys.stderr)
+            findings = check_paths(paths, config)
+    print(render(findings, args.format, sources(findings)))
+    return 1 if findings else 0
+
+
+def settings(args: argparse.Namespace) -> Config:
+    """The configuration of the project that the first path belongs to, with the flags on top."""
+    first = Path(args.paths[0]).resolve() if args.paths else Path.cwd()
+    table, root = find_table(first if first.is_dir() else first.parent)
+    return configure(table, args.select, args.ignore, root)
+
+
+def sources(findings: list[Finding]) -> dict[str, list[str]]:
+    """The lines of the files that have findings."""
+    lines = {}
+    for path in {finding.path for finding in findings}:
+        try:
+            lines[path] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            lines[path] = []
+    return lines
+
+
+def explain(code: str) -> int:
+    """Prints a rule's page."""
+    rule = RULES.get(code.upper())
+    if rule is None:
+        return refuse(f"--explain: there is no rule '{code}': use a code from {min(RULES)} to {max(RULES)}")
+    print(textwrap.dedent(page(rule)).rstrip())
+    return 0
+
+
+def refuse(message: str) -> int:
+    """Says in one line why nothing was checked."""
+    print(f"lockstep lint: error: {message}", file=sys.stderr)
+    return 2

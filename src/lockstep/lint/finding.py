@@ -1,0 +1,66 @@
+"""What the checker reports: one finding a place, as text or as data."""
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+__all__ = ["Confidence", "Edit", "Finding", "Severity"]
+
+
+class Severity(StrEnum):
+    """How much a pitfall costs: a wrong or dead run, a worse or slower one, or a matter of taste."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Confidence(StrEnum):
+    """How sure a finding is, given what can be seen."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one expression that cannot alter what a run computes, for `--fix`.
+
+    `span` is its place: first line and column, last line and column (columns in UTF-8 bytes, as `ast` counts them).
+    `kind` says what to do: "keyword" adds `name=value` to the call, "method" appends `.name()`, "callee" replaces what
+    is called by `name` and puts `value` before its arguments.
+    """
+
+    kind: str
+    span: tuple[int, int, int, int]
+    name: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a rule found its pitfall."""
+
+    path: str
+    line: int
+    column: int
+    rule: str
+    severity: Severity
+    confidence: Confidence
+    message: str
+    fix: str | None = None
+    edit: Edit | None = None
+    end: int = 0
+
+    @property
+    def place(self) -> tuple[str, int, int, str]:
+        """What findings are sorted by."""
+        return self.path, self.line, self.column, self.rule
+
+    def as_dict(self) -> dict[str, object]:
+        """The finding as `--format json` prints it."""
+        data = asdict(self)
+        data["severity"], data["confidence"] = self.severity.value, self.confidence.value
+        return {
+            key: data[key] for key in ("path", "line", "column", "rule", "severity", "confidence", "message", "fix")
+        }

@@ -1,0 +1,98 @@
+"""Makes the safe corrections. The only file that needs libcst, which keeps the rest of a file as it was."""
+
+import importlib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.lint.finding import Edit, Finding
+
+__all__ = ["FixProblem", "fix_files", "fix_text"]
+
+
+class FixProblem(Exception):
+    """Why nothing was corrected. The message is one line."""
+
+
+def fix_files(findings: list[Finding]) -> int:
+    """Corrects the files that have findings with an edit; returns how many places were changed."""
+    edits: dict[str, list[Edit]] = defaultdict(list)
+    for finding in findings:
+        if finding.edit is not None:
+            edits[finding.path].append(finding.edit)
+    changed = 0
+    for path, wanted in edits.items():
+        try:
+            before = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # in another encoding: its findings stay for the user
+        after, count = fix_text(before, wanted)
+        if count:
+            Path(path).write_bytes(after.encode("utf-8"))
+            changed += count
+    return changed
+
+
+def fix_text(text: str, edits: list[Edit]) -> tuple[str, int]:
+    """The text with the edits made, and how many could be."""
+    cst, metadata = _library()
+    try:
+        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+    except cst.ParserSyntaxError:  # newer syntax than libcst knows
+        return text, 0
+    positions = wrapper.resolve(metadata.PositionProvider)
+    lines = text.split("\n")
+    wanted = {_characters(edit, lines): edit for edit in edits}
+    chosen: dict[Any, Edit] = {}
+    for node, place in positions.items():
+        edit = wanted.get((place.start.line, place.start.column, place.end.line, place.end.column))
+        if edit is not None and _fits(cst, node, edit) and edit not in chosen.values():
+            chosen[node] = edit
+    done = wrapper.module.visit(_transformer(cst, chosen))
+    return done.code, len(chosen)
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("libcst"), importlib.import_module("libcst.metadata")
+    except ImportError:
+        raise FixProblem("--fix needs libcst: pip install 'lockstep-train[lint]'") from None
+
+
+def _fits(cst: Any, node: Any, edit: Edit) -> bool:
+    """Whether a node is the kind of expression that an edit is for."""
+    if edit.kind == "method":
+        return isinstance(node, cst.BaseExpression)
+    return isinstance(node, cst.Call)
+
+
+def _characters(edit: Edit, lines: list[str]) -> tuple[int, int, int, int]:
+    """The edit's span with columns in characters, as libcst counts them."""
+    line, column, end, last = edit.span
+    return line, _count(lines, line, column), end, _count(lines, end, last)
+
+
+def _count(lines: list[str], line: int, column: int) -> int:
+    return len(lines[line - 1].encode()[:column].decode(errors="replace"))
+
+
+def _transformer(cst: Any, plan: dict[Any, Edit]) -> Any:
+    def change(node: Any, updated: Any) -> Any:
+        edit = plan[node]
+        if edit.kind == "method":
+            return cst.Call(cst.Attribute(updated, cst.Name(edit.name)))
+        if edit.kind == "keyword":
+            bare = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            added = cst.Arg(cst.parse_expression(edit.value), cst.Name(edit.name), equal=bare)
+            return updated.with_changes(args=[*updated.args, added])
+        first = cst.Arg(cst.parse_expression(edit.value))
+        return updated.with_changes(func=cst.parse_expression(edit.name), args=[first, *updated.args])
+
+    class Transformer(cst.CSTTransformer):  # type: ignore[misc]
+        """Applies the planned edits."""
+
+        def on_leave(self, original: Any, updated: Any) -> Any:
+            updated = super().on_leave(original, updated)
+            return change(original, updated) if original in plan else updated
+
+    return Transformer()

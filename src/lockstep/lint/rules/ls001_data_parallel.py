@@ -1,0 +1,65 @@
+"""LS001: nn.DataParallel."""
+
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Finds calls of DataParallel, the class or the function."""
+    for site in view.sites("DataParallel", "data_parallel"):
+        full = view.full(site)
+        if full.startswith("torch.nn.") or (not full and site.name == "DataParallel"):
+            yield at(
+                site, "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
+            )
+
+
+RULE = Rule(
+    code="LS001",
+    name="nn.DataParallel",
+    what="A model is wrapped in `nn.DataParallel` (or run by `data_parallel`).",
+    why=(
+        "One Python process drives all GPUs: the interpreter's lock serialises them, the model is copied in every "
+        "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
+        "GPUs, also on one machine."
+    ),
+    bad=(
+        """
+import torch
+from torch import nn
+
+model = nn.DataParallel(nn.Linear(4, 2)).cuda()
+""",
+        """
+import torch.nn.parallel as parallel
+
+def forward(model, batch):
+    return parallel.data_parallel(model, batch)
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def wrap(model, local_rank):
+    return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
+""",
+        """
+import torch
+
+def plain(model):
+    return model.module if isinstance(model, torch.nn.DataParallel) else model
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Wrap in DistributedDataParallel and start one process a GPU with torchrun",
+)

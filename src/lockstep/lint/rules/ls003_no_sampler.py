@@ -1,0 +1,174 @@
+"""LS003: a process group without a distributed sampler, or shuffle beside a sampler."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import has_star, idents, is_true, keyword, strings
+from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+# Words that say that the data is divided among the ranks in some other way.
+DIVIDED = re.compile(
+    r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
+)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
+    for site in view.sites("DataLoader"):
+        if is_true(keyword(site.call, "shuffle")) and samples(keyword(site.call, "sampler")):
+            yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
+    wrapped = [t for t in view.trainings.near(view.module) if trains_wrapped(view, t)]
+    for site in view.sites("DataLoader"):
+        if not view.ranks.every(site.stmt, site.scope) or divided(view, site):
+            continue
+        if any(feeds(view, site, training) for training in wrapped):
+            yield Found(
+                site.call,
+                "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)",
+            )
+
+
+def samples(value: ast.expr | None) -> bool:
+    """Whether a sampler argument certainly is a sampler."""
+    return isinstance(value, ast.Call)
+
+
+def trains_wrapped(view: View, training: Training) -> bool:
+    """Whether the program of a training loop wraps its model in DDP."""
+    return any(
+        view.wrappers.wrapper(site) in ("ddp", "fsdp") and not view.ranks.single(site.stmt, site.scope)
+        for member in view.project.family(training.module)
+        for site in member.sites("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP")
+    )
+
+
+def divided(view: View, site: Site) -> bool:
+    """Whether the loader's arguments divide the data, or may."""
+    call = site.call
+    if has_star(call) or any(keyword(call, name) is not None for name in ("sampler", "batch_sampler")):
+        return True
+    if len(call.args) > 3:
+        return True
+    data = call.args[0] if call.args else keyword(call, "dataset")
+    if data is None or DIVIDED.search(ast.unparse(data)):
+        return True
+    for origin in view.origins.of(data, site.scope):
+        if not isinstance(origin.node, ast.Call) or divides(view, origin.node, origin.scope):
+            return True
+    return False
+
+
+def divides(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether the code that makes a dataset knows of ranks."""
+    if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
+        return True
+    owner = view.names.definition(call.func, scope)
+    if owner is None:
+        return False
+    names = " ".join(view.names.bases_of(owner)) if owner.kind == "class" else ""
+    start, end = owner.node.lineno, owner.node.end_lineno or owner.node.lineno  # type: ignore[attr-defined]
+    return bool(DIVIDED.search(names + "\n".join(owner.module.source.lines[start - 1 : end])))
+
+
+def feeds(view: View, site: Site, training: Training) -> bool:
+    """Whether the training loop certainly runs over this loader."""
+    header = training.loop.iter if isinstance(training.loop, ast.For) else None
+    if header is None:
+        return False
+    made = view.kinds.loader_call(view.kinds.iterated(header, training.scope), training.scope)
+    return made is not None and made[0] is site.call
+
+
+RULE = Rule(
+    code="LS003",
+    name="DDP without a distributed sampler",
+    what=(
+        "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
+        "samples; or a loader has `shuffle=True` beside a sampler."
+    ),
+    why=(
+        "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "
+        "seeds all ranks compute the same gradients. Beside a sampler, shuffle=True is an error."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10
+
+def main(local_rank, model, optimizer, criterion):
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(local_rank)
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    loader = DataLoader(CIFAR10("data"), batch_size=32, shuffle=True)
+    for epoch in range(10):
+        for images, labels in loader:
+            images, labels = images.to(local_rank), labels.to(local_rank)
+            optimizer.zero_grad()
+            loss = criterion(model(images), labels)
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+from torch.utils.data import DataLoader, RandomSampler
+
+def loader(dataset):
+    return DataLoader(dataset, batch_size=8, shuffle=True, sampler=RandomSampler(dataset))
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import CIFAR10
+
+def main(local_rank, model, optimizer, criterion):
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(local_rank)
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    data = CIFAR10("data")
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            images, labels = images.to(local_rank), labels.to(local_rank)
+            optimizer.zero_grad()
+            loss = criterion(model(images), labels)
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Pass sampler=DistributedSampler(dataset) and call its set_epoch in every epoch",
+    moot=frozenset(
+        {
+            "accelerate",
+            "lightning",
+            "pytorch_lightning",
+            "lightning_fabric",
+            "deepspeed",
+            "composer",
+            "lockstep",
+            "trl",
+            "ignite",
+            "horovod",
+        }
+    ),
+)

@@ -1,0 +1,135 @@
+"""LS004: set_epoch missing or constant."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import constant, dotted, keyword
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for set_epoch in the programs that use a DistributedSampler for training over epochs."""
+    for site in view.sites("set_epoch"):
+        value = site.call.args[0] if site.call.args else None
+        if isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module):
+            yield at(site, "set_epoch always gets the same number: pass the epoch, or every epoch has the same order")
+    if view.effects.mentioned(view.module, "set_epoch"):
+        return
+    near = view.trainings.near(view.module)
+    if not any(list(view.trainings.epochs(t)) for t in near) and not (near and endless(view)):
+        return
+    for site in view.sites("DistributedSampler"):
+        if trains(view, site):
+            yield at(
+                site,
+                "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
+            )
+
+
+def endless(view: View) -> bool:
+    """Whether the programs feed themselves from `while True: for batch in loader: yield batch`."""
+    for member in view.project.family(view.module):
+        for scope in member.scopes:
+            for stmt in scope.stmts if scope.kind == "function" else ():
+                inner = stmt.body[0] if isinstance(stmt, ast.While) else None
+                if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):
+                    return True
+    return False
+
+
+def trains(view: View, site: Site) -> bool:
+    """Whether a sampler shuffles and is not for evaluation."""
+    if isinstance(keyword(site.call, "shuffle"), ast.Constant) and constant(keyword(site.call, "shuffle")) is False:
+        return False
+    names = [
+        bind.key
+        for binds in site.scope.binds.values()
+        for bind in binds
+        if bind.value is not None and holds(bind.value, site.call)
+    ]
+    data = site.call.args[0] if site.call.args else keyword(site.call, "dataset")
+    names += [dotted(data) or ""]
+    names.append(site.scope.name)
+    return not any(EVALUATION.search(name.split(".")[-1]) for name in names)
+
+
+def holds(value: ast.expr, call: ast.Call) -> bool:
+    """Whether an assigned value is the sampler, or a conditional or tuple with it."""
+    if isinstance(value, ast.IfExp):
+        return holds(value.body, call) or holds(value.orelse, call)
+    return value is call
+
+
+RULE = Rule(
+    code="LS004",
+    name="set_epoch missing",
+    what=(
+        "A DistributedSampler shuffles for training, but its `set_epoch` is never called, or always with the same"
+        " number."
+    ),
+    why=(
+        "The sampler's order depends on its seed and epoch alone: without set_epoch every epoch has the same "
+        "order and the same division among ranks."
+    ),
+    bad=(
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train(model, data, optimizer, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+""",
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train(model, data, optimizer, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        sampler.set_epoch(0)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train(model, data, optimizer, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Call sampler.set_epoch(epoch) at the start of every epoch",
+    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+)

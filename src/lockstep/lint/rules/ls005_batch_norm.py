@@ -1,0 +1,148 @@
+"""LS005: BatchNorm under DDP without conversion."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, keyword, strings
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# Families of torchvision whose layers hold BatchNorm.
+FAMILIES = re.compile(
+    r"^(wide_)?(resnet|resnext|densenet|mobilenet|mnasnet|shufflenet|efficientnet|regnet|googlenet|inception|vgg\d+_bn)"
+)
+NORM = re.compile(r"^BatchNorm[123]d$")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the models that DDP wraps for BatchNorm layers that nothing converts."""
+    if view.effects.mentioned(
+        view.module, "SyncBatchNorm", "convert_syncbn", "SyncBN", "sync_bn", "syncbn", "InPlaceABN"
+    ):
+        return
+    for site in view.sites():
+        if view.wrappers.wrapper(site) == "ddp" and has_norm(view, site):
+            yield at(
+                site,
+                "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",
+            )
+
+
+def has_norm(view: View, site: Site) -> bool:
+    """Whether the wrapped model certainly has BatchNorm layers."""
+    for call, scope, full in view.origins.calls_of(view.wrappers.inner(site.call), site.scope):
+        if torchvision(call, scope, full, view):
+            return True
+        owner = view.names.definition(call.func, scope)
+        if owner is not None and owner.kind == "class" and class_has_norm(view, owner, set()):
+            return True
+        if full.endswith("Sequential") and any(
+            NORM.match(s.name) for s in scope.sites if s.stmt.lineno <= call.lineno <= (s.stmt.end_lineno or 0)
+        ):
+            return True
+    return False
+
+
+def torchvision(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
+    """Whether a call makes one of torchvision's models with BatchNorm, by name or as the default of a flag."""
+    if full.startswith("torchvision.models.") and FAMILIES.match(full.rsplit(".", 1)[-1]):
+        return True
+    if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
+        return any(FAMILIES.match(text) for text in default_names(scope, view))
+    return False
+
+
+def default_names(scope: Scope, view: View) -> Iterator[str]:
+    """The defaults of the program's flags."""
+    for site in scope.module.sites("add_argument"):
+        value = constant(keyword(site.call, "default"))
+        if isinstance(value, str) and any("arch" in text or "model" in text for text in strings(site.call)):
+            yield value
+
+
+def class_has_norm(view: View, owner: Scope, seen: set[Scope]) -> bool:
+    """Whether a class, or a class or function that its layers come from, makes BatchNorm layers."""
+    if owner in seen or len(seen) > 40:
+        return False
+    seen.add(owner)
+    scopes = [owner, *owner.defs.values()] if owner.kind == "class" else [owner]
+    for scope in scopes:
+        if scope.kind == "function" and scope.name == "forward":
+            continue
+        for site in scope.sites:
+            if NORM.match(site.name):
+                return True
+            below = view.names.definition(site.call.func, scope)
+            if below is not None and class_has_norm(view, below, seen):
+                return True
+    return False
+
+
+RULE = Rule(
+    code="LS005",
+    name="BatchNorm under DDP",
+    what="A model with BatchNorm layers is wrapped in DDP and never converted to SyncBatchNorm.",
+    why=(
+        "Each rank computes mean and variance from its own part of the batch. With a small batch a rank the statistics "
+        "are noisy, differ between ranks, and the result depends on the number of GPUs."
+    ),
+    bad=(
+        """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+def wrap(local_rank):
+    model = Net().to(local_rank)
+    return DDP(model, device_ids=[local_rank])
+""",
+        """
+import torch
+import torchvision
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(local_rank):
+    return DDP(torchvision.models.resnet50().to(local_rank), device_ids=[local_rank])
+""",
+    ),
+    good=(
+        """
+import torch
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(local_rank):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(torchvision.models.resnet50()).to(local_rank)
+    return DDP(model, device_ids=[local_rank])
+""",
+        """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+
+def wrap(local_rank):
+    return DDP(Net().to(local_rank), device_ids=[local_rank])
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped",
+)

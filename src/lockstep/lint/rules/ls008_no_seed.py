@@ -1,0 +1,148 @@
+"""LS008: no seed before the model is made (an opinion)."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.kinds import MODEL
+from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+SEED = re.compile(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for a call that seeds, in the programs whose training this file starts."""
+    if not view.module.is_script and not view.trainings.trains(view.module.top.sites):
+        return
+    trainings = [t for member in view.project.closure(view.module) for t in view.trainings.of(member)]
+    if not trainings or seeds(view):
+        return
+    site = model_made(view, trainings)
+    if site is not None:
+        yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
+
+
+def seeds(view: View) -> bool:
+    """Whether anything in the programs of the file seeds."""
+    return any(
+        SEED.search(site.name)
+        for member in view.project.family(view.module)
+        if SEED.search(member.text)
+        for site in member.sites()
+        if not of_generator(view, site)
+    )
+
+
+def of_generator(view: View, site: Site) -> bool:
+    """Whether a call seeds one generator object (`torch.Generator().manual_seed(0)`) and no more."""
+    return site.name in ("manual_seed", "seed") and site.receiver is not None and not view.full(site)
+
+
+def model_made(view: View, trainings: list[Training]) -> Site | None:
+    """The first place of the file that makes a model."""
+    for site in view.sites():
+        binds = site.scope.bound(site.stmt)
+        bound = any(bind.value is not None and covers(bind.value, site) for bind in binds)
+        keys = [bind.key for bind in binds]
+        fits = any(MODEL.search(key.split(".")[-1]) for key in keys) and makes(view, site)
+        if bound and (fits or makes_module(view, site)):
+            return site
+    return next((s for s in view.sites() if view.wrappers.wrapper(s) or s.name in ("get_model", "build_model")), None)
+
+
+def covers(value: ast.expr, site: Site) -> bool:
+    """Whether the call is the assigned value or what it is made from."""
+    return value.lineno <= site.line <= (value.end_lineno or value.lineno)
+
+
+def makes_module(view: View, site: Site) -> bool:
+    """Whether a call makes a module of a visible class."""
+    owner = view.names.definition(site.call.func, site.scope)
+    return owner is not None and owner.kind == "class" and view.kinds.is_module_class(owner)
+
+
+def makes(view: View, site: Site) -> bool:
+    """Whether a call makes a module rather than moving or wrapping one."""
+    if view.wrappers.wrapper(site) or site.name in (
+        "to",
+        "cuda",
+        "compile",
+        "load",
+        "prepare",
+        "state_dict",
+        "parameters",
+        "module",
+    ):
+        return False
+    owner = view.names.definition(site.call.func, site.scope)
+    if owner is not None:
+        return (
+            (owner.kind == "class" and view.kinds.is_module_class(owner)) or "model" in site.name or "net" in site.name
+        )
+    full = view.full(site)
+    if full.startswith("torch.nn.") and site.name[:1].isupper():
+        return True
+    return (
+        full.startswith(("torchvision.models", "timm.", "transformers."))
+        or site.name[:1].isupper()
+        or "model" in site.name
+    )
+
+
+RULE = Rule(
+    code="LS008",
+    name="no seed",
+    what="Nothing seeds the random generators before the model is made.",
+    why=(
+        "The run cannot be repeated, and without DDP's first broadcast the ranks would start from different weights. "
+        "Some want fresh randomness in every run: this is an opinion."
+    ),
+    bad=(
+        """
+import torch
+from torch import nn
+
+def main(loader):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    main([])
+""",
+    ),
+    good=(
+        """
+import torch
+from torch import nn
+
+def main(loader, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    main([], 1)
+""",
+    ),
+    severity=Severity.INFO,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Call torch.manual_seed(seed) before the model is made",
+    default=False,
+    moot=frozenset({"lockstep"}),
+)

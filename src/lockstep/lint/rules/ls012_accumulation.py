@@ -1,0 +1,217 @@
+"""LS012: accumulation with the loss undivided, a step after the first micro-batch, or leftovers dropped."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, targets, walk
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at every accumulating loop for the three mistakes."""
+    for found in accumulations(view):
+        if undivided(view, found):
+            yield at(
+                found.training.backward,
+                "accumulates whole losses: divide the loss by the number of micro-batches",
+            )
+        if found.guard is None:
+            continue
+        if starts_at_zero(found):
+            yield Found(found.guard.test, "is true for the first micro-batch alone: test (i + 1) % n == 0")
+        elif drops_leftovers(view, found):
+            yield Found(
+                found.guard.test,
+                "the micro-batches after the last full group are never stepped on: step also in the loop's last turn",
+            )
+
+
+def undivided(view: View, found: Accumulation) -> bool:
+    """Whether nothing between the model and backward divides or scales the loss."""
+    site = found.training.backward
+    if "accelerat" in view.module.text:  # accelerator.backward divides
+        return False
+    loss = view.steps.loss_of(site)
+    if site.call.args and loss is not site.call.args[0]:
+        return False  # a gradient is given, which may be scaled
+    seen: set[str] = set()
+    queue: list[ast.expr] = [loss] if loss is not None else []
+    while queue:
+        value = queue.pop()
+        if scales(value) or hidden(view, value, site.scope):
+            return False
+        if isinstance(value, ast.BinOp):
+            queue += [value.left, value.right]
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            queue.append(value.func.value)  # loss.mean()
+        key = dotted(value)
+        if key is None or key in seen:
+            continue
+        seen.add(key)
+        binds = site.scope.binds.get(key, [])
+        if not binds and key in site.scope.params:
+            return False
+        for bind in binds:
+            if isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Div | ast.Mult):
+                return False
+            if bind.value is not None and bind.how in ("assign", "aug"):
+                queue.append(bind.value)
+    return loss is not None
+
+
+def scales(node: ast.AST) -> bool:
+    """Whether an expression divides or multiplies."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult | ast.FloorDiv)
+
+
+def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
+    """Whether a call of the project divides inside, where the loss may come out already divided."""
+    if not isinstance(node, ast.Call):
+        return False
+    if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
+        return True
+    target = view.calls.target(node, scope)
+    return target is not None and any(
+        scales(item) or (isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Div)) for item in walk(target.node)
+    )
+
+
+def starts_at_zero(found: Accumulation) -> bool:
+    """Whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
+    loop, guard = found.training.loop, found.guard
+    if guard is None or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+        return False
+    scope = found.step.scope
+    node, test = modulo(guard.test, scope) or (None, guard.test)
+    if node is None or not isinstance(node.left, ast.Name) or not equals_zero(test, node):
+        return False
+    if last(loop.iter) == "enumerate":
+        start = keyword(loop.iter, "start") or (loop.iter.args[1] if len(loop.iter.args) > 1 else None)
+        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
+        zero = start is None or constant(start) == 0
+    elif last(loop.iter) == "range":
+        counter = dotted(loop.target)
+        zero = len(loop.iter.args) == 1
+    else:
+        inner = loop.iter.args[0] if loop.iter.args else None  # tqdm(enumerate(loader))
+        zero = (
+            isinstance(inner, ast.Call) and last(inner) == "enumerate" and len(inner.args) == 1 and not inner.keywords
+        )
+        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
+    return zero and counter == node.left.id and not rebound(found, node.left.id)
+
+
+def rebound(found: Accumulation, name: str) -> bool:
+    """Whether the counter is changed in the loop."""
+    return any(b.how == "aug" for b in found.step.scope.binds.get(name, []))
+
+
+def equals_zero(test: ast.expr, node: ast.BinOp) -> bool:
+    """Whether a test is true when `node` is 0."""
+    for item in walk(test):
+        if isinstance(item, ast.Compare) and item.left is node:
+            return isinstance(item.ops[0], ast.Eq) and constant(item.comparators[0]) == 0
+    return isinstance(test, ast.UnaryOp) and test.operand is node
+
+
+def drops_leftovers(view: View, found: Accumulation) -> bool:
+    """Whether the loop's last turns may never be followed by a step, in a loop that counts anew in every epoch."""
+    loop, guard, scope = found.training.loop, found.guard, found.step.scope
+    if guard is None or scope is not found.training.scope or not isinstance(loop, ast.For):
+        return False
+    node, test = modulo(guard.test, scope) or (None, guard.test)
+    counters = {name for name, _ in targets(loop.target)}
+    if node is None or not any(name in counters for name in idents(node.left)):
+        return False
+    text = ast.unparse(test)
+    if "len(" in text or "last" in text or " or " in text:
+        return False
+    end = loop.end_lineno or loop.lineno
+    return not any(view.steps.steps_optimizer(s) and s.line > end for s in scope.sites)
+
+
+RULE = Rule(
+    code="LS012",
+    name="accumulation",
+    what=(
+        "Gradients are accumulated, but the loss is not divided by the number of micro-batches, the step comes "
+        "after the first one (`i % n == 0`), or the last incomplete group is dropped."
+    ),
+    why=(
+        "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "
+        "off by one ever after. Leftovers are lost, or leak into the next epoch's first step."
+    ),
+    bad=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        loss.backward()
+        if (i + 1) % n == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if i % n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if (i + 1) % n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    ),
+    good=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if (i + 1) % n == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, g_optimizer, d_optimizer, n):
+    for i, x in enumerate(loader):
+        d_optimizer.zero_grad()
+        model.d_loss(x).backward()
+        d_optimizer.step()
+        if i % n == 0:
+            g_optimizer.zero_grad()
+            model.g_loss(x).backward()
+            g_optimizer.step()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Divide the loss by n and step when (i + 1) % n == 0 or in the last turn",
+    moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl"}),
+)

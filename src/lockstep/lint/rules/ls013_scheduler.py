@@ -1,0 +1,254 @@
+"""LS013: the scheduler stepped at the wrong place."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import Loop, loops
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, idents, keyword, last
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
+EPOCHS = re.compile(r"epoch", re.IGNORECASE)
+TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at every scheduler.step(): in which loop it runs, and before or after what."""
+    for site in view.sites("step"):
+        if not view.steps.steps_scheduler(site):
+            continue
+        made = schedulers(view, site)
+        if any(name == "ReduceLROnPlateau" for name, _ in made) or view.names.definition(site.call.func, site.scope):
+            continue
+        message = misplaced(view, site, made) or early(view, site)
+        if message:
+            yield at(site, message)
+
+
+def schedulers(view: View, site: Site) -> list[tuple[str, ast.Call]]:
+    """The classes and calls that the scheduler may come from."""
+    return [
+        (full.rsplit(".", 1)[-1], call) for call, _, full in view.origins.calls_of(site.receiver, site.scope) if full
+    ]
+
+
+def misplaced(view: View, site: Site, made: list[tuple[str, ast.Call]]) -> str:
+    """A horizon counted in steps with a step an epoch, or the other way round."""
+    where = place(view, site)
+    for name, call in made:
+        if where == "epoch" and name == "OneCycleLR":
+            return "OneCycleLR counts batches, but is stepped once an epoch: step it after every optimizer.step()"
+        horizon = (
+            keyword(call, "T_max")
+            or keyword(call, "num_training_steps")
+            or (call.args[1] if name == "CosineAnnealingLR" and len(call.args) > 1 else None)
+        )
+        if horizon is None:
+            continue
+        by_epoch, by_step = named(horizon, EPOCHS), named(horizon, STEPS)
+        if where == "epoch" and by_step and (by_epoch or name.startswith("get_")):
+            return "the schedule's length is in steps, but it is stepped once an epoch: step it with the optimizer"
+        if where == "batch" and by_epoch and not by_step and not multiplied(horizon):
+            return "T_max counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
+        if (
+            where == "batch"
+            and name == "CosineAnnealingLR"
+            and isinstance(constant(horizon), int)
+            and not bounded(view, site, horizon)
+        ):
+            return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
+    return ""
+
+
+def named(node: ast.expr, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.search(name) for name in idents(node))
+
+
+def multiplied(node: ast.expr) -> bool:
+    return any(isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult) for item in ast.walk(node))
+
+
+def bounded(view: View, site: Site, horizon: ast.expr) -> bool:
+    """Whether a loop runs for just as many steps."""
+    value = constant(horizon)
+    return any(constant(node) == value for loop in loops(site.stmt, site.module) for node in ast.walk(header(loop)))
+
+
+def header(loop: Loop) -> ast.expr:
+    return loop.test if isinstance(loop, ast.While) else loop.iter
+
+
+def place(view: View, site: Site) -> str:
+    """ "batch" if the scheduler is stepped in a loop over batches, "epoch" if around one, "" if that is not clear."""
+    nest = loops(site.stmt, site.module)
+    for training in view.trainings.near(site.module):
+        if nest and training.loop is nest[0]:
+            return "batch"
+    for training in view.trainings.near(site.module):
+        for loop, scope, _ in view.trainings.epochs(training):
+            if nest and loop is nest[0] and scope is site.scope:
+                return "epoch"
+    if not nest:
+        for training in view.trainings.near(site.module):
+            if site.scope is training.backward.scope and site.scope is not training.scope:
+                return "batch"
+    return ""
+
+
+def early(view: View, site: Site) -> str:
+    """A scheduler stepped at the head of the epoch, or before the optimizer in the same pass."""
+    made = list(view.origins.calls_of(site.receiver, site.scope))
+    ours = [call for call, _, full in made if full]
+    if len(ours) == len(made) and made and not any(like_torch(view, *origin) for origin in made):
+        return ""  # another library's scheduler, with rules of its own
+    nest = loops(site.stmt, site.module)
+    if not nest:
+        return ""
+    block = nest[0].body
+    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))]:
+        return ""
+    for item in view.trainings.near(site.module):
+        if item.loop is nest[0]:
+            return before_optimizer(view, site, item.loop)
+        for loop, scope, stmt in view.trainings.epochs(item):
+            if (
+                loop is nest[0]
+                and scope is site.scope
+                and site.line < stmt.lineno
+                and not trained_before(view, site, nest[0])
+            ):
+                return "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
+    return ""
+
+
+def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
+    """Whether a scheduler is torch's, or a class of the project that derives from torch's."""
+    owner = view.names.definition(call.func, scope)
+    if owner is not None and owner.kind == "class":
+        return any(name.endswith("LRScheduler") for name in view.names.bases_of(owner))
+    return bool(TORCH.match(full)) or "get_" in full
+
+
+def inner(stmt: ast.stmt) -> list[ast.stmt]:
+    """The statements of an `if` without loops."""
+    return [*stmt.body, *stmt.orelse] if isinstance(stmt, ast.If) else []
+
+
+def trained_before(view: View, site: Site, loop: Loop) -> bool:
+    """Whether training stands before the scheduler's step in the same epoch."""
+    sites = [s for s in view.effects.block(loop, site.scope) if s.line < site.line and s.stmt is not loop]
+    return view.trainings.trains(sites) or any(view.steps.steps_optimizer(s) for s in sites)
+
+
+def before_optimizer(view: View, site: Site, loop: Loop) -> str:
+    """A scheduler's step that comes before the optimizer's, with no optimizer step earlier in the pass."""
+    block = view.trainings.body(loop, site.scope)
+    steps = [s for s in block if view.steps.steps_optimizer(s)]
+    if (
+        not steps
+        or any((s.line, s.call.col_offset) < (site.line, site.call.col_offset) for s in steps)
+        or len({last(s.receiver) for s in steps}) > 1
+    ):
+        return ""
+    if any(
+        view.trainings.steps_in(stmt, site.scope)
+        for stmt in loop.body
+        if isinstance(stmt, Loop) and stmt.lineno < site.line
+    ):
+        return ""
+    return "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
+
+
+RULE = Rule(
+    code="LS013",
+    name="scheduler at the wrong place",
+    what=(
+        "A learning-rate scheduler is stepped before the optimizer, or once an epoch where its length counts "
+        "steps, or the other way round."
+    ),
+    why=(
+        "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "
+        "stepped in every batch, goes up and down many times an epoch. Stepped first, it skips its first rate."
+    ),
+    bad=(
+        """
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, epochs=epochs, steps_per_epoch=len(loader))
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+""",
+        """
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = CosineAnnealingLR(optimizer, T_max=epochs)
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+""",
+        """
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = StepLR(optimizer, step_size=30)
+    for epoch in range(epochs):
+        scheduler.step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, epochs=epochs, steps_per_epoch=len(loader))
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+""",
+        """
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = CosineAnnealingLR(optimizer, T_max=epochs)
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Step the scheduler after the optimizer, as often as its length counts",
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+)

@@ -1,0 +1,266 @@
+"""LS014: the wrapper's state saved, saved by every rank, or read before it is written."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import base, dotted, idents, walk
+from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+SAVES = re.compile(r"^save(_on_master|_checkpoint|_model|_state|_ckpt|_file)?$|^(torch_)?save$")
+OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at what is saved, by whom, and who reads it when."""
+    stripped = view.effects.mentioned(
+        view.module, "'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix"
+    )
+    for site in view.sites("state_dict"):
+        if not stripped and saved(view, site):
+            kind = wrapper(view, site)
+            if kind:
+                yield at(
+                    site,
+                    f"saves the {kind} wrapper's state, with names in 'module.': save model.module.state_dict()",
+                )
+    for site in view.sites("save"):
+        if view.full(site) == "torch.save" and by_all(view, site):
+            yield at(site, "every rank writes this file at once: save on rank 0 only")
+    yield from unwaited(view)
+
+
+def wrapper(view: View, site: Site) -> str:
+    """The wrapper, DDP or DataParallel, that the state is taken from."""
+    if site.receiver is None or dotted(site.receiver) is None:
+        return ""
+    kinds = {kind for kind, _, _ in view.wrappers.wrapped(site.receiver, site.scope)}
+    if "fsdp" in kinds or guarded_by_type(view, site):
+        return ""
+    if any(
+        isinstance(o.node, ast.Attribute) and o.node.attr == "module"
+        for o in view.origins.of(site.receiver, site.scope)
+    ):
+        return ""  # a name for the plain model, taken out of the wrapper where there is one
+    return "DDP" if "ddp" in kinds else "DataParallel" if "dp" in kinds else ""
+
+
+def guarded_by_type(view: View, site: Site) -> bool:
+    """Whether a test on the wrapper decides, in a statement or a conditional expression."""
+    text = view.module.source.lines
+    around = "\n".join(text[max(0, site.line - 6) : site.line + 1])
+    return any(
+        word in around
+        for word in (
+            "hasattr",
+            "isinstance",
+            ".module if",
+            "module else",
+            ".module.state_dict",
+            "not args.distributed",
+            "not distributed",
+        )
+    )
+
+
+def saved(view: View, site: Site) -> bool:
+    """Whether the state is written to a file: in the call of a save, or under a name that is saved."""
+    for other in site.scope.sites:
+        if other.stmt is site.stmt and other is not site and SAVES.search(other.name) and within(site.call, other.call):
+            return True
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    names = {name.split(".")[0] if "[" in name else name for name in names}
+    return any(
+        SAVES.search(other.name)
+        and any(name in set(idents(arg)) or dotted(arg) == name for arg in other.call.args for name in names)
+        for other in site.scope.sites
+        if other.line >= site.line
+    )
+
+
+def within(inner: ast.expr, outer: ast.Call) -> bool:
+    return any(
+        node is inner for argument in (*outer.args, *(k.value for k in outer.keywords)) for node in walk(argument)
+    )
+
+
+def by_all(view: View, site: Site) -> bool:
+    """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
+    if not view.ranks.every(site.stmt, site.scope) or len(site.call.args) < 2:
+        return False
+    if not any(
+        view.wrappers.wrapper(s) == "ddp"
+        for m in view.project.family(view.module)
+        for s in m.sites("DistributedDataParallel", "DDP")
+    ):
+        return False
+    if (
+        site.scope.kind == "function"
+        and not view.calls.callers(site.scope)
+        and not view.ranks.programs.direct(view.module)
+    ):
+        return False
+    callers = view.calls.callers(site.scope)
+    if SAVES.search(site.scope.name) and not callers:
+        return False
+    if in_memory(site.call.args[1]) or sorted_by_arguments(view, callers):
+        return False
+    return not names_rank(view, site.call.args[1], site.scope)
+
+
+def sorted_by_arguments(view: View, callers: list[Site]) -> bool:
+    """Whether calls from every rank have another form than those of the main rank (one loads, one saves)."""
+    forms = [(len(c.call.args), sorted(k.arg or "" for k in c.call.keywords)) for c in callers]
+    main = [form for form, c in zip(forms, callers, strict=True) if view.ranks.main_only(c.stmt, c.scope)]
+    rest = [form for form, c in zip(forms, callers, strict=True) if not view.ranks.main_only(c.stmt, c.scope)]
+    elsewhere = bool(callers) and not view.ranks.programs.direct(view.module)  # a function for scripts of all kinds
+    return bool(main) and (elsewhere or not any(form in main for form in rest))
+
+
+def in_memory(node: ast.expr) -> bool:
+    """Whether the "file" is a buffer of the process."""
+    return any(word in name.lower() for name in idents(node) for word in ("stream", "buf", "bytes", "mem_"))
+
+
+def names_rank(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
+    """Whether a path holds the rank."""
+    for name in idents(node):
+        if RANK.search(name) or OWN_RANK.search(name):
+            return True
+    for item in walk(node):
+        key = dotted(item) if isinstance(item, ast.Name | ast.Attribute) else None
+        if key is not None and depth < 3:
+            for bind in scope.binds.get(key, []):
+                if bind.value is not None and names_rank(view, bind.value, scope, depth + 1):
+                    return True
+    return False
+
+
+def unwaited(view: View) -> Iterator[Found]:
+    """A file that rank 0 writes and all ranks read in the same function, with no barrier between."""
+    if not view.distributed:
+        return
+    for scope in view.scopes:
+        saves = [
+            s
+            for s in scope.sites
+            if s.name == "save" and view.full(s) == "torch.save" and view.ranks.side(s.stmt, scope) == 1
+        ]
+        for load in (s for s in scope.sites if s.name == "load" and view.full(s) == "torch.load"):
+            earlier = [s for s in saves if s.line < load.line and same_path(s, load)]
+            if earlier and not view.ranks.side(load.stmt, scope) and not waits(view, scope, earlier[-1], load):
+                yield at(
+                    load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
+                )
+
+
+def same_path(save: Site, load: Site) -> bool:
+    path = save.call.args[1] if len(save.call.args) > 1 else None
+    return (
+        path is not None
+        and bool(load.call.args)
+        and ast.dump(path) == ast.dump(load.call.args[0])
+        and base(path) is not None
+    )
+
+
+def waits(view: View, scope: Scope, save: Site, load: Site) -> bool:
+    """Whether a barrier, or something that may hold one, stands between."""
+    return any(
+        save.line < s.line < load.line and view.effects.does(s, {"barrier", "wait_for_everyone", "synchronize"})
+        for s in scope.sites
+    )
+
+
+RULE = Rule(
+    code="LS014",
+    name="wrapper's state saved",
+    what=(
+        "The `state_dict` of a DDP or DataParallel wrapper is saved, every rank saves the same file, or others "
+        "read a file before rank 0 has written it."
+    ),
+    why=(
+        "A wrapper's names start with `module.`, so the checkpoint fits no plain model. Files written by all ranks at "
+        "once are torn; files read too early are old or half written."
+    ),
+    bad=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank, rank):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    if rank == 0:
+        torch.save(model.state_dict(), "model.pt")
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    torch.save(model.module.state_dict(), "model.pt")
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank, rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    if rank == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+    model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
+    dist.destroy_process_group()
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank, rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    if rank == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()
+    model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def save(state, path):
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+def main(model, local_rank, rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    plain = model.module
+    save({"model": plain.state_dict()}, "model.pt")
+    torch.save(torch.get_rng_state(), f"rng-{rank}.pt")
+    dist.destroy_process_group()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Save model.module.state_dict() on rank 0, then a barrier",
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "deepspeed"}),
+)

@@ -1,0 +1,301 @@
+"""LS017: evaluation without eval() or no_grad, or train mode not restored."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import Loop, loops, withs
+from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, keyword, last
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the loops that evaluate, and at training loops that evaluate in between."""
+    done: set[Scope] = set()
+    for site in view.sites():
+        if site.scope in done or not evaluates(view, site):
+            continue
+        missing = [
+            what
+            for what, present in (
+                ("model.eval()", in_eval_mode(view, site)),
+                ("torch.no_grad()", without_graph(view, site)),
+            )
+            if present is False
+        ]
+        if missing:
+            done.add(site.scope)
+            yield at(site, f"evaluates without {' and '.join(missing)}")
+    yield from by_flag(view)
+    yield from not_restored(view)
+
+
+def by_flag(view: View) -> Iterator[Found]:
+    """`self.run(loader, train=False)` where the shared loop never calls eval()."""
+    if any(
+        site.name in ("eval", "train") and site.receiver is not None and is_mode(view, site)
+        for site in view.sites("eval", "train")
+    ):
+        return
+    for site in view.sites():
+        flags = [keyword(site.call, name) for name in ("train", "is_train", "training")]
+        target = view.calls.target(site.call, site.scope)
+        if target is None or not any(constant(f) is False and f is not None for f in flags):
+            continue
+        forward = next(
+            (s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)), None
+        )
+        if forward is not None:
+            yield at(forward, f"also evaluates, for line {site.line}, without model.eval()")
+
+
+def is_mode(view: View, site: Site) -> bool:
+    """Whether `x.train(...)` or `x.eval()` sets a module's mode rather than running a method of the project."""
+    return site.name == "eval" or (
+        view.calls.target(site.call, site.scope) is None and view.kinds.is_model(site.receiver, site.scope)
+    )
+
+
+def forwards(view: View, site: Site) -> bool:
+    """Whether a call runs the model."""
+    return is_forward(view, site) or (site.name == "forward" and view.kinds.is_model(site.receiver, site.scope))
+
+
+def evaluates(view: View, site: Site) -> bool:
+    """Whether a call runs a model over held-out data, or in a function that says it tests."""
+    scope = site.scope
+    if not is_forward(view, site) or scope.name == "forward" or view.steps.backwards(site):
+        return False
+    nest = loops(site.stmt, scope.module)
+    held_out = any(
+        isinstance(loop, ast.For) and any(map(EVALUATION.search, idents(view.kinds.iterated(loop.iter, scope))))
+        for loop in nest
+    )
+    if not held_out and not tests_by_name(view, scope, bool(nest)) and not set_to_eval(site):
+        return False
+    region = view.effects.block(nest[0], scope) if nest else scope.sites
+    return not any(view.steps.backwards(s) or s.name in ("zero_grad", "grad") for s in region)
+
+
+def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
+    """Whether a function, or all that call it in a loop, say by their names that they evaluate."""
+    if loops_here:
+        return EVALUATION.search(scope.name)
+    callers = view.calls.callers(scope)
+    return bool(callers) and all(EVALUATION.search(c.scope.name) and loops(c.stmt, c.module) for c in callers)
+
+
+def set_to_eval(site: Site) -> bool:
+    """Whether the function switched this very model to eval mode before, and not back."""
+    name = dotted(site.call.func)
+    if name is None:
+        return False
+    modes = (*site.scope.named("eval"), *site.scope.named("train"))
+    switched = sorted((s for s in modes if dotted(s.receiver) == name and s.line < site.line), key=lambda s: s.line)
+    return site.scope.kind == "function" and bool(switched) and switched[-1].name == "eval"
+
+
+def is_forward(view: View, site: Site) -> bool:
+    """Whether a call is a model called with data."""
+    func = site.call.func
+    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
+        return False
+    if view.full(site) or view.names.definition(func, site.scope) is not None:
+        return False
+    if any(dotted(s.receiver) == dotted(func) for s in site.scope.named("eval")):
+        return True
+    if last(func) in ("model", "net", "netG", "generator", "encoder", "classifier", "ddp_model", "network") or last(
+        func
+    ).endswith(("_model", "_net")):
+        return True
+    return view.kinds.module_class(func, site.scope) is not None
+
+
+def in_eval_mode(view: View, site: Site) -> bool | None:
+    """Whether eval() is called before, here or by the callers; None where that cannot be seen."""
+    if any(
+        full.endswith("from_pretrained") or last(call) == "from_pretrained"
+        for call, _, full in view.origins.calls_of(site.call.func, site.scope)
+    ):
+        return None  # comes in eval mode
+    return present(view, site.scope, site.line, switches, 0)
+
+
+def switches(site: Site) -> bool:
+    """Whether a call is `model.eval()` or `model.train(False)`, or `train(mode)`."""
+    return site.receiver is not None and (site.name == "eval" or (site.name == "train" and len(site.call.args) == 1))
+
+
+def present(view: View, scope: Scope, line: int, wanted, depth: int) -> bool | None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Whether a wanted call comes before a line: in the function, in what it calls, or in all that call it."""
+    if view.effects.find([s for s in scope.sites if s.line <= line], wanted) is not None:
+        return True
+    if scope.kind != "function":
+        return False
+    callers = view.calls.callers(scope)
+    if not callers or depth > 4:
+        return None
+    answers = [present(view, c.scope, c.line, wanted, depth + 1) for c in callers[:6]]
+    if any(answer is True for answer in answers):
+        return True
+    return None if None in answers else False
+
+
+def without_graph(view: View, site: Site) -> bool | None:
+    """Whether no graph is kept: by a `with`, a decorator, a global switch, or the callers."""
+    return shielded(view, site.stmt, site.scope, site.line, 0)
+
+
+def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int) -> bool | None:
+    if any(turns_off_gradients(item) for item in withs(stmt, scope.module)):
+        return True
+    if any(turns_off_gradients(item) for item in scope.decorators):
+        return True
+    if any(s.name in ("set_grad_enabled", "enter_context") and s.line < line for s in scope.sites):
+        return True
+    if view.effects.mentioned(view.module, "requires_grad = False", "requires_grad_(False)") and not view.training:
+        return True
+    if scope.kind != "function":
+        return False
+    callers = view.calls.callers(scope)
+    if not callers or depth > 4:
+        return (
+            None
+            if scope.parent is None or scope.decorators or scope.owner is not None or not called_here(view, scope)
+            else False
+        )
+    answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1) for c in callers[:6]]
+    if any(answer is True for answer in answers):
+        return True
+    return None if None in answers else False
+
+
+def called_here(view: View, scope: Scope) -> bool:
+    return bool(view.calls.callers(scope))
+
+
+def not_restored(view: View) -> Iterator[Found]:
+    """A loop that switches to eval mode and trains on in it."""
+    for training in view.training:
+        for loop, scope, _ in list(view.trainings.epochs(training)) or [(training.loop, training.scope, training.loop)]:
+            if scope.module is not view.module:
+                continue
+            sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
+            switch = next((s for s in sites if evals_model(view, s)), None)
+            meant = any(s.line < training.loop.lineno for s in training.scope.named("eval"))  # frozen statistics
+            if (
+                switch is not None
+                and not meant
+                and not restores(view, sites)
+                and first_trains(view, sites, switch, loop)
+            ):
+                yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
+
+
+def evals_model(view: View, site: Site) -> bool:
+    """Whether a call switches the trained model to eval mode, itself or below."""
+    if site.name == "eval":
+        return site.receiver is not None and trained_name(site)
+    return any(
+        any(s.name == "eval" and trained_name(s) for s in f.sites)
+        for f in view.calls.runs(site)
+        if EVALUATION.search(f.name)
+    )
+
+
+def trained_name(site: Site) -> bool:
+    return last(site.receiver) in ("model", "net", "network", "ddp_model", "self")
+
+
+def restores(view: View, sites: list[Site]) -> bool:
+    return (
+        view.effects.find(sites, lambda s: s.name == "train" and s.receiver is not None and not trains_object(view, s))
+        is not None
+    )
+
+
+def trains_object(view: View, site: Site) -> bool:
+    """Whether `x.train(...)` is a method of the project rather than nn.Module's."""
+    return view.calls.target(site.call, site.scope) is not None and not (
+        not site.call.args or is_true(site.call.args[0])
+    )
+
+
+def first_trains(view: View, sites: list[Site], switch: Site, loop: Loop) -> bool:
+    """Whether the loop trains, so that the next turn trains in eval mode."""
+    return view.trainings.trains(sites) and switch.stmt is not loop
+
+
+RULE = Rule(
+    code="LS017",
+    name="evaluation mode",
+    what="An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode.",
+    why=(
+        "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
+        "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
+    ),
+    bad=(
+        """
+import torch
+
+def evaluate(model, val_loader):
+    correct = 0
+    with torch.no_grad():
+        for x, y in val_loader:
+            correct += (model(x).argmax(1) == y).sum()
+    return correct
+
+def main(model, val_loader):
+    print(evaluate(model, val_loader))
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(4, 2), [])
+""",
+        """
+import torch
+
+def train(model, loader, val_loader, optimizer, criterion, epochs):
+    model.train()
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            print(sum(criterion(model(x), y) for x, y in val_loader))
+""",
+    ),
+    good=(
+        """
+import torch
+
+@torch.no_grad()
+def evaluate(model, val_loader):
+    model.eval()
+    correct = 0
+    for x, y in val_loader:
+        correct += (model(x).argmax(1) == y).sum()
+    model.train()
+    return correct
+
+def main(model, val_loader):
+    print(evaluate(model, val_loader))
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(4, 2), [])
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
+)

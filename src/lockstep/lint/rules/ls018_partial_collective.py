@@ -1,0 +1,145 @@
+"""LS018: a collective that only some ranks reach."""
+
+import os
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+HIDDEN = {"save_state", "wait_for_everyone"}
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the calls that are reserved for some ranks: are they collectives, or do they lead to one?"""
+    for scope in view.scopes:
+        sides = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if relevant(view, site)]
+        for site, side in sides:
+            if not side or paired(view, site, side, sides):
+                continue
+            inner = None if view.effects.is_collective(site) else led_to(view, site)
+            if inner is not None:
+                where = "" if inner.module is view.module else f" of {os.path.basename(inner.module.path)}"
+                yield at(
+                    site,
+                    f"leads to {inner.name}() on line {inner.line}{where}, which other ranks never reach: they hang",
+                )
+            elif view.effects.is_collective(site):
+                yield at(site, f"only some ranks reach {site.name}(): they wait forever for the others")
+
+
+def relevant(view: View, site: Site) -> bool:
+    """Whether a call is a collective or runs a function of the project."""
+    return view.effects.is_collective(site) or view.calls.target(site.call, site.scope) is not None
+
+
+def led_to(view: View, site: Site) -> Site | None:
+    """The first collective that a call of the project certainly reaches."""
+    seen: set[Scope] = set()
+    queue = list(view.calls.runs(site)) if site.name not in ("spawn", "Process") else []
+    while queue and len(seen) < 30:
+        function = queue.pop()
+        if function in seen or has_both_sides(view, function):
+            continue
+        seen.add(function)
+        for inner in function.sites:
+            if not certain(view, inner, function):
+                continue
+            if view.effects.is_collective(inner):
+                return inner
+            queue += view.calls.runs(inner)
+    return None
+
+
+def certain(view: View, site: Site, scope: Scope) -> bool:
+    """Whether a function that is called reaches a call in it, wherever there are several processes."""
+    return all(
+        view.ranks.tests.many(guard.test, scope) == (1 if guard.when else -1)
+        for guard in guards(site.stmt, scope.module)
+    )
+
+
+def has_both_sides(view: View, function: Scope) -> bool:
+    return any(s.name == "get_rank" for s in function.sites) and any(
+        view.ranks.side(s.stmt, function) for s in function.sites
+    )
+
+
+def paired(view: View, site: Site, side: int, sides: list[tuple[Site, int]]) -> bool:
+    """Whether the other ranks reach a collective of the same kind elsewhere in the function."""
+    kind = name_of(view, site)
+    return any(other == -side and name_of(view, s) == kind for s, other in sides)
+
+
+def name_of(view: View, site: Site) -> str:
+    if view.effects.is_collective(site):
+        return site.name
+    inner = led_to(view, site)
+    return inner.name if inner is not None else ""
+
+
+RULE = Rule(
+    code="LS018",
+    name="collective on some ranks only",
+    what=(
+        "A collective (`barrier`, `all_reduce`, ...) stands where only some ranks arrive, directly or in a "
+        "function called there."
+    ),
+    why=(
+        "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "
+        "default half an hour, and the job dies."
+    ),
+    bad=(
+        """
+import torch.distributed as dist
+
+def log(loss, rank):
+    if rank == 0:
+        dist.all_reduce(loss)
+        print(loss)
+""",
+        """
+import torch.distributed as dist
+
+def mean(value):
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+def log(loss):
+    if dist.get_rank() != 0:
+        return
+    print(mean(loss))
+""",
+    ),
+    good=(
+        """
+import torch.distributed as dist
+
+def log(loss, rank):
+    dist.all_reduce(loss)
+    if rank == 0:
+        print(loss)
+""",
+        """
+import contextlib
+import torch.distributed as dist
+
+@contextlib.contextmanager
+def first(rank):
+    if rank != 0:
+        dist.barrier()
+    yield
+    if rank == 0:
+        dist.barrier()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Let every rank call the collective; guard only what is done with the result",
+)

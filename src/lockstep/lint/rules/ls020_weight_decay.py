@@ -1,0 +1,108 @@
+"""LS020: weight decay on biases and norms (an opinion)."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+DECAYING = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Lion", "ZeroRedundancyOptimizer"}
+SORTED_OUT = ("no_decay", "bias", "ndim", ".dim()", "len(p.shape)", "norm")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the optimizers that decay all parameters alike."""
+    for site in view.sites(*DECAYING):
+        full = view.full(site)
+        if not full.startswith(("torch.optim", "transformers", "torch.distributed.optim")) and full:
+            continue
+        parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
+        if parameters is not None and decays(site) and alike(view, parameters, site.scope):
+            yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
+
+
+def decays(site: Site) -> bool:
+    """Whether the optimizer has a weight decay, given or by default."""
+    value = keyword(site.call, "weight_decay")
+    if value is not None:
+        return constant(value) not in (0, 0.0)
+    return site.name == "AdamW" or any(last(k.value) == "AdamW" for k in site.call.keywords)
+
+
+def alike(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether the parameters are one group, or groups that differ in other things than the decay."""
+    if last(node) == "parameters" and isinstance(node, ast.Call):
+        return True
+    for item in walk(node):
+        if isinstance(item, ast.Call) and last(item) == "parameters" and last(node) in ("filter", "list", "chain"):
+            return True
+    key = dotted(node)
+    values = [(node, scope)]
+    if key is not None:
+        values = [(b.value, home) for b, home in view.origins.binds(key, scope, node.lineno) if b.value is not None]
+    if len(values) == 1 and ast.unparse(values[0][0]) in ("[]", "list()"):
+        return filled_alike(key or "", values[0][1])
+    return bool(values) and all(same_decay(value) for value, _ in values)
+
+
+def filled_alike(key: str, scope: Scope) -> bool:
+    """Whether the groups that are appended to a list all decay alike."""
+    added = [s for s in scope.sites if s.name == "append" and dotted(s.receiver) == key and s.call.args]
+    texts = [ast.unparse(s.call) for s in added]
+    return (
+        bool(added)
+        and all("params" in text and "weight_decay" not in text for text in texts)
+        and not any(word in text for text in texts for word in SORTED_OUT)
+    )
+
+
+def same_decay(value: ast.expr) -> bool:
+    """Whether a value is all parameters of a model, or groups without a decay of their own and no sorting by kind."""
+    text = ast.unparse(value)
+    if any(word in text for word in SORTED_OUT) or "weight_decay" in text:
+        return False
+    if isinstance(value, ast.Call):
+        return last(value) in ("parameters", "filter", "list", "chain") and "parameters()" in text
+    groups = isinstance(value, ast.List) and bool(value.elts) and all(isinstance(e, ast.Dict) for e in value.elts)
+    return groups or (isinstance(value, ast.ListComp) and "parameters()" in text)
+
+
+RULE = Rule(
+    code="LS020",
+    name="decay on biases and norms",
+    what="An optimizer with weight decay gets all parameters in groups that decay alike.",
+    why=(
+        "Shrinking biases, norm scales and embeddings regularises nothing and can hurt; most recipes for "
+        "transformers leave them out. Others train well without: this is an opinion."
+    ),
+    bad=(
+        """
+import torch
+
+def make(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+""",
+    ),
+    good=(
+        """
+import torch
+
+def make(model):
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+""",
+    ),
+    severity=Severity.INFO,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Give biases and norms a group with weight_decay=0",
+    default=False,
+)

@@ -1,0 +1,208 @@
+"""LS022: pin_memory without non_blocking; no workers (an opinion)."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import (
+    base,
+    constant,
+    has_star,
+    idents,
+    is_true,
+    keyword,
+    last,
+    strings,
+    targets,
+    walk,
+)
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at, edit
+
+__all__ = ["RULE"]
+
+MOVES = ("to", "cuda")
+# These move the batches.
+MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for blocking moves of batches that come from pinned memory, and for loaders without workers."""
+    if not view.frameworks & MOVERS and pinned(view):
+        for site in view.sites(*MOVES):
+            if blocking(view, site):
+                yield at(
+                    site,
+                    "the batch is in pinned memory but this move waits for it: add non_blocking=True",
+                    edit=edit("keyword", site.call, "non_blocking", "True"),
+                )
+    if not view.gpu:
+        return
+    for site in view.sites("DataLoader"):
+        if view.full(site).startswith("torch") and no_workers(site):
+            yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
+
+
+def pinned(view: View) -> bool:
+    """Whether a training loader of the programs pins its memory."""
+    for member in view.project.family(view.module):
+        if "pin_memory" not in member.text:
+            continue
+        for site in member.sites("DataLoader", "dict", "update"):
+            if is_true(keyword(site.call, "pin_memory")):
+                return True
+        for scope in member.scopes:
+            for binds in scope.binds.values():
+                for bind in binds:
+                    if isinstance(bind.value, ast.Dict) and pins(bind.value):
+                        return True
+    return False
+
+
+def pins(node: ast.Dict) -> bool:
+    return any(
+        constant(key) == "pin_memory" and is_true(value) for key, value in zip(node.keys, node.values, strict=True)
+    )
+
+
+def blocking(view: View, site: Site) -> bool:
+    """Whether a call moves the variable of a loop over training batches, and waits."""
+    if keyword(site.call, "non_blocking") is not None or has_star(site.call) or len(site.call.args) > 2:
+        return False
+    if site.name == "to" and not moves_device(site.call):
+        return False
+    if site.name == "cuda" and len(site.call.args) > 1:
+        return False
+    root = base(site.receiver) if site.receiver is not None else None
+    if not isinstance(root, ast.Name):
+        return False
+    if root.id in drawn(view, site):
+        return True
+    for loop in loops(site.stmt, site.module):
+        if isinstance(loop, ast.For) and over_batches(view, loop, site) and carried(site, root.id, loop):
+            tests = held_out(loop) or EVALUATION.search(site.scope.name)
+            return any(t.loop is loop for t in view.trainings.near(site.module)) or not tests
+    return False
+
+
+def drawn(view: View, site: Site) -> set[str]:
+    """The names of batches that `next(iterator)` gives, and the variables of comprehensions over them."""
+    scope = site.scope
+    own = {
+        key
+        for key, binds in scope.binds.items()
+        for bind in binds
+        if isinstance(bind.value, ast.Call)
+        and last(bind.value) == "next"
+        and bind.value.args
+        and view.kinds.is_loader(bind.value.args[0], scope)
+        and not EVALUATION.search(last(bind.value.args[0]))
+    }
+    return own | comprehension_names(site, own) if own else own
+
+
+def held_out(loop: ast.For) -> bool:
+    return any(EVALUATION.search(name) for name in idents(loop.iter))
+
+
+def moves_device(call: ast.Call) -> bool:
+    """Whether `.to(...)` names a device and not only a type."""
+    first = call.args[0] if call.args else keyword(call, "device")
+    if first is None:
+        return False
+    words = [*idents(first), *(text for text in strings(first))]
+    return not any(
+        word in ("float", "float32", "long", "int64", "half", "float16", "bfloat16", "dtype", "cpu") for word in words
+    )
+
+
+def over_batches(view: View, loop: ast.For, site: Site) -> bool:
+    """Whether a loop runs over a loader."""
+    return view.kinds.is_loader(view.kinds.iterated(loop.iter, site.scope), site.scope)
+
+
+def carried(site: Site, name: str, loop: ast.For) -> bool:
+    """Whether a variable is one of the loop's own, or unpacked from one."""
+    own = {key for key, _ in targets(loop.target)}
+    if name in own:
+        return True
+    for bind in site.scope.binds.get(name, []):
+        if bind.value is not None and loop.lineno <= bind.stmt.lineno <= site.line:
+            value: ast.AST = bind.value
+            for place in bind.path:
+                if isinstance(value, ast.Tuple | ast.List) and place < len(value.elts):
+                    value = value.elts[place]
+            root = base(value)
+            if isinstance(root, ast.Name) and root.id in own:
+                return True
+    return name in comprehension_names(site, own)
+
+
+def comprehension_names(site: Site, own: set[str]) -> set[str]:
+    """The variables of comprehensions in the statement that run over the loop's variable."""
+    found: set[str] = set()
+    for node in walk(site.stmt):
+        if isinstance(node, ast.comprehension):
+            root = base(node.iter)
+            if isinstance(root, ast.Name) and root.id in own:
+                found.update(key for key, _ in targets(node.target))
+    return found
+
+
+def no_workers(site: Site) -> bool:
+    """Whether a loader certainly has no workers."""
+    value = keyword(site.call, "num_workers")
+    if value is None:
+        return not has_star(site.call) and len(site.call.args) < 6
+    return constant(value) == 0
+
+
+RULE = Rule(
+    code="LS022",
+    name="pinned memory, blocking copy",
+    what=(
+        "A loader pins its memory, but the batches are moved without `non_blocking=True`; or, as an opinion, a "
+        "loader has no workers."
+    ),
+    why=(
+        "Pinned memory pays off by copying while the GPU computes. A blocking copy waits for it and pays only the"
+        " cost of pinning."
+    ),
+    bad=(
+        """
+import torch
+from torch.utils.data import DataLoader
+
+def train(model, data, optimizer, criterion, device):
+    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.utils.data import DataLoader
+
+def train(model, data, optimizer, criterion, device):
+    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
+    for x, y in loader:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="safe",
+    remedy="Add non_blocking=True to the move",
+    moot=frozenset({"lockstep"}),
+)

@@ -1,0 +1,156 @@
+"""LS023: GradScaler with bf16, fp16 without a scaler, torch.cuda.amp."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, dotted, is_true, keyword
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Edit, Severity
+from lockstep.lint.rules.base import Found, Rule, at, edit
+
+__all__ = ["RULE"]
+
+OLD = ("torch.cuda.amp.", "torch.cpu.amp.")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at scalers and autocasts: which namespace, which type, and whether they go together."""
+    bf16 = [s for s in view.sites("autocast") if kind(view, s) == "bfloat16"]
+    fp16 = [s for s in view.sites("autocast") if kind(view, s) == "float16"]
+    scaled = view.effects.mentioned(
+        view.module, "GradScaler", "scaler", "amp.initialize", "loss_scale", "deepspeed", "Fabric", "accelerat"
+    )
+    for site in view.sites("GradScaler", "autocast"):
+        full = view.full(site)
+        if site.name == "GradScaler" and full and bf16 and not fp16 and enabled(site):
+            yield at(site, "bfloat16 has float32's range: drop the GradScaler, or use float16")
+        elif full.startswith(OLD):
+            new = f'torch.amp.{site.name}("{full.split(".")[1]}", ...)'
+            yield at(site, f"torch.cuda.amp is deprecated: use {new}", edit=modern(view, site, full))
+    for scope in view.scopes:
+        for decorator in scope.decorators:
+            if not isinstance(decorator, ast.Call) and view.names.qualify(decorator, scope.parent or scope).startswith(
+                OLD
+            ):
+                yield Found(decorator, "torch.cuda.amp is deprecated: use torch.amp")
+    for site in fp16:
+        if not scaled and trains_under(view, site):
+            yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
+
+
+def kind(view: View, site: Site) -> str:
+    """The type that an autocast certainly uses, "" if it is chosen at run time."""
+    full = view.full(site)
+    if not full.startswith("torch"):
+        return ""
+    dtype = keyword(site.call, "dtype")
+    if dtype is None and len(site.call.args) > 1 and "cuda.amp" not in full:
+        dtype = site.call.args[1]
+    if dtype is None:
+        cuda = full.startswith("torch.cuda.amp") or constant(site.call.args[0] if site.call.args else None) == "cuda"
+        switch = keyword(site.call, "enabled")
+        return "float16" if cuda and switch is None else ""
+    found = {name_of_type(o.node, o.scope, view) for o in view.origins.of(dtype, site.scope)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:
+    name = (dotted(node) or "").rsplit(".", 1)[-1]
+    return {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}.get(name, "")
+
+
+def enabled(site: Site) -> bool:
+    """Whether a scaler is on for certain."""
+    value = keyword(site.call, "enabled")
+    return value is None or is_true(value)
+
+
+def modern(view: View, site: Site, full: str) -> Edit | None:
+    """The call in torch.amp, where torch is imported and no positional argument would change its meaning."""
+    if site.call.args or view.module.imports.get("torch") is None or "torch" in site.scope.binds:
+        return None
+    return edit("callee", site.call, f"torch.amp.{site.name}", f'"{full.split(".")[1]}"')
+
+
+def trains_under(view: View, site: Site) -> bool:
+    """Whether an autocast belongs to a loop that computes gradients."""
+    return any(view.trainings.trains([s]) or view.steps.backwards(s) for s in site.scope.sites if s.line >= site.line)
+
+
+RULE = Rule(
+    code="LS023",
+    name="mixed precision",
+    what=(
+        "A GradScaler is used with bfloat16, float16 is trained without one, or the deprecated `torch.cuda.amp` "
+        "is used."
+    ),
+    why=(
+        "Float16 gradients below 6e-8 become zero unless the loss is scaled; bfloat16 needs no scaling, and the scaler "
+        "only skips steps. torch.cuda.amp warns at every use and will go."
+    ),
+    bad=(
+        """
+import torch
+
+scaler = torch.cuda.amp.GradScaler()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+    ),
+    good=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, dtype):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="safe",
+    remedy='Use torch.amp.GradScaler("cuda") with float16 only, and torch.amp.autocast("cuda")',
+)

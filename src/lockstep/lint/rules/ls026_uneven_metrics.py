@@ -1,0 +1,164 @@
+"""LS026: metrics averaged over uneven shards."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.ranktests import COUNT
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at evaluations over a DistributedSampler that average per-rank means."""
+    if not any(
+        shards(site) for member in view.project.family(view.module) for site in member.sites("DistributedSampler")
+    ):
+        return
+    for scope in view.scopes:
+        if scope.kind != "function":
+            continue
+        for site in scope.sites:
+            if held_out(site) and averages(view, site):
+                yield at(
+                    site,
+                    "averages the ranks' means, but the shards are uneven or padded: sum values and counts",
+                )
+                break
+
+
+def shards(site: Site) -> bool:
+    """Whether a sampler divides held-out data, padding what does not divide."""
+    if constant(keyword(site.call, "drop_last")) is True:
+        return False
+    text = ast.unparse(site.stmt)
+    return any(EVALUATION.search(name) for name in idents(site.stmt)) or "val" in text or "test" in text
+
+
+def held_out(site: Site) -> bool:
+    """Whether a call stands in an evaluating function, in a loop or after one."""
+    if EVALUATION.search(site.scope.name):
+        return True
+    nest = loops(site.stmt, site.module)
+    return any(isinstance(loop, ast.For) and any(map(EVALUATION.search, idents(loop.iter))) for loop in nest)
+
+
+def averages(view: View, site: Site) -> bool:
+    """Whether a call reduces a value over the ranks and divides it by their number."""
+    if site.name == "all_reduce":
+        return any(
+            last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
+        ) or divided_after(site)
+    return any(mean_of(view, function) for function in view.calls.runs(site))
+
+
+def mean_of(view: View, function: Scope) -> bool:
+    """Whether a function is `all_reduce, then divide by the number of ranks`."""
+    reduces = [s for s in function.sites if s.name in ("all_reduce", "reduce")]
+    if len(function.stmts) > 15 or not reduces:
+        return False
+    return any(last(v) == "AVG" for s in reduces for v in (*s.call.args, *(k.value for k in s.call.keywords))) or any(
+        by_ranks(stmt, function) for stmt in function.stmts
+    )
+
+
+def by_ranks(stmt: ast.stmt, function: Scope) -> bool:
+    """Whether a statement divides by the number of ranks."""
+    if isinstance(stmt, ast.AugAssign) and isinstance(stmt.op, ast.Div):
+        return is_count(stmt.value)
+    return any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and is_count(node.right) for node in walk(stmt)
+    )
+
+
+def is_count(node: ast.expr) -> bool:
+    return any(COUNT.search(name) for name in idents(node)) or last(node) in ("nprocs", "n_gpus", "num_gpus", "ngpus")
+
+
+def divided_after(site: Site) -> bool:
+    """Whether the reduced value itself is divided by the number of ranks in the same function."""
+    name = dotted(site.call.args[0]) if site.call.args else None
+    for stmt in site.scope.stmts:
+        if stmt.lineno < site.line or name is None:
+            continue
+        if (
+            isinstance(stmt, ast.AugAssign)
+            and dotted(stmt.target) == name
+            and isinstance(stmt.op, ast.Div)
+            and is_count(stmt.value)
+        ):
+            return True
+        for node in walk(stmt) if isinstance(stmt, ast.Assign | ast.Return) else ():
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and name in idents(node.left)
+                and is_count(node.right)
+            ):
+                return True
+    return False
+
+
+RULE = Rule(
+    code="LS026",
+    name="metrics over uneven shards",
+    what="An evaluation divides its data among the ranks and averages the ranks' means.",
+    why=(
+        "DistributedSampler pads the last shard with repeated samples, and batches differ in size: the mean of means "
+        "is not the mean, and the score changes with the number of GPUs."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+def make(val_data):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    return DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+
+@torch.no_grad()
+def validate(model, val_loader, criterion, world_size, device):
+    model.eval()
+    for x, y in val_loader:
+        loss = criterion(model(x.to(device)), y.to(device))
+        dist.all_reduce(loss)
+        loss /= world_size
+    model.train()
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+def make(val_data):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    return DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+
+@torch.no_grad()
+def validate(model, val_loader, criterion, device):
+    model.eval()
+    total = torch.zeros(2, device=device)
+    for x, y in val_loader:
+        total[0] += criterion(model(x.to(device)), y.to(device)) * len(x)
+        total[1] += len(x)
+    dist.all_reduce(total)
+    model.train()
+    return total[0] / total[1]
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="none",
+    remedy="Sum values and counts over all ranks, then divide once",
+    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+)

@@ -1,0 +1,139 @@
+"""LS027: an attribute of the wrapped model without .module."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import dotted, walk
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+# What nn.Module and the wrappers have themselves.
+OWN = {
+    "T_destination", "_get_ddp_logging_data", "_set_static_graph", "add_module", "apply", "bfloat16",
+    "broadcast_buffers", "bucket_bytes_cap", "buffers", "call_super_init", "children", "compile", "cpu", "cuda",
+    "delay_all_reduce", "device", "device_ids", "device_type", "dim", "double", "dump_patches", "eval",
+    "extra_repr", "find_unused_parameters", "float", "forward", "gather", "get_buffer", "get_extra_state",
+    "get_parameter", "get_submodule", "gradient_as_bucket_view", "half", "ipu", "is_multi_device_module", "join",
+    "join_device", "join_hook", "join_process_group", "load_state_dict", "logger", "mixed_precision", "module",
+    "modules", "named_buffers", "named_children", "named_modules", "named_parameters", "no_sync", "output_device",
+    "parallel_apply", "parameters", "parameters_to_ignore", "process_group", "reducer", "register_backward_hook",
+    "register_buffer", "register_comm_hook", "register_forward_hook", "register_forward_pre_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",
+    "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
+    "replicate", "require_backward_grad_sync", "require_forward_param_sync", "requires_grad_", "scatter",
+    "set_extra_state", "set_static_graph", "set_submodule", "share_memory", "src_device_obj", "state_dict",
+    "static_graph", "to", "to_empty", "train", "training", "type", "will_sync_module_buffers", "xpu", "zero_grad",
+}  # fmt: skip
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at what is read from names that certainly hold a wrapper."""
+    if not any(word in view.module.text for word in ("DataParallel", "DDP")) or not any(
+        view.wrappers.wrapper(s)
+        for m in view.project.family(view.module)
+        for s in m.sites("DistributedDataParallel", "DDP", "DataParallel")
+    ):
+        return
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            for node in header(stmt):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Load)
+                    and suspect(node)
+                    and wrapped(view, node, scope, stmt)
+                ):
+                    yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
+
+
+def header(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement, without the statements in its blocks."""
+    if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return
+    for _, value in ast.iter_fields(stmt):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ast.expr | ast.withitem):
+                yield from walk(item)
+
+
+def suspect(node: ast.Attribute) -> bool:
+    """Whether an attribute belongs to neither nn.Module nor the wrappers."""
+    return not node.attr.startswith("_") and node.attr not in OWN and dotted(node.value) not in (None, "self")
+
+
+def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bool:
+    """Whether the object is a DDP or DataParallel wrapper whatever way was taken."""
+    key = dotted(node.value)
+    found = view.origins.of(node.value, scope)
+    kinds = [kind for kind, _, _ in view.wrappers.wrapped(node.value, scope)]
+    if not found or len(kinds) != len(found) or not set(kinds) <= {"ddp", "dp"}:
+        return False
+    if key is None or set_here(view, key, node.attr):
+        return False
+    text = " ".join(ast.unparse(guard.test) for guard in guards(stmt, scope.module))
+    if "hasattr" in text or "isinstance" in text or view.ranks.single(stmt, scope):
+        return False
+    return not any(
+        isinstance(up, ast.Call) and getattr(up.func, "id", "") == "hasattr"
+        for up in walk(stmt)
+        if isinstance(stmt, ast.Expr)
+    )
+
+
+def set_here(view: View, key: str, attribute: str) -> bool:
+    """Whether the program sets the attribute on the wrapper itself."""
+    name = key.rsplit(".", 1)[-1]
+    return any(bound.endswith(f"{name}.{attribute}") for home in view.scopes for bound in home.binds)
+
+
+RULE = Rule(
+    code="LS027",
+    name="attribute of the wrapper",
+    what="A method or attribute of the model is read from its DDP or DataParallel wrapper, which does not have it.",
+    why=(
+        "The wrapper passes on only the forward pass: the run stops with an AttributeError, often only when "
+        "several GPUs are used, or at the first evaluation."
+    ),
+    bad=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    return model.generate("hello")
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    with model.no_sync():
+        model.train()
+    return model.module.generate("hello")
+""",
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank, distributed):
+    if distributed:
+        model = DDP(model.to(local_rank), device_ids=[local_rank])
+        model = model.module
+    return model.generate("hello")
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Read it from model.module",
+)

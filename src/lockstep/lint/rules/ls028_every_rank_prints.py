@@ -1,0 +1,187 @@
+"""LS028: print, log or W&B on every rank."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.nodes import idents, keyword, walk
+from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+LOGGERS = {
+    "wandb.init",
+    "wandb.log",
+    "wandb.watch",
+    "swanlab.init",
+    "swanlab.log",
+    "mlflow.log_metric",
+    "mlflow.start_run",
+}
+WRITERS = ("SummaryWriter",)
+# A program that replaces print, or turns all ranks but one quiet, has taken care.
+QUIET = (
+    "builtin_print",
+    "builtins.print",
+    "__builtin__",
+    "setup_for_distributed",
+    "sys.stdout = open",
+    "devnull",
+    "disable_print",
+    "suppress_output",
+)
+PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]", re.IGNORECASE)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for output in the code that every rank runs."""
+    if not view.distributed or "print" in view.module.top.defs or "print" in view.module.imports:
+        return
+    if view.effects.mentioned(view.module, *QUIET):
+        return
+    prefixed_logs = logs_with_rank(view)
+    for site in view.sites():
+        what = speaks(view, site)
+        if not what or not view.ranks.every(site.stmt, site.scope) or failing(view, site):
+            continue
+        if what in ("print", "log") and (prefixed(site) or (what == "log" and prefixed_logs)):
+            yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
+        elif what == "print":
+            yield at(site, "every rank prints this: print on rank 0 only")
+        elif what == "tracker":
+            yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
+        elif plain_logging(view):
+            yield at(site, "every rank logs this: log on rank 0 only")
+
+
+def speaks(view: View, site: Site) -> str:
+    """What kind of output a call is: "print", "log", "tracker" or ""."""
+    if isinstance(site.call.func, ast.Name) and site.name == "print":
+        return "" if keyword(site.call, "file") is not None or site.scope.name in ("__str__", "__repr__") else "print"
+    full = view.full(site)
+    if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
+        return "tracker"
+    if site.name in ("info", "warning") and isinstance(site.call.func, ast.Attribute):
+        receiver = site.receiver
+        name = getattr(receiver, "id", getattr(receiver, "attr", ""))
+        return (
+            "log"
+            if name.lower() in ("logging", "logger", "log", "_logger") and view.full(site) != "warnings.warning"
+            else ""
+        )
+    return ""
+
+
+def failing(view: View, site: Site) -> bool:
+    """Whether the output belongs to an error, which may differ from rank to rank."""
+    block = view.module.up.get(site.stmt)
+    if block is not None and block[1] == "handlers":
+        return True
+    siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
+    return any(isinstance(stmt, ast.Raise) for stmt in siblings) or any(
+        isinstance(stmt, ast.Expr)
+        and isinstance(stmt.value, ast.Call)
+        and ast.unparse(stmt.value.func) in ("exit", "sys.exit", "quit")
+        for stmt in siblings
+    )
+
+
+def prefixed(site: Site) -> bool:
+    """Whether the line says which rank writes it."""
+    for value in (*site.call.args, *(k.value for k in site.call.keywords)):
+        if any(RANK.search(name) or name == "get_rank" for name in idents(value)):
+            return True
+        for node in walk(value):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and PREFIX.match(node.value.strip()):
+                return True
+    return False
+
+
+def logs_with_rank(view: View) -> bool:
+    """Whether the logging format names the rank."""
+    for member in view.project.family(view.module):
+        for site in member.sites("basicConfig", "Formatter"):
+            if "rank" in ast.unparse(site.call).lower():
+                return True
+    return False
+
+
+def plain_logging(view: View) -> bool:
+    """Whether the program certainly configures logging alike on every rank."""
+    found = [s for member in view.project.family(view.module) for s in member.sites("basicConfig")]
+    return bool(found) and all(view.ranks.every(s.stmt, s.scope) and not by_rank(s) for s in found)
+
+
+def by_rank(site: Site) -> bool:
+    """Whether logging is set up by the rank, in the call or in a function of its own."""
+    scope = site.scope
+    start, end = getattr(scope.node, "lineno", 1), getattr(scope.node, "end_lineno", 0) or 0
+    own = scope.kind == "function" and end - start < 40
+    text = "\n".join(scope.module.source.lines[start - 1 : end]) if own else ast.unparse(site.call)
+    return "rank" in text or "is_main" in text or "master" in text
+
+
+RULE = Rule(
+    code="LS028",
+    name="output on every rank",
+    what=(
+        "Code that every rank runs prints, logs, or starts a tracker run. Lines that name their rank are an "
+        "opinion only."
+    ),
+    why="Eight GPUs write every line eight times, in mixed order, and W&B gets eight runs of which seven are noise.",
+    bad=(
+        """
+import torch.distributed as dist
+
+def main(loss):
+    dist.init_process_group("nccl")
+    print("loss", loss)
+    dist.destroy_process_group()
+""",
+        """
+import torch.distributed as dist
+import wandb
+
+def main(project):
+    dist.init_process_group("nccl")
+    wandb.init(project=project)
+    dist.destroy_process_group()
+""",
+    ),
+    good=(
+        """
+import torch.distributed as dist
+
+def say(*words):
+    if dist.get_rank() == 0:
+        print(*words)
+
+def main(loss):
+    dist.init_process_group("nccl")
+    say("loss", loss)
+    dist.destroy_process_group()
+""",
+        """
+import torch.multiprocessing as mp
+import torch.distributed as dist
+
+def worker(rank):
+    dist.init_process_group("nccl", rank=rank)
+    dist.destroy_process_group()
+
+def main():
+    print("starting")
+    mp.spawn(worker, nprocs=2)
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Write on rank 0 only",
+    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
+)

@@ -1,0 +1,120 @@
+"""LS029: deprecated launchers and wrappers."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.nodes import constant
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+FLAGS = ("--local_rank", "--local-rank")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at imports, at the flag of the old launcher, and at calls of what has a successor."""
+    for site in view.sites("add_argument"):
+        if any(constant(value) in FLAGS for value in site.call.args) and not handled(view):
+            yield at(
+                site,
+                "torchrun passes the local rank in the environment: read os.environ['LOCAL_RANK'] instead of this flag",
+            )
+    for site in view.sites("FullyShardedDataParallel", "FSDP", "sdp_kernel"):
+        full = view.full(site)
+        if full.startswith("torch.distributed.fsdp") and full.endswith("FullyShardedDataParallel"):
+            yield at(site, "FSDP1 is deprecated: use torch.distributed.fsdp.fully_shard")
+        elif full == "torch.backends.cuda.sdp_kernel":
+            yield at(site, "sdp_kernel is deprecated: use torch.nn.attention.sdpa_kernel")
+    yield from launchers(view)
+    yield from packages(view)
+
+
+def handled(view: View) -> bool:
+    """Whether the program takes the rank from the environment too, or a launcher still passes the flag."""
+    if view.effects.mentioned(view.module, '"LOCAL_RANK"', "'LOCAL_RANK'"):
+        return True
+    return bool(view.frameworks & {"deepspeed", "transformers", "accelerate", "colossalai", "megatron"})
+
+
+def launchers(view: View) -> Iterator[Found]:
+    """Commands that start torch.distributed.launch."""
+    if "torch.distributed.launch" not in view.module.text:
+        return
+    for site in view.sites("run", "Popen", "check_call", "call", "system", "execvp"):
+        for node in ast.walk(site.call):
+            text = constant(node)
+            if isinstance(text, str) and "torch.distributed.launch" in text:
+                yield at(site, "torch.distributed.launch is deprecated: start with torchrun")
+
+
+def packages(view: View) -> Iterator[Found]:
+    """Imports of packages whose parts are in torch by now."""
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            for name in imported(stmt):
+                root = name.split(".")[0]
+                if root == "fairscale":
+                    yield Found(stmt, "FairScale is no longer developed: its sharding is in torch.distributed.fsdp")
+                elif name in ("apex", "apex.amp", "apex.parallel") or name.startswith(("apex.amp.", "apex.parallel.")):
+                    yield Found(stmt, "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel")
+
+
+def imported(stmt: ast.stmt) -> Iterator[str]:
+    """The full names that an import statement brings."""
+    if isinstance(stmt, ast.Import):
+        yield from (alias.name for alias in stmt.names)
+    elif isinstance(stmt, ast.ImportFrom) and not stmt.level:
+        yield from (f"{stmt.module}.{alias.name}" for alias in stmt.names)
+
+
+RULE = Rule(
+    code="LS029",
+    name="deprecated launch or wrapper",
+    what=(
+        "The script uses `torch.distributed.launch` or its `--local_rank`, FSDP1, `sdp_kernel`, FairScale, or "
+        "apex's amp and parallel."
+    ),
+    why=(
+        "They are unmaintained or warn today and will go: torchrun, fully_shard, sdpa_kernel, torch.amp and DDP "
+        "do the same, and get the fixes."
+    ),
+    bad=(
+        """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+""",
+        """
+import torch
+from apex import amp
+""",
+        """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def wrap(model):
+    return FSDP(model)
+""",
+    ),
+    good=(
+        """
+import os
+import torch
+from torch.distributed.fsdp import fully_shard
+
+local_rank = int(os.environ["LOCAL_RANK"])
+
+def wrap(model):
+    return fully_shard(model)
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Use torchrun, fully_shard, sdpa_kernel, torch.amp",
+)

@@ -1,0 +1,128 @@
+"""Checks files: parses them together, runs the rules on each, and applies what the files say about silence."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from lockstep.lint.analysis.budget import WORK, TooIntricate
+from lockstep.lint.analysis.index import Module
+from lockstep.lint.analysis.project import Project
+from lockstep.lint.analysis.source import Problem, Source, parse, read
+from lockstep.lint.analysis.view import Analysis, View
+from lockstep.lint.config import Config
+from lockstep.lint.finding import Confidence, Finding, Severity
+from lockstep.lint.rules import RULES
+from lockstep.lint.rules.base import Found, Rule
+from lockstep.lint.suppress import Silencer
+
+__all__ = ["PROBLEM", "check_paths", "check_text"]
+
+# The code under which a file that could not be checked is reported.
+PROBLEM = "LS000"
+# Files are checked in parts of this many, each a project of its own: it bounds the memory, and a part is one process's
+# work. Neighbours are in one part, and imports across parts are followed anyway.
+PART = 100
+
+
+def check_paths(paths: list[str], config: Config) -> list[Finding]:
+    """The findings in the files at `paths`, in order; several processes share a long list."""
+    count = -(-len(paths) // PART)
+    parts = [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
+    workers = min(os.cpu_count() or 1, 8, count)
+    if workers < 2:
+        return in_order(finding for part in parts for finding in _check_part(part, config))
+    with ProcessPoolExecutor(workers) as pool:
+        return in_order(finding for part in pool.map(_check_part, parts, [config] * count) for finding in part)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings by path, line, column and rule."""
+    return sorted(findings, key=lambda finding: finding.place)
+
+
+def _check_part(paths: list[str], config: Config) -> list[Finding]:
+    if len(paths) < PART // 4:
+        return check_sources([read(path) for path in paths], config)
+    with uncollected():
+        return check_sources([read(path) for path in paths], config)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps the garbage collector out: walking a million nodes that all stay alive would double the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+            gc.collect()  # the part's trees, before the next part's are built
+
+
+def check_text(text: str, config: Config | None = None, path: str = "example.py") -> list[Finding]:
+    """The findings in a piece of text, as if it were a file."""
+    return in_order(check_sources([parse(path, text)], config or Config()))
+
+
+def check_sources(sources: Iterable[Source], config: Config) -> list[Finding]:
+    """The findings in parsed files, which are taken as one project."""
+    sources = list(sources)
+    project = Project(sources)
+    analysis = Analysis(project)
+    modules = {module.path: module for module in project.checked}
+    findings: list[Finding] = []
+    for source in sources:
+        if source.problem is not None:
+            findings.append(_problem(source))
+            continue
+        found: list[Finding] = []
+        module = modules.get(source.path)
+        if module is not None and module.whole:
+            found = list(_check_module(module, analysis, config))
+        findings.extend(Silencer(source, config.codes_for(source.path)).filter(found))
+    return findings
+
+
+def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterator[Finding]:
+    codes = config.codes_for(module.path)
+    WORK.start()
+    try:
+        view = View(module, analysis)
+        for rule in RULES.values():
+            if rule.code in codes and not rule.moot & view.frameworks:
+                yield from _run(rule, view, config)
+    except (TooIntricate, RecursionError):
+        problem = Problem(1, "is too large or nested for all rules: split it")
+        yield _problem(Source(module.path, problem=problem))
+
+
+def _run(rule: Rule, view: View, config: Config) -> Iterator[Finding]:
+    seen: set[int] = set()
+    for found in rule.check(view):
+        line = getattr(found.node, "lineno", 1)
+        if line not in seen and (not found.opinion or rule.code in config.opinions):
+            seen.add(line)
+            yield _finding(rule, found, view.module)
+
+
+def _finding(rule: Rule, found: Found, module: Module) -> Finding:
+    line, offset = getattr(found.node, "lineno", 1), getattr(found.node, "col_offset", 0)
+    text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
+    column = len(text.encode()[:offset].decode(errors="replace")) + 1
+    severity = Severity.INFO if found.opinion else rule.severity
+    end = getattr(found.node, "end_lineno", line) or line
+    remedy = rule.remedy or None
+    return Finding(
+        module.path, line, column, rule.code, severity, rule.confidence, found.message, remedy, found.edit, end
+    )
+
+
+def _problem(source: Source) -> Finding:
+    assert source.problem is not None
+    problem = source.problem
+    return Finding(
+        source.path, problem.line, 1, PROBLEM, Severity.ERROR, Confidence.HIGH, f"not checked: {problem.message}"
+    )
