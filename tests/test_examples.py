@@ -32,5 +32,12 @@ def test_own_loop(processes):
     assert losses[1] < losses[0]
 
 
+def test_my_training_as_a_project_would_run_it():
+    arguments = [sys.executable, "-m", "pytest", str(EXAMPLES / "test_my_training.py")]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
 def test_there_is_no_example_without_a_test():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_task.py", "own_loop.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_task.py", "own_loop.py", "test_my_training.py"}

@@ -5,32 +5,51 @@ if done % config.log_freq == 0:
     books.log(record)
 """
 
+import json
 import math
 import time
+from functools import partial
+from typing import Any, Self
 
 from lockstep import checkpoint
+from lockstep.checkpoint.layout import Share
+from lockstep.engines import name_of
+from lockstep.errors import PeerError
 from lockstep.evaluate import evaluate
+from lockstep.guards.loader import troubles
+from lockstep.heartbeat import SAVE_FAILED, Heartbeat
 from lockstep.meter import Meter
 from lockstep.parts import Parts
+from lockstep.progress import ENDING, EVALUATING, SAVING
 from lockstep.records import StepRecord
 from lockstep.sinks import Sinks
+from lockstep.world import World
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "Bookkeeper"]
 
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
+_TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
 
 
 class Bookkeeper:
     """Every rank calls each method at the same steps; rank 0 alone writes.
 
     Attributes:
-        saved: the step of the newest checkpoint.
+        saved: the step of the newest checkpoint that was begun.
+        saver: writes them.
     """
 
-    def __init__(self, parts: Parts, meter: Meter, sinks: Sinks) -> None:
-        self._parts, self._meter, self._sinks = parts, meter, sinks
+    def __init__(self, parts: Parts, meter: Meter, sinks: Sinks, beat: Heartbeat) -> None:
+        self._parts, self._meter, self._sinks, self._beat = parts, meter, sinks, beat
+        keep = parts.config.checkpoint
+        self.saver = checkpoint.Saver(
+            parts.world,
+            background=keep.mode == "async",
+            policy=keep.on_failure,
+            failed=partial(beat.stop, SAVE_FAILED),
+        )  # collective
         self._began = time.perf_counter()
-        self._engine_name = type(parts.engine).__name__.lower()
+        self._engine_name = name_of(parts.config.engine, parts.world)
         self.saved = parts.start
 
     def log(self, record: StepRecord) -> None:
@@ -38,15 +57,22 @@ class Bookkeeper:
         parts = self._parts
         place = parts.horizon.place(record.step + 1)
         found = self._meter.read(parts.config.log_freq)
+        bad = self._troubles()
         if parts.world.is_main:
             names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
-            self._sinks.log({**{k: place[k] for k in names}, "lr": parts.config.lr * record.factor, **found})
+            self._sinks.log({**{k: place[k] for k in names}, "lr": parts.config.lr * record.factor, **found, **bad})
+
+    def _troubles(self) -> dict[str, float]:
+        """What went wrong and was put right so far, over all ranks; nothing where nothing did."""
+        counts = [*self._beat.totals(troubles(self._parts.loading)), float(self._parts.state.get("steps_left_out", 0))]
+        return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
 
     def evaluate(self, done: int) -> bool:
         """Evaluates after `done` steps, and says whether the loss is the lowest so far."""
         parts, began = self._parts, time.perf_counter()
         if parts.evaluation is None:
             return False
+        self._beat.progress.at(done, EVALUATING)
         found = evaluate(parts.engine, parts.task, parts.evaluation, parts.world, step=done, seed=parts.config.seed)
         if parts.world.is_main:
             metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
@@ -60,28 +86,44 @@ class Bookkeeper:
         return True
 
     def save(self, done: int) -> None:
-        """A checkpoint after `done` steps; what need not be kept any more goes."""
+        """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
+
+        Raises:
+            LockstepError: saves fail, and --checkpoint.on-failure ends the run.
+        """
         parts, began = self._parts, time.perf_counter()
+        self._beat.progress.at(done, SAVING)
         self._meter.settle()
         parts.state |= parts.horizon.place(done) | {
             "running_loss": self._meter.running_loss,
             "plan": parts.plan,
             "world_size": parts.world.size,
         }
-        folder = parts.folder
-        checkpoint.save(
-            folder.path, done, parts.engine.state(), parts.state, parts.world, engine=self._engine_name
-        )  # collective
-        if parts.world.is_main:
-            folder.write_state(parts.state)
-            keep, best = parts.config.checkpoint, parts.state["best"]
-            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+        state = json.loads(json.dumps(parts.state))  # as it is now: the thread writes it later
+        self.saver.begin(parts.engine.state(), partial(self._write, done, state))  # collective
         self.saved = done
         self._meter.pause(time.perf_counter() - began)
+
+    def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
+        """In the saver's thread, with its own group."""
+        folder, keep, best = self._parts.folder, self._parts.config.checkpoint, state["best"]
+        checkpoint.write_share(folder.path, done, share, state, world, engine=self._engine_name)  # collective
+        if world.is_main:
+            folder.write_state(state)
+            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
+        self.saver.abandon(1.0 if isinstance(error, PeerError) else self._parts.world.timeout)
 
     def close(self, code: int) -> None:
         """The summary. Every rank takes part in the sample, since the forward of a split model needs them all."""
         parts = self._parts
+        self.saver.settle()  # collective
+        self._beat.progress.at(self.saved, ENDING)
         sample = getattr(parts.task, "sample", None)
         text = sample(parts.engine.model, parts.world.device) if sample and not code else ""
         self._sinks.close(

@@ -21,6 +21,9 @@ class Clock(Protocol):
     def lap(self, name: str) -> None:
         """What passed since `start` or the last lap belongs to `name`."""
 
+    def spent(self) -> dict[str, float]:
+        """Seconds in all by name, as far as they are known without waiting for the device."""
+
     def read(self) -> dict[str, float]:
         """Milliseconds a step by name since the last reading; resets. Here, and only here, the device is waited for."""
 
@@ -30,6 +33,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
+        self._before: dict[str, float] = {}  # until the last reading
         self._steps = 0
         self._last = 0.0
 
@@ -42,7 +46,11 @@ class HostClock:
         self._sums[name] = self._sums.get(name, 0.0) + now - self._last
         self._last = now
 
+    def spent(self) -> dict[str, float]:
+        return self._before | {name: self._before.get(name, 0.0) + spent for name, spent in self._sums.items()}
+
     def read(self) -> dict[str, float]:
+        self._before = self.spent()
         found = {name: 1e3 * seconds / max(1, self._steps) for name, seconds in self._sums.items()}
         self._sums, self._steps = {}, 0
         return found
@@ -54,6 +62,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []
+        self._before: dict[str, float] = {}
 
     def start(self) -> None:
         self.lap("")
@@ -63,6 +72,9 @@ class DeviceClock:
         event.record()
         self._marks.append((name, event))
 
+    def spent(self) -> dict[str, float]:
+        return dict(self._before)
+
     def read(self) -> dict[str, float]:
         if not self._marks:
             return {}
@@ -71,6 +83,7 @@ class DeviceClock:
         for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
             if name:
                 sums[name] = sums.get(name, 0.0) + before.elapsed_time(after)
+        self._before |= {name: self._before.get(name, 0.0) + 1e-3 * spent for name, spent in sums.items()}
         count = sum(not name for name, _ in self._marks)
         self._free += [event for _, event in self._marks]
         self._marks = []

@@ -16,7 +16,10 @@ from lockstep.data.batches import Cut
 __all__ = ["Horizon", "differences", "plan_of"]
 
 # Options that change what is computed from which data; the rest may change between one start and the next.
-_FIXED = ("batch_size", "micro_batch_size", "seed", "seq_len", "lr", "precision", "model_name", "dataset_name")
+_FIXED = (
+    *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
+    *("precision", "batchnorm", "model_name", "dataset_name"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ run = launch(folder, faults=[{"rank": 1, "step": 7, "at": BEAT, "do": "kill"}], 
 assert run.code == 0 and run.same_as(whole)
 """
 
+import contextlib
 import json
 import os
 import re
@@ -142,10 +143,8 @@ def workers(process):
 def end(process):
     """No test leaves a process behind."""
     for pid in workers(process).values():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     if process.poll() is None:
         process.kill()
     process.wait()

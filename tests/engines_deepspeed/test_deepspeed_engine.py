@@ -120,6 +120,7 @@ def _saved_and_crossed(world, folder):
     return [list(mark) for mark in marks]
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_engines_and_stages_bitwise(tmp_path):
     for marks in run(_saved_and_crossed, 2, tmp_path, timeout=150):
         assert marks == [[True, True]] * 12
@@ -142,6 +143,7 @@ def _overflow(world):
     return found
 
 
+@pytest.mark.slow
 def test_fp16_skips_an_overflow_on_all_ranks_as_ddp_does():
     for wanted, *others in run(_overflow, 2):
         # The first scale, 2**16, is no number in float16, in which this task adds its loss.

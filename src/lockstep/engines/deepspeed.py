@@ -19,7 +19,7 @@ from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.deepspeed_config import Wanted, merged, read_config
 from lockstep.engines.deepspeed_state import SplitState
 from lockstep.engines.replicas import check_launched
-from lockstep.engines.update import Update, _Scaler
+from lockstep.engines.update import LossScale, Update
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -98,7 +98,7 @@ class _ZeroStep:
     def __init__(self, ds: Any, settings: Settings, world: World) -> None:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
-        self._scaler = _Scaler() if settings.loss_scaling else None
+        self._scaler = LossScale() if settings.loss_scaling else None
         self._scale()
 
     def __call__(self, factor: float) -> StepResult:

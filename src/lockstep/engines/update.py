@@ -11,7 +11,7 @@ from lockstep.engines.base import Settings, StepResult
 from lockstep.engines.names import named_state, restore_state
 from lockstep.errors import LockstepError
 
-__all__ = ["Update", "combined", "norms_of", "total_norm"]
+__all__ = ["LossScale", "Update", "combined", "norms_of", "total_norm"]
 
 Norm = Callable[[list[Tensor]], Tensor]
 
@@ -42,7 +42,7 @@ class Update:
         self._groups = [(group, float(group["lr"])) for group in optimizer.param_groups]
         self.parameters: list[Tensor] = order or [p for group in optimizer.param_groups for p in group["params"]]
         self._norm, self._local = norm or total_norm, local
-        self._scaler = _Scaler() if settings.loss_scaling else None
+        self._scaler = LossScale() if settings.loss_scaling else None
         self._limit = settings.limit
         on_device = any(parameter.is_cuda for parameter in self.parameters)
         fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -114,7 +114,7 @@ class Update:
         return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
 
 
-class _Scaler:
+class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 3.2).
 
     The scale is halved by a step whose gradients overflow, which is skipped, and doubled after 2000 good ones. It

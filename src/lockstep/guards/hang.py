@@ -56,14 +56,17 @@ class Watch:
         self._world, self._beat, self._folder, self._note = world, beat, folder, note
         self._ended = threading.Event()
         self._calling = threading.Lock()
-        self._store = _own_store(world)
-        self._told, self._failed_since = 0.0, 0.0
+        self._store = _own_store(world, timedelta(seconds=world.timeout))
+        self._failed_since, self._called = 0.0, False
         self._verdict = ""
+        self._heard: dict[int, str] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._beat.progress.at(self._beat.progress.step, COMPUTING)
         self._thread.start()
+        if self._store is not None:  # a thread of its own: a meeting point that is gone may never answer
+            threading.Thread(target=self._tell, args=(self._store,), name="lockstep-tell", daemon=True).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -100,13 +103,14 @@ class Watch:
         self._failed_since = (self._failed_since or now) if self._beat.broken() else 0.0
         if self._failed_since and now - self._failed_since > _GIVE:
             return "an exchange failed"
-        if now - self._told > max(_TELL, 0.02 * self._world.size):
-            self._told = now
+        return "another rank misses one of us" if self._called else ""
+
+    def _tell(self, store: TCPStore) -> None:
+        """Tells the others where this rank stands, and hears whether one of them misses somebody."""
+        while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{_KEY}/at/{self._world.rank}", str(progress.place))
-                if self._store.check([f"{_KEY}/call"]):
-                    return "another rank misses one of us"
-        return ""
+                store.set(f"{_KEY}/at/{self._world.rank}", str(self._beat.progress.place))
+                self._called = self._called or store.check([f"{_KEY}/call"])
 
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
@@ -141,14 +145,26 @@ class Watch:
         if self._store is None:
             return f"rank {self._world.rank} made no progress: it stands in {place}, at {line}"
         mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
-        try:
-            self._store.set(f"{_KEY}/alive/{self._world.rank}", json.dumps(mine))
-            self._store.set(f"{_KEY}/call", "1")
-            time.sleep(_CALL)
-            answers = {rank: self._answer(f"alive/{rank}") for rank in range(self._world.size)}
-        except RuntimeError:
-            return f"rank 0 did not arrive{self._last(0)}: it holds the meeting point, which does not answer"
+        answers: dict[int, str] = {}
+        asking = threading.Thread(target=self._ask, args=(json.dumps(mine), answers), daemon=True)
+        asking.start()
+        asking.join(_CALL + _STORE.total_seconds())
+        if len(answers) < self._world.size:
+            return f"rank 0 did not arrive{self._last(0)}: it holds the meeting point, which is silent"
         return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
+
+    def _ask(self, mine: str, answers: dict[int, str]) -> None:
+        """Says where this rank stands, gives the others time to do so, and collects what they said."""
+        store = _own_store(self._world, _STORE)  # the first one may be waiting for an answer for ever
+        if store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{_KEY}/alive/{self._world.rank}", mine)
+            store.set(f"{_KEY}/call", "1")
+            time.sleep(_CALL)
+            found = {rank: _answer(store, f"alive/{rank}") for rank in range(self._world.size)}
+            self._heard = {rank: _answer(store, f"at/{rank}") for rank, text in found.items() if not text}
+            answers |= found
 
     def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
         missing = [rank for rank, answer in answers.items() if answer is None]
@@ -164,30 +180,28 @@ class Watch:
         ]
         return " and ".join(shown)
 
-    def _answer(self, key: str) -> str:
-        assert self._store is not None
-        full = f"{_KEY}/{key}"
-        return self._store.get(full).decode() if self._store.check([full]) else ""
-
     def _last(self, rank: int) -> str:
         """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
         folder = os.environ.get(FOLDER_VARIABLE)
         place = Place.read(Path(folder) / str(rank)) if folder else None
         if place:
             return f": it stood in {place}"
-        with contextlib.suppress(RuntimeError):
-            found = self._answer(f"at/{rank}")
-            return f": it stood in {found} when last heard" if found else ""
-        return ""
+        found = self._heard.get(rank)
+        return f": it stood in {found} when last heard" if found else ""
 
 
-def _own_store(world: World) -> TCPStore | None:
+def _answer(store: TCPStore, key: str) -> str:
+    full = f"{_KEY}/{key}"
+    return store.get(full).decode() if store.check([full]) else ""
+
+
+def _own_store(world: World, wait: timedelta) -> TCPStore | None:
     """A connection of the watch's own to the ranks' meeting point: another thread may sit in the first one."""
     if world.size == 1 or world.control is None:
         return None
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
-        store = TCPStore(host, int(port), None, False, timedelta(seconds=world.timeout), wait_for_workers=False)
+        store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
         store.set_timeout(_STORE)
     except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
         return None

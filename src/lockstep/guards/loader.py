@@ -15,12 +15,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.data.batches import Batches, Feed, MicroBatch
 from lockstep.errors import DataError
 
-__all__ = ["Guarded", "Lasting"]
+__all__ = ["Guarded", "Lasting", "troubles"]
 
 _LOG = logging.getLogger("lockstep")
 _PAUSE = 0.05  # seconds before a sample is tried again; a network disk may need them
@@ -41,7 +42,7 @@ class Guarded(Dataset[Any]):
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
         self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
-        self.counts = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         if hasattr(inner, "draws_random"):
             self.draws_random = inner.draws_random
         if hasattr(inner, "__getitems__"):
@@ -136,7 +137,19 @@ class Lasting:
         _LOG.warning("rank %d: a loader process died at step %d: %s; started again", self._rank, step, line)
 
 
+def troubles(loading: list[Any]) -> list[float]:
+    """[samples tried again, samples left out, loader processes started again] on this rank so far."""
+    found = [0.0, 0.0, 0.0]
+    for each in loading:
+        if isinstance(each, Guarded):
+            found[0], found[1] = (float(count) for count in each.counts)
+        else:
+            found[2] = float(each.restarts)
+    return found
+
+
 def _leave_children_alone() -> None:
     """Torch's loader would raise out of any line of the loop when a child of it dies; asking for a batch raises too."""
-    if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+    handler = signal.getsignal(signal.SIGCHLD)
+    if str(getattr(handler, "__module__", "")).startswith("torch."):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -6,6 +6,7 @@ Besides torch's public classes this uses the process handles inside LocalElastic
 both under the same names from torch 2.11 on.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +41,9 @@ from lockstep.world import listening
 
 __all__ = ["Job", "own_address", "run"]
 
-_GRACE = 3.0  # seconds that the others have, once one has failed, to say where they stood
+_GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
 _POLL = 0.05
+_READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -118,7 +121,7 @@ class _Agent(LocalElasticAgent):
             rdzv_handler=_meeting(job),
             max_restarts=job.restarts,
             monitor_interval=_POLL,
-            local_addr="127.0.0.1" if job.nodes == (1, 1) else None,
+            local_addr=_local_address(job),
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
@@ -140,9 +143,8 @@ class _Agent(LocalElasticAgent):
         self._remaining_restarts = 0
         again = self.asked == number == signal.SIGINT
         self.asked = signal.Signals(number)
-        # A Ctrl-C reaches the processes from the terminal too, but not when it was sent to this process alone; sent
-        # twice it would end them before they have saved, so they are asked in another way.
-        sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else self.asked
+        # Each process has a session of its own, so that a Ctrl-C in the terminal does not reach it by itself too.
+        sent = signal.SIGKILL if again else self.asked
         for process in self._processes().values():
             if process.poll() is None:
                 process.send_signal(sent)
@@ -168,7 +170,8 @@ class _Agent(LocalElasticAgent):
             for local, process in processes.items():
                 if process.poll():
                     seen.setdefault(local, time.time())
-            if all(process.poll() is not None for process in processes.values()) or time.monotonic() > deadline:
+            running = [process for process in processes.values() if process.poll() is None]
+            if all(_is_stopped(process.pid) for process in running) or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         for process in processes.values():
@@ -214,7 +217,9 @@ class _Agent(LocalElasticAgent):
     def end(self) -> None:
         """Leaves no process behind and lets other nodes know."""
         self._shutdown(signal.SIGKILL)
-        self._worker_group.spec.rdzv_handler.shutdown()
+        leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
+        leaving.start()  # over a link that was cut it would wait for long
+        leaving.join(_GRACE)
 
 
 def _meeting(job: Job) -> RendezvousHandler:
@@ -226,11 +231,12 @@ def _meeting(job: Job) -> RendezvousHandler:
         run_id=job.run_id,
         min_nodes=job.nodes[0],
         max_nodes=job.nodes[1],
-        local_addr="127.0.0.1" if job.nodes == (1, 1) else None,
+        local_addr=_local_address(job),
         **job.options,
     )
     if job.backend != "c10d" or not job.is_host:
-        return get_rendezvous_handler(settings)
+        settings.config.setdefault("read_timeout", str(_READ))
+        return _patient(get_rendezvous_handler(settings))
     listener = listening(host, int(port))
     if listener is None:
         raise ConfigError(f"--master-addr {host} is no address of this node, and --node-rank 0 must hold it")
@@ -239,6 +245,51 @@ def _meeting(job: Job) -> RendezvousHandler:
         host, listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
+
+
+def _patient(handler: RendezvousHandler) -> RendezvousHandler:
+    """A handler that asks for waiting nodes in a thread, every second.
+
+    Over a link that was cut the question takes minutes, and until it was answered nobody would look at the processes,
+    which know better what is wrong.
+    """
+    ask, known = handler.num_nodes_waiting, {"count": 0}
+    asking: list[threading.Thread] = []
+
+    def find() -> None:
+        with contextlib.suppress(RendezvousError):
+            known["count"] = ask()
+        time.sleep(1.0)
+
+    def waiting() -> int:
+        if not asking or not asking[0].is_alive():
+            asking[:] = [threading.Thread(target=find, daemon=True)]
+            asking[0].start()
+        found, known["count"] = known["count"], 0
+        return found
+
+    handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
+    return handler
+
+
+def _local_address(job: Job) -> str:
+    """This node's address on the interface that leads to the meeting point; its host name may lead elsewhere."""
+    host, _, port = job.endpoint.rpartition(":")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as towards:
+            towards.connect(address)  # sends nothing
+            return str(towards.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--master-addr {host} cannot be reached from here: {error.strerror or error}") from error
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal: it will not end by itself, so nobody need wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def own_address(host: str) -> bool:

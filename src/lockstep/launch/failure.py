@@ -54,7 +54,7 @@ class Failure:
         """The failure of a process that ended with `code`, from the note that it may have left at `path`."""
         note: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            note = json.loads(path.read_bytes()[:_LIMIT])["lockstep"]
+            note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message, when = str(note.get("line", "")), note.get("when")
         follows = bool(note.get("follows")) or code == -signal.SIGTERM  # what a launcher sends the survivors
         return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)

@@ -64,6 +64,14 @@ _DEEDS = {
 }
 
 
+def _mark():
+    """When the fault happened, for who measures how long it takes to be noticed."""
+    path = os.environ.get("LOCKSTEP_CHAOS_MARK")
+    if path:
+        with open(path, "a") as file:
+            file.write(f"{time.time()}\n")
+
+
 def _wrapped(function, faults, beats):
     calls = dict.fromkeys(range(len(faults)), 0)
 
@@ -76,8 +84,9 @@ def _wrapped(function, faults, beats):
                 continue
             calls[number] += 1
             if fault["do"] == "nan":
-                result_of = fault if calls[number] == fault.get("call", 1) else result_of
+                result_of = fault if calls[number] == fault.get("call", 1) or fault.get("always") else result_of
             elif calls[number] == fault.get("call", 1) or fault.get("always"):
+                _mark()
                 _DEEDS[fault["do"]](fault, args)
         result = function(*args, **kwargs)
         return result * float("nan") if result_of else result

@@ -1,0 +1,122 @@
+"""What a save costs the training: python bench/checkpoint.py [--width 1024] [--folder DIR] [--rounds 5]
+
+The same state (a GPT's parameters with AdamW), the same steps, one run: steps alone, then with one save among them by
+each way. "blocked" is how long the call keeps the loop; "lost" is how much longer the steps take in all, until the save
+is done: what a thread takes from the following steps counts too. Medians over the rounds, ways in turn.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.engines import engine
+from lockstep.world import World
+
+
+def step(made, data):
+    made.backward(made.model(data).square().mean())
+    made.step(1.0)
+
+
+class Ways:
+    """Each begins a save and returns what waits for its end."""
+
+    def __init__(self, folder, made, world):
+        self.folder, self.made, self.world, self.number = folder, made, world, 0
+        self.saver = checkpoint.Saver(world)
+        self.sync = checkpoint.Saver(world, background=False)
+
+    def _write(self, share, world):
+        checkpoint.write_share(self.folder, self.number, share, {}, world, engine="bench")
+
+    def lockstep(self):
+        self.saver.begin(self.made.state(), self._write)
+        return self.saver.settle
+
+    def lockstep_sync(self):
+        self.sync.begin(self.made.state(), self._write)
+        return self.sync.settle
+
+    def torch_save(self):
+        path = self.folder / f"{self.number}.pt"
+        with path.open("wb") as file:
+            torch.save(self.made.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: None
+
+    def dcp_async(self):
+        made = dcp.async_save(self.made.state(), checkpoint_id=str(self.folder / f"dcp-{self.number}"))
+        return made.result
+
+
+def contest(ways, name, made, data, steps):
+    ways.number += 1
+    began = time.perf_counter()
+    for _ in range(steps):
+        step(made, data)
+    plain = time.perf_counter() - began
+    began = time.perf_counter()
+    wait = getattr(ways, name)()
+    blocked = time.perf_counter() - began
+    for _ in range(steps):
+        step(made, data)
+    wait()
+    lost = time.perf_counter() - began - plain
+    for path in ways.folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return blocked, lost
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=None)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers = [nn.Linear(given.width, given.width) for _ in range(given.layers)]
+    model = nn.Sequential(*layers).to(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = World(device=device)
+    made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters(), fused=True), world)
+    data = torch.randn(64, given.width, device=device)
+    step(made, data)
+    size = sum(tensor.nbytes for tensor in made.state().values())
+    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    names = ("lockstep", "lockstep_sync", "torch_save", "dcp_async")
+    found = {name: [] for name in names}
+    try:
+        ways = Ways(folder, made, world)
+        for number in range(given.rounds + 1):
+            for name in names:
+                result = contest(ways, name, made, data, given.steps)
+                if number:  # the first round makes buffers and threads
+                    found[name].append(result)
+    finally:
+        shutil.rmtree(folder)
+    print(
+        f"{size / 1e6:.0f} MB on {device}, one process, one thread, {given.steps} steps after each save, fsync included"
+    )
+    print("| way | blocked, s | lost in all, s |\n|---|---|---|")
+    for name, results in found.items():
+        blocked, lost = (statistics.median(column) for column in zip(*results, strict=True))
+        print(f"| {name} | {blocked:.3f} | {lost:.3f} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

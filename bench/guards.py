@@ -1,0 +1,117 @@
+"""What all guards together cost a step of the GPT benchmark: python bench/guards.py [--steps 60] [--rounds 5]
+
+Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
+of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
+turn. Also the parts alone, in microseconds a step: what each costs where it is called.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import statistics
+import tempfile
+import time
+
+import torch
+
+import lockstep
+from lockstep.config import Config, Guards, Optim
+from lockstep.guards.desync import fingerprints
+from lockstep.guards.reading import Reader
+from lockstep.guards.spike import Spike
+from lockstep.models.gpt import GPT, GPTConfig
+from lockstep.progress import COMPUTING, Progress
+from lockstep.records import StepRecord
+
+LENGTH, VOCABULARY = 128, 512
+OFF = Guards(spike="off", desync_freq=0, straggler=0.0)
+
+
+class Rows(torch.utils.data.Dataset):
+    draws_random = False
+
+    def __init__(self):
+        self.rows = torch.randint(VOCABULARY, (4096, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Task:
+    items_per_sample = LENGTH
+
+    def model(self):
+        return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, layers=4, heads=4, width=192))
+
+    def dataset(self, split):
+        return Rows() if split == "train" else None
+
+    def collate(self, samples):
+        return torch.stack(samples)
+
+    def count(self, batch):
+        return batch.shape[0] * LENGTH
+
+    def loss(self, model, batch):
+        logits = model(batch[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+
+
+def per_step(guards, steps):
+    """Seconds a step, median, of a run without saves."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        config = Config(
+            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=4, seq_len=LENGTH, ckpt_freq=0,
+            log_freq=100, optim=Optim(), guards=guards,
+        )  # fmt: skip
+        training, times = lockstep.train(config, Task()), []
+        for record in training:
+            times.append(time.perf_counter())
+            if record.step == steps:
+                break
+        training.close()
+    return statistics.median(after - before for before, after in itertools.pairwise(times[5:]))
+
+
+def micro(function, count=20000):
+    began = time.perf_counter()
+    for _ in range(count):
+        function()
+    return 1e6 * (time.perf_counter() - began) / count
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {"off": [], "on": []}
+    for _ in range(given.rounds):
+        for name, guards in (("off", OFF), ("on", Guards())):
+            results[name].append(per_step(guards, given.steps))
+    off, on = (statistics.median(results[name]) for name in ("off", "on"))
+    ratio = statistics.median(one / other for one, other in zip(results["on"], results["off"], strict=True))
+    print(f"step with guards {1e3 * on:.2f} ms, without {1e3 * off:.2f} ms: ratio {ratio:.4f} (goal 1.01)")
+    progress, spike, reader = Progress(), Spike(), Reader(torch.device("cpu"))
+    record = StepRecord(0, 1, [torch.ones(())] * 2, torch.ones(()), 1.0)
+    for name, function in (
+        ("progress", lambda: progress.at(1, COMPUTING)),
+        ("spike", lambda: spike.sees(1.0)),
+        ("norm and losses", lambda: reader.add(record, [])),
+    ):
+        print(f"{name}: {micro(function):.2f} us a step")
+    state = {f"model/{name}": tensor for name, tensor in Task().model().state_dict().items()}
+    began = time.perf_counter()
+    fingerprints(state)
+    seconds, size = time.perf_counter() - began, sum(tensor.nbytes for tensor in state.values())
+    share = 3 * seconds / (100 * on)  # parameters and AdamW's two moments, every 100 steps
+    print(f"fingerprint of {size / 1e6:.0f} MB: {1e3 * seconds:.1f} ms; as compared by default {100 * share:.2f} %")
+
+
+if __name__ == "__main__":
+    main()

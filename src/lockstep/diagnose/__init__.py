@@ -1,0 +1,1 @@
+"""Proofs and measurements of training, built on the public parts of lockstep alone."""

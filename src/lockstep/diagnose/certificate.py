@@ -1,0 +1,131 @@
+"""certificate.json: what a proof found, and what the single process did, step by step.
+
+write(path, made)
+given = read(path)
+difference = against(given, trace)           of this machine's single process to the certificate's
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep import environment, options
+from lockstep.config import Config
+from lockstep.diagnose.compare import first_difference
+from lockstep.diagnose.recorder import TENSORS
+from lockstep.diagnose.table import Row
+from lockstep.diagnose.tolerance import EXACT, Allowance
+from lockstep.diagnose.values import Difference, Traces
+from lockstep.diagnose.wanted import Wanted
+from lockstep.errors import ConfigError
+
+__all__ = ["against", "config_of", "make", "read", "same_machine", "write"]
+
+_FORMAT = 1
+
+
+def make(wanted: Wanted, trace: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    """The certificate as plain values: what was asked for, the single process's trace, and the table's rows."""
+    about = environment.describe()
+    machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
+    return {
+        "format": _FORMAT,
+        "versions": about["versions"],
+        "machine": machine,
+        "devices": about["devices"],
+        "config": options.flat(wanted.config),
+        "steps": wanted.steps,
+        "engines": list(wanted.engines),
+        "world_sizes": list(wanted.world_sizes),
+        "resume_at": wanted.resume,
+        "compile": wanted.compile,
+        "task": wanted.named or (type(wanted.task).__qualname__ if wanted.task is not None else ""),
+        "rows": [
+            {"combination": str(row.combination), "verdict": row.verdict, "found": row.text, "largest": row.largest[0]}
+            for row in rows
+        ],
+        "fingerprints": [step["fingerprint"] for step in trace["steps"]],
+        "trace": trace,
+    }
+
+
+def write(path: Path, made: dict[str, Any]) -> None:
+    """Writes it in one move. Raises ConfigError where the file cannot be written."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--certificate {path}: {error.strerror or error}; choose another file") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A certificate. Raises ConfigError for a file that is none."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        wrong = given["format"] != _FORMAT or not given["trace"]["steps"]
+    except OSError as error:
+        raise ConfigError(f"--against {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--against {path} is no certificate that `lockstep verify` wrote") from error
+    if wrong:
+        raise ConfigError(f"--against {path} has format {given['format']}; this lockstep reads {_FORMAT}")
+    return dict(given)
+
+
+def config_of(given: dict[str, Any]) -> Config:
+    """The configuration that was proved. Raises ConfigError where this version does not know an option of it."""
+    unknown = sorted(set(given["config"]) - set(options.option_list()))
+    if unknown:
+        raise ConfigError(f"--against: the certificate has options that this version lacks: {', '.join(unknown)}")
+    return options.build(given["config"])
+
+
+def same_machine(given: dict[str, Any]) -> list[str]:
+    """What differs between the certificate's versions and hardware and these, in words; [] where bits must agree."""
+    about = environment.describe()
+    keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
+    different = [
+        f"{key} {given[part].get(key)} there, {about[part][key]} here"
+        for part, key in keys
+        if given[part].get(key) != about[part][key]
+    ]
+    there, here = ([device["name"] for device in each["devices"]] for each in (given, about))
+    return different + ([f"devices {there} there, {here} here"] if there[:1] != here[:1] else [])
+
+
+def against(given: dict[str, Any], trace: dict[str, Any], allowance: Allowance) -> Difference | None:
+    """The first difference of this machine's single process to the certificate's, stage by stage as ever.
+
+    Of tensors a certificate has digests and 2-norms: with a tolerance it is the norms that are compared.
+    """
+    wanted = given["trace"]
+    steps = [_held(mine, theirs, allowance) for mine, theirs in zip(trace["steps"], wanted["steps"], strict=False)]
+    if len(steps) != len(wanted["steps"]):
+        text = f"{len(trace['steps'])} steps instead of {len(wanted['steps'])}"
+        return Difference(len(steps), "data", "steps", 0, text)
+    return first_difference(Traces(wanted, [{**trace, "steps": steps}], allowance))
+
+
+def _held(mine: dict[str, Any], theirs: dict[str, Any], allowance: Allowance) -> dict[str, Any]:
+    """This machine's record of a step, its tensors held against the certificate's as a rank's would be."""
+    step, kinds = mine["step"], [kind for kind in TENSORS if kind in mine]
+    return mine | {kind: _compared(mine[kind], theirs.get(kind), step, allowance) for kind in kinds}
+
+
+def _compared(mine: dict[str, Any], theirs: dict[str, Any] | None, step: int, allowance: Allowance) -> dict[str, Any]:
+    found: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "sums": [0.0] * 4}
+    there = theirs["digests"] if theirs else {}
+    found["missing"] = sorted(mine["digests"].keys() ^ there.keys())
+    total = max(mine["square"], theirs["square"] if theirs else 0.0) ** 0.5
+    for name in (name for name in mine["digests"] if name in there):
+        if mine["digests"][name] == there[name]:
+            continue
+        found["equal"] = False
+        norms = [mine["norms"][name], theirs["norms"][name]] if theirs else [0.0, 0.0]
+        limit = -1.0 if allowance is EXACT else allowance.relative(step) * total
+        if found["first"] is None and not abs(norms[0] - norms[1]) <= limit:
+            difference = abs(norms[0] - norms[1])
+            values = [f"a tensor of norm {norm!r}" for norm in norms]
+            found["first"] = {"name": name, "values": values, "at": [], "difference": difference, "allowed": limit}
+    return found

@@ -1,0 +1,221 @@
+"""Planted faults of the engine, the loop around it, and the machine below."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.checkpoint.layout import local_of
+from lockstep.config import Config
+from lockstep.diagnose.fault import Fault, Site
+from lockstep.diagnose.wrapped import Wrapped
+from lockstep.engines.base import Engine, StepResult
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "BitFlip",
+    "ClipBeforeUnscale",
+    "ExtraStep",
+    "OtherRate",
+    "RankAverage",
+    "RankWeights",
+    "SwappedState",
+    "UnsentGradient",
+]
+
+
+class _Counting(Wrapped):
+    """An engine that knows which step it is in."""
+
+    def __init__(self, inner: Engine, site: Site) -> None:
+        super().__init__(inner)
+        self.site = site
+        self.done = site.begin
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the step at which the fault is planted, on the rank that has it."""
+        return self.site.is_victim and self.done == self.site.step
+
+    def step(self, factor: float) -> StepResult:
+        result = self.inner.step(factor)
+        self.done += 1
+        return result
+
+
+@final
+class RankWeights(Fault):
+    name, stage = "per-rank-weights", "initial weights"
+    text = "the last rank begins with other weights"
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        if site.is_victim and not site.resumed:
+            with torch.no_grad():
+                for parameter in site.parameters():
+                    local_of(parameter).mul_(1.001)
+        return engine
+
+
+@final
+class OtherRate(Fault):
+    name, stage, moment = "other-rate", "optimizer", "step"
+    text = "the last rank has another learning rate"
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        return _OtherRate(engine, site)
+
+
+class _OtherRate(_Counting):
+    def step(self, factor: float) -> StepResult:
+        late = self.site.is_victim and self.done >= self.site.step
+        return super().step(factor * 1.01 if late else factor)
+
+
+@final
+class ExtraStep(Fault):
+    name, stage, moment = "extra-step", "optimizer", "step"
+    text = "the last rank updates twice"
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        return _Twice(engine, site)
+
+
+class _Twice(_Counting):
+    def step(self, factor: float) -> StepResult:
+        if not self.here:
+            return super().step(factor)
+
+        def again(optimizer: Any, *_: Any) -> None:
+            handle.remove()  # the innermost optimizer ends first; it alone goes on once more, without its peers
+            optimizer.step()
+
+        handle = register_optimizer_step_post_hook(again)
+        return super().step(factor)
+
+
+@final
+class BitFlip(Fault):
+    name, stage, moment = "bit-flip", "weights", "step"
+    text = "one bit of one parameter flips on the last rank, between two steps"
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        return _Flipping(engine, site)
+
+
+class _Flipping(_Counting):
+    flipped = False
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        if self.here and not self.flipped:
+            self.flipped = True
+            parameter = next(local_of(p) for p in self.site.parameters() if local_of(p).numel())
+            parameter.view(-1)[:1].view(torch.uint8)[0] ^= 1  # the lowest bit of the first element
+        return self.inner.accumulate(last)
+
+
+@final
+class UnsentGradient(Fault):
+    name, stage, moment = "unsent-gradient", "reduction", "step"
+    text = "the gradient of one micro-batch of the last rank is left out of the exchange"
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        return _Unsent(engine, site)
+
+
+class _Unsent(_Counting):
+    kept = False
+
+    def backward(self, loss: Tensor) -> None:
+        if self.here and not self.kept:
+            self.kept = True
+            loss = loss * 0.0
+        self.inner.backward(loss)
+
+
+@final
+class RankAverage(Fault):
+    name, stage = "rank-average", "normalisation"
+    text = "each rank divides by its own items, and the ranks' gradients are averaged"
+
+    def outside(self, engine: Engine, site: Site) -> Engine:
+        return _Averaged(engine, site)
+
+
+class _Averaged(_Counting):
+    share = 1.0
+    known = -1
+
+    def backward(self, loss: Tensor) -> None:
+        if self.known != self.done:
+            assert self.site.feed is not None
+            self.known, own = self.done, self.site.feed.items(self.done)
+            every = self.site.world.gather(own)  # collective
+            self.share = sum(every) / max(own * len(every), 1)
+        self.inner.backward(loss * self.share)
+
+
+@final
+class ClipBeforeUnscale(Fault):
+    name, stage = "clip-before-unscale", "clipping"
+    text = "the loss is scaled, and gradients are clipped before they are divided by the scale"
+    scale = 2.0**16
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def check(self, config: Config, steps: int, resume: int) -> None:
+        if not config.optim.clip:
+            raise ConfigError(f"--plant {self.name} needs clipping: give --optim.clip a norm above 0")
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        seen: list[Any] = []
+
+        def unscale(optimizer: Any, *_: Any) -> None:
+            if seen and seen[0] is not optimizer:  # one inside another: the outermost has all parameters
+                return
+            seen[:] = [optimizer]
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            for gradient in gradients:
+                local_of(gradient).div_(self.scale)
+
+        wrapped = _Scaled(engine, self.scale, lambda: seen.clear())
+        self._handle = register_optimizer_step_pre_hook(unscale)
+        return wrapped
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+class _Scaled(Wrapped):
+    def __init__(self, inner: Engine, scale: float, reset: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._scale, self._reset = scale, reset
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss * self._scale)
+
+    def step(self, factor: float) -> StepResult:
+        self._reset()
+        norm, applied = self.inner.step(factor)
+        return StepResult(norm / self._scale, applied)
+
+
+@final
+class SwappedState(Fault):
+    name, stage, moment = "swapped-state", "optimizer state", "resume"
+    text = "after a resume the last rank has another rank's part of the optimizer's state"
+
+    def check(self, config: Config, steps: int, resume: int) -> None:
+        if not resume:
+            raise ConfigError(f"--plant {self.name} needs a resume: leave --resume-at out")
+
+    def inside(self, engine: Engine, site: Site) -> Engine:
+        if site.resumed:
+            state = engine.state()  # may be collective
+            moments = [local_of(t) for name, t in state.items() if site.is_victim and name.endswith("/exp_avg")]
+            for moment in (m for m in moments if m.numel() > 1):
+                moment.copy_(moment.flatten().roll(moment.numel() // 2).view_as(moment))
+        return engine

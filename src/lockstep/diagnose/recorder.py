@@ -1,0 +1,238 @@
+"""Watches the real loop from outside: wrappers of the feed, the seeder and the engine, and torch's optimizer hooks.
+
+recorder = Recorder(engine, model, keeper, device)
+for record in steps(recorder.engine, task, recorder.watch(feed), beat, Plan(rate, recorder.seeding(seed), clock)):
+    recorder.close(record)                  # recorder.steps[-1] is what this rank did, as plain values
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.checkpoint.layout import local_of
+from lockstep.data.batches import Feed, MicroBatch
+from lockstep.diagnose.operations import Coarsest
+from lockstep.diagnose.shelf import digest
+from lockstep.diagnose.wrapped import Wrapped
+from lockstep.engines.base import Engine, StepResult
+from lockstep.records import StepRecord
+
+__all__ = ["KINDS", "TENSORS", "Keeper", "Named", "Recorder"]
+
+KINDS = ("weights", "buffers", "optimizer")  # of the state
+TENSORS = ("initial", "gradient", *KINDS)  # of a step
+
+Named = list[tuple[str, Tensor]]
+
+
+class Keeper(Protocol):
+    """What is done with tensors: the reference writes them down, the others compare."""
+
+    def __call__(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
+        """Plain values for the record of `step`. `kind` is one of TENSORS."""
+
+    def seal(self, model: dict[str, Tensor]) -> str:
+        """One text for all tensors of the model; "" where there is no need of it."""
+
+
+class Recorder:
+    """What one rank does in each step.
+
+    Args:
+        engine: the one to watch.
+        model: the plain module that it holds.
+        keep: see Keeper.
+        device: whose generators are watched.
+        before: digests of the state after the last step, from the recorder of the steps before a resume.
+
+    Attributes:
+        engine: for the loop.
+        steps: a record a step, in order.
+        coarsest: the coarsest dtype of the first forward, where `survey` was asked for.
+    """
+
+    def __init__(
+        self, engine: Engine, model: nn.Module, keep: Keeper, device: torch.device, before: dict[str, Any] | None
+    ) -> None:
+        self.engine: Engine = _Probe(engine, self)
+        self.steps: list[dict[str, Any]] = []
+        self.coarsest = Coarsest()
+        self.survey = False
+        self.ended = before
+        self._model, self._keep, self._device = model, keep, device
+        self._buffers = {name for name, _ in model.named_buffers()}
+        self._slot = -1
+        self._optimizer: Any = None
+        self._armed = False
+
+    def watch(self, feed: Feed) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """The feed, noting what is in each step's micro-batches."""
+        for step, micro in feed:
+            slots = [
+                {"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))} for b in micro
+            ]
+            self._slot = -1
+            self.steps.append({"step": step, "slots": slots, "changed": [], "updates": 0, "rates": []})
+            yield step, micro
+
+    def seeding(self, seed: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """The seeder, noting the generators' states."""
+
+        def noted(step: int, index: int) -> None:
+            seed(step, index)
+            self._slot += 1
+            self._present["seeded"] = _generators(self._device)
+
+        return noted
+
+    def close(self, record: StepRecord) -> None:
+        """Takes what the loop said about the step."""
+        step, losses = self.steps[-1], iter(record.losses)
+        step |= {"items": record.items, "factor": record.factor}
+        for slot in step["slots"]:
+            slot["loss"] = float(next(losses)) if slot["weight"] else None  # waits for the device
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Within it the optimizers of this process are watched."""
+        handle = register_optimizer_step_pre_hook(self._before_update)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @property
+    def _present(self) -> dict[str, Any]:
+        slot: dict[str, Any] = self.steps[-1]["slots"][self._slot]
+        return slot
+
+    def begin(self) -> AbstractContextManager[Any] | None:
+        """At a step's first micro-batch: has anything changed since the last step ended?"""
+        if self._slot:
+            return None
+        step, state = self.steps[-1], self._state()
+        if self.ended is None:
+            step["initial"] = self._keep("initial", step["step"], state["weights"] + state["buffers"])
+        else:
+            step["changed"] = [
+                [kind, name]
+                for kind, tensors in self._kinds(state)
+                for name, tensor in tensors
+                if self.ended[kind].get(name) != digest(local_of(tensor))
+            ]
+        return self.coarsest if self.survey and len(self.steps) == 1 else None
+
+    def scaled(self, loss: Tensor) -> None:
+        """What the loop hands to `backward`, and the generators after the forward."""
+        self._present["drawn"] = _generators(self._device)
+        self._present["scaled"] = float(loss)  # waits for the device
+        self.steps[-1]["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
+
+    def update(self, step: Callable[[], StepResult]) -> StepResult:
+        """Around the engine's step."""
+        self._armed, self._optimizer = True, None
+        try:
+            result = step()
+        finally:
+            self._armed = False
+        present, state = self.steps[-1], self._state()
+        present["norm"] = float(result.norm)  # waits for the device
+        present["applied"] = result.applied
+        for kind in KINDS:
+            present[kind] = self._keep(kind, present["step"], state[kind])
+        present["fingerprint"] = self._keep.seal(dict(state["weights"]) | dict(state["persistent"]))
+        self.ended = {kind: {name: digest(local_of(t)) for name, t in tensors} for kind, tensors in self._kinds(state)}
+        return result
+
+    def _state(self) -> dict[str, Named]:
+        found: dict[str, Named] = {kind: [] for kind in (*KINDS, "persistent")}
+        for name, tensor in self.engine.state().items():  # may be collective
+            where, _, rest = name.partition("/")
+            if where != "model":
+                found["optimizer"].append((name, tensor))
+            else:
+                found["persistent" if rest in self._buffers else "weights"].append((rest, tensor))
+        found["buffers"] = list(self._model.named_buffers())
+        return found
+
+    @staticmethod
+    def _kinds(state: dict[str, Named]) -> list[tuple[str, Named]]:
+        return [(kind, state[kind]) for kind in KINDS]
+
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        """A split optimizer calls one inside another: the outermost has all parameters."""
+        if not self._armed:
+            return
+        step = self.steps[-1]
+        if self._optimizer is not None:
+            step["updates"] += optimizer is self._optimizer
+            return
+        self._optimizer, step["updates"] = optimizer, 1
+        step["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        step["gradient"] = self._keep("gradient", step["step"], [(n, p.grad) for n, p in named if p.grad is not None])
+        if self.ended:
+            kept = self.ended["weights"]
+            step["changed"] += [["weights", n] for n, p in named if n in kept and kept[n] != digest(local_of(p))]
+
+
+class _Probe(Wrapped):
+    """The engine as the loop sees it."""
+
+    def __init__(self, inner: Engine, recorder: Recorder) -> None:
+        super().__init__(inner)
+        self._recorder = recorder
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        context = self.inner.accumulate(last)
+        survey = self._recorder.begin()
+        if survey is None:
+            return context
+        both = contextlib.ExitStack()
+        both.enter_context(context)
+        both.enter_context(survey)
+        return both  # type: ignore[return-value]
+
+    def backward(self, loss: Tensor) -> None:
+        self._recorder.scaled(loss.detach())
+        self.inner.backward(loss)
+
+    def step(self, factor: float) -> StepResult:
+        return self._recorder.update(lambda: self.inner.step(factor))
+
+
+def _digests(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, digest) of every leaf of a nested batch."""
+    if isinstance(data, Tensor):
+        yield path, digest(data)
+    elif isinstance(data, dict) or hasattr(data, "items"):
+        for key, value in data.items():
+            yield from _digests(value, f"{path}[{key!r}]")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from _digests(value, f"{path}[{index}]")
+    elif isinstance(data, str | int | float | bool | bytes | None):
+        yield path, digest(repr(data).encode())
+    elif hasattr(data, "__dict__"):
+        yield from _digests(vars(data), path)
+
+
+def _generators(device: torch.device) -> str:
+    """One digest of the states of all generators that a model may draw from."""
+    python = random.getstate()[1]
+    numpy: Any = np.random.get_state()
+    parts = [
+        torch.default_generator.get_state().numpy().tobytes(),
+        np.array(python, dtype=np.uint32).tobytes(),
+        *(np.asarray(part).tobytes() for part in numpy[1:]),
+    ]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return digest(b"".join(parts))

@@ -1,0 +1,131 @@
+"""How far two runs that add the same numbers in another order may be apart. The derivation is in docs/verify.md.
+
+allowance = Allowance(terms=10, sums=2**-53, inner=2**-53)
+allowance.relative(step)        of a gradient, as a share of the whole gradient's norm
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lockstep.config import Config
+
+__all__ = ["EXACT", "Allowance", "Scales", "unit_roundoff"]
+
+SAFETY = 32.0  # growth of an error by the model and the optimizer from step to step: the one assumption
+INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
+CEILING = 0.25  # a larger difference is never rounding
+_SPREAD = 4.0  # share of the norm in which an element may be off whatever its tensor's size: cancelled gradients
+_TRAVEL = 2.0  # updates, in learning rates, that Adam makes at most of an element whose gradient is all rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What may differ.
+
+    Attributes:
+        terms: numbers that are added in another order: micro-batches and ranks; with another compiler also the
+            longest sum inside the model. 0: nothing may differ, not a bit.
+        sums: unit roundoff of the gradients' dtype.
+        inner: unit roundoff of the coarsest dtype in which the model computes.
+        compiled: another compiler than the reference's, so that even the first forward differs.
+    """
+
+    terms: int
+    sums: float = 0.0
+    inner: float = 0.0
+    compiled: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.terms == 0
+
+    def relative(self, step: int) -> float:
+        """Largest 2-norm of a gradient's error after `step` updates, as a share of the gradient's norm."""
+        if self.exact:
+            return 0.0
+        disturbed = INNER * self.inner if step or self.compiled else 0.0
+        return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
+
+    def close(self, step: int, mine: float, wanted: float) -> bool:
+        """Whether two numbers that were summed from gradients, losses or weights of `step` agree."""
+        if mine == wanted or (mine != mine and wanted != wanted):
+            return True
+        return abs(mine - wanted) <= self.relative(step) * max(abs(mine), abs(wanted))
+
+    def weights(self, step: int, wanted: Tensor, second: Tensor | None, scales: "Scales") -> Callable[[slice], Tensor]:
+        """Largest error of the elements at a place of a flattened parameter after the update of `step`, in float64.
+
+        Args:
+            wanted: the reference's parameter.
+            second: the reference's running mean of squared gradients, where the optimizer has one.
+            scales: of this step.
+        """
+        flat, moments = wanted.reshape(-1), None if second is None else second.reshape(-1)
+        unbiased = 1.0 - scales.beta2 ** (step + 1)
+        typical = 0.0 if moments is None else math.sqrt(max(0.0, _mean(moments) / unbiased))
+        error = self.relative(step) * typical + self._noise(step) * scales.norm
+
+        def largest(place: slice) -> Tensor:
+            rounding = 4.0 * (step + 2) * self.sums * flat[place].double().abs()
+            if moments is None:
+                return rounding + self.relative(step) * scales.travel
+            root = (moments[place].double() / unbiased).clamp(min=0.0).sqrt()
+            return rounding + scales.travel * (2.0 * error / (root + scales.eps)).clamp(max=_TRAVEL)
+
+        return largest
+
+    def drift(self, step: int, scales: "Scales") -> float:
+        """How far a weight may be off whose gradient cancels to nothing, as that of a bias before a BatchNorm.
+
+        The loss does not depend on such a weight, but a running mean, and with it an evaluation, follows it.
+        """
+        return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
+
+    def _noise(self, step: int) -> float:
+        """Error of an element's gradient that is all rounding, as a share of the whole gradient's norm."""
+        return _SPREAD * self.terms * self.sums + (self.inner / 64.0 if step or self.compiled else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What the errors of a step are measured against.
+
+    Attributes:
+        norm: largest 2-norm of a gradient so far, after clipping.
+        travel: learning rates of all updates so far, added up.
+        beta2, eps: of AdamW.
+    """
+
+    norm: float
+    travel: float
+    beta2: float
+    eps: float
+
+    @classmethod
+    def of(cls, steps: list[dict[str, Any]], config: Config) -> list[Self]:
+        """For each step, from the reference's records."""
+        found: list[Self] = []
+        norm = travel = 0.0
+        for step in steps:
+            norm = max(norm, math.sqrt(step.get("gradient", {}).get("square", 0.0)))
+            travel += max(step["rates"], default=0.0)
+            found.append(cls(norm, travel, config.optim.beta2, config.optim.eps or 1e-300))
+        return found
+
+
+EXACT = Allowance(0)
+
+
+def unit_roundoff(name: str) -> float:
+    """2**-53 for "float64", 2**-24 for "float32", 2**-8 for "bfloat16": half the spacing of numbers at 1."""
+    return float(torch.finfo(getattr(torch, name)).eps) / 2
+
+
+def _mean(flat: Tensor) -> float:
+    """In float64, without a copy of the whole in float64."""
+    return math.fsum(float(piece.double().sum()) for piece in torch.split(flat, 2**18)) / max(1, flat.numel())

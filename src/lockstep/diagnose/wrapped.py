@@ -1,0 +1,31 @@
+"""An engine around an engine: what probes and planted faults are made of."""
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from lockstep.engines.base import Engine, StepResult
+
+__all__ = ["Wrapped"]
+
+
+class Wrapped:
+    """Does what `inner` does; a subclass changes one thing."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner, self.model = inner, inner.model
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return self.inner.accumulate(last)
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+
+    def step(self, factor: float) -> StepResult:
+        return self.inner.step(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.inner.state()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.inner.restore(state)

@@ -1,0 +1,318 @@
+"""The scoreboard of docs/reliability.md against real runs on two processes; what is not marked slow is the short form.
+
+A planted fault that is not caught is a failed test.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import BEAT, arguments, end, environment, finish, launch, start, until_step, workers
+
+from lockstep import checkpoint
+
+WRITE = "lockstep.checkpoint.write:write_file"
+UPDATE = "lockstep.engines.update:Update.__call__"
+LONG = ("--max-steps", "60")  # agreeing takes up to sixteen of steps this short
+BLOCK = "lockstep.models.gpt:Block.forward"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """What a run leaves that nothing disturbed, and which raised no alarm."""
+    run = launch(data, tmp_path_factory.mktemp("whole"))
+    assert run.code == 0, run.said
+    assert "warning" not in run.said
+    return run.mark()
+
+
+def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tmp_path, whole):
+    run = launch(data, tmp_path, faults=[{"rank": 1, "step": 7, "at": BEAT, "do": "kill"}], restarts=1)
+    assert run.code == 0, run.said
+    assert "rank 1 was ended first, by SIGKILL, at step 6" in run.said
+    assert "restart 1 of 1" in run.said
+    assert run.mark() == whole
+    assert run.state["restarts"] == 1
+
+
+def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
+    run = launch(data, tmp_path, *LONG, faults=[{"rank": 1, "step": 6, "at": BEAT, "do": "usr1"}])
+    assert run.code == 75, run.said
+    assert run.last.startswith("ended by a signal: saved after step ")
+    assert run.steps[-1] == run.state["global_step"]  # nothing that was computed is lost
+    assert launch(data, tmp_path, *LONG).code == 0
+    assert run.steps == list(range(1, 61))
+
+
+def test_r11_a_stopped_rank_is_named_within_the_timeout(data, tmp_path):
+    run = launch(data, tmp_path, "--timeout", "6", faults=[{"rank": 1, "step": 7, "at": BEAT, "do": "stop"}])
+    assert run.code == 1, run.said
+    assert "rank 1 did not arrive: it stood in step 6" in run.last
+    hang = (run.folder / "logs" / "hang-00000.txt").read_text()
+    assert "Thread" in hang
+    assert "collectives, oldest first" in hang
+
+
+def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
+    fault = {"rank": 1, "step": 7, "at": BLOCK, "do": "nan", "always": True}
+    run = launch(data, tmp_path, faults=[fault])
+    assert run.code == 1, run.said
+    assert "step 7: the gradient is not finite (norm nan) and was not applied; micro-batch 1 (samples " in run.last
+    assert "module 'blocks.0" in run.last
+    path = checkpoint.newest(run.folder, say=print)
+    assert checkpoint.read_state(path)["global_step"] == 5
+
+
+def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
+    fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
+    run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault])
+    assert run.code == 3, run.said
+    assert "after step 8 rank 0 and rank 1 differ" in run.last
+    assert "in model/blocks.0.attention.inputs.weight" in run.last
+
+
+def test_r15_a_second_run_is_refused_in_one_line(data, tmp_path):
+    first = start(arguments(data, tmp_path, "--max-steps", "100000", processes=0))
+    try:
+        until_step(tmp_path, 2, first)
+        second = launch(data, tmp_path, "--max-steps", "100000", processes=0)
+    finally:
+        end(first)
+    assert second.code == 2, second.said
+    assert f"is in use by process {first.pid} on " in second.last
+    third = start(arguments(data, tmp_path, "--max-steps", "100000", processes=0))
+    try:
+        deadline = time.monotonic() + 60
+        log = tmp_path / "default" / "logs" / "rank-00000.log"
+        while "cleared the lock of process" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        end(third)
+    assert f"cleared the lock of process {first.pid} on" in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_r1_twenty_random_kills(data, tmp_path, whole, seed):
+    step, rank = 1 + (seed * 7) % 12, seed % 2
+    run = launch(data, tmp_path, faults=[{"rank": rank, "step": step, "at": BEAT, "do": "kill"}], restarts=1)
+    assert run.code == 0, run.said
+    assert run.mark() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("call", range(1, 9))
+def test_r2_a_kill_at_each_file_of_a_save(data, tmp_path, whole, processes, call):
+    rank = call % processes
+    fault = {"rank": rank, "step": 4, "at": WRITE, "do": "kill", "call": call}
+    run = launch(data, tmp_path, faults=[fault], processes=processes, restarts=1)
+    assert run.code == 0, run.said
+    assert run.mark() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["term", "usr1"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_r3_any_signal_to_any_rank(data, tmp_path, number, rank):
+    run = launch(data, tmp_path, *LONG, faults=[{"rank": rank, "step": 6, "at": BEAT, "do": number}])
+    assert run.code == 75, run.said
+    assert run.steps[-1] == run.state["global_step"]
+
+
+@pytest.mark.slow
+def test_r3_a_file_named_stop(data, tmp_path):
+    process = start(arguments(data, tmp_path, "--max-steps", "100000"))
+    try:
+        until_step(tmp_path, 3, process)
+        (tmp_path / "default" / "STOP").touch()
+        run = finish(process, tmp_path, time.monotonic(), 30)
+    finally:
+        end(process)
+    assert run.code == 75, run.said
+    assert not (tmp_path / "default" / "STOP").exists()
+
+
+@pytest.mark.slow
+def test_r3_a_signal_to_the_launcher(data, tmp_path):
+    process = start(arguments(data, tmp_path, "--max-steps", "100000", restarts=3))
+    try:
+        until_step(tmp_path, 3, process)
+        process.send_signal(signal.SIGTERM)
+        run = finish(process, tmp_path, time.monotonic(), 30)
+    finally:
+        end(process)
+    assert run.code == 75, run.said
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 34 MB: room for two checkpoints of these runs and not for three."""
+    path = tmp_path / "small"
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=34m", "tmpfs", str(path)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("a file system can be mounted as root alone")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.slow
+def test_r4_a_full_disk_leaves_the_checkpoints_before(data, small):
+    run = launch(data, small, "--max-steps", "40", "--checkpoint.keep", "9")
+    assert run.code == 1, run.said
+    assert "2 saves in a row failed" in run.last
+    steps = checkpoint.list_steps(run.folder)
+    assert steps
+    assert all(not checkpoint.verify(checkpoint.path_of(run.folder, step)) for step in steps)
+    assert not list((run.folder / "checkpoints").glob(".step-*"))
+
+
+@pytest.mark.slow
+def test_r4_one_failed_save_does_not_end_the_run(data, tmp_path, whole):
+    fault = {"rank": 0, "step": 4, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28}
+    run = launch(data, tmp_path, faults=[fault])
+    assert run.code == 0, run.said
+    assert "No space left on device" in run.said
+    assert run.mark() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_r7_a_bad_step_is_left_out(data, tmp_path, action):
+    run = launch(
+        data, tmp_path, "--guards.nonfinite", action, faults=[{"rank": 1, "step": 7, "at": BLOCK, "do": "nan"}]
+    )
+    assert run.code == 0, run.said
+    assert json.loads((run.folder / "skips.json").read_text()) == [7]
+    assert run.steps == list(range(1, 15))
+
+
+@pytest.mark.slow
+def test_r11_a_rank_that_sleeps_is_named_with_its_line(data, tmp_path):
+    run = launch(data, tmp_path, "--timeout", "6", faults=[{"rank": 1, "step": 7, "at": UPDATE, "do": "sleep"}])
+    assert run.code == 1, run.said
+    assert "rank 1 did not arrive: it stands in step 7, at sitecustomize.py" in run.last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_r12_a_slow_rank_is_named(data, tmp_path, rank):
+    place = "lockstep.tasks.causal_lm:CausalLM.loss"
+    fault = {"rank": rank, "step": 2, "at": place, "do": "sleep", "seconds": 0.05, "always": True}
+    run = launch(data, tmp_path, "--max-steps", "60", faults=[fault])
+    assert run.code == 0, run.said
+    assert f"rank {rank} is slow: " in run.log()
+    assert "of computing" in run.log()
+
+
+@pytest.mark.slow
+def test_r16_a_killed_loader_process_loses_no_sample(data, tmp_path, whole):
+    run = launch(data, tmp_path, "--data.workers", "1", faults=[{"rank": 1, "step": 4, "at": BEAT, "do": "killworker"}])
+    assert run.code == 0, run.said
+    assert "a loader process died at step" in run.said
+    assert '"loading/restarts": 1.0' in (run.folder / "metrics.jsonl").read_text()
+    assert run.mark() == whole
+
+
+@pytest.mark.slow
+def test_r17_out_of_memory_is_said(data, tmp_path):
+    group = Path("/sys/fs/cgroup/memory/lockstep-test")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(1800 << 20))
+    except OSError:
+        pytest.skip("a memory group of cgroup v1 can be made as root alone")
+    try:
+        fault = {"rank": 1, "step": 3, "at": BEAT, "do": "eat"}
+        inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *arguments(data, tmp_path)]
+        process = start(inside, [fault])
+        run = finish(process, tmp_path, time.monotonic())
+        assert run.code == 1, run.said
+        assert "out of memory, by the kernel's count" in run.last
+    finally:
+        for _ in range(50):
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_r18_two_one_two_ranks(data, tmp_path, whole):
+    for processes, stop in ((2, "4"), (1, "9"), (2, "14")):
+        run = launch(data, tmp_path, "--stop-at", stop, processes=processes)
+        assert run.code == 0, run.said
+    assert run.mark()[0] == whole[0]
+    assert run.steps == list(range(1, 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--nnodes", "2", "--master-addr", "no.such.host.invalid"], "the name does not resolve"),
+        (["--nnodes", "0"], "--nnodes is '0'"),
+        (["--nproc-per-node", "0"], "--nproc-per-node is 0"),
+        (["--master-port", "70000"], "--master-port is 70000"),
+    ],
+)
+def test_r14_what_cannot_be_started_is_one_line(data, tmp_path, flags, line):
+    command = [sys.executable, "-m", "lockstep", "launch", *flags, "--", "train", "--save-dir", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert line in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_r14_a_folder_that_cannot_be_written(data, tmp_path):
+    path = tmp_path / "bound"
+    path.mkdir()
+    done = subprocess.run(["mount", "--bind", "-o", "ro", str(path), str(path)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("a read-only bind can be made as root alone")
+    try:
+        run = launch(data, path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+    assert run.code == 2, run.said
+    assert "--save-dir: cannot write to" in run.last
+
+
+@pytest.mark.slow
+def test_ten_clean_runs_raise_no_alarm(data, tmp_path):
+    for number in range(10):
+        run = launch(data, tmp_path / str(number), "--max-steps", "40")
+        assert run.code == 0, run.said
+        assert "warning" not in run.said, run.said
+
+
+@pytest.mark.slow
+def test_the_launcher_leaves_nothing_behind(data, tmp_path):
+    process = start(arguments(data, tmp_path, "--max-steps", "100000"))
+    try:
+        until_step(tmp_path, 2, process)
+        pids = workers(process)
+        assert sorted(pids) == [0, 1]
+        process.send_signal(signal.SIGINT)
+        run = finish(process, tmp_path, time.monotonic(), 30)
+    finally:
+        end(process)
+    assert run.code == 130, run.said
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())

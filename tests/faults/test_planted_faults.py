@@ -1,0 +1,99 @@
+"""Every fault that people make is found: at the right step, with the right cause, on the right rank."""
+
+import pytest
+from planting import AT, RESUME, STEPS, found, settings
+from toys import Ragged
+
+from lockstep.diagnose.plant import FAULTS, fault
+from lockstep.diagnose.stages import STAGES
+from lockstep.errors import ConfigError
+
+# fault -> (step, first rank, what the place must name)
+PLACES = {
+    "per-rank-seed": (0, 1, "micro-batch 4"),
+    "per-rank-weights": (0, 1, "embedding.weight"),
+    "overlapping-data": (0, 1, "micro-batch 4, batch['input']"),
+    "dropped-sample": (RESUME, 0, "micro-batch 0, batch['input']"),
+    "unsent-gradient": (AT, 0, "embedding.weight"),
+    "local-batchnorm": (0, 0, "running_mean"),
+    "rank-average": (0, 0, "micro-batch 0, loss / items"),
+    "other-rate": (AT, 1, "learning rate"),
+    "rank-dropout": (0, 0, "micro-batch 0"),
+    "extra-step": (AT, 1, "update"),
+    "bit-flip": (AT, 1, "embedding.weight"),
+    "clip-before-unscale": (0, 0, "all gradients"),
+    "padded-evaluation": (STEPS, 0, "items"),
+    "swapped-state": (RESUME, 1, "optimizer/embedding.weight/exp_avg"),
+}
+TASK = Ragged(samples=60, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory):
+    return found(TASK, settings(), tmp_path_factory.mktemp("planted"), ["", *FAULTS])
+
+
+def test_every_fault_has_a_place():
+    assert PLACES.keys() == FAULTS.keys()
+    assert len(FAULTS) == 14
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_it_is_found(differences, name):
+    difference = differences[name, "ddp"]
+    step, rank, place = PLACES[name]
+    assert difference is not None, "the fault went unnoticed"
+    assert (difference.step, difference.stage, difference.rank) == (step, FAULTS[name].stage, rank), difference
+    assert difference.where == place
+    assert difference.stage in STAGES
+
+
+def test_a_healthy_run_is_silent(differences):
+    assert differences["", "ddp"] is None
+    assert differences["", "single"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True], ids=["float64", "exact"])
+def test_it_is_found_in_sharded_engines(tmp_path, exact):
+    config = settings(exact=exact, precision="float32" if exact else "float64")
+    differences = found(TASK, config, tmp_path, ["", *FAULTS], engines=("ddp", "fsdp", "zero"))
+    for (name, engine), difference in differences.items():
+        if not name:
+            assert difference is None, (engine, difference)
+            continue
+        assert (difference.step, difference.stage) == (PLACES[name][0], FAULTS[name].stage), (engine, difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float64", "float32", "bf16", "exact"])
+def test_twenty_healthy_runs_are_silent(tmp_path, precision):
+    """In every precision: five seeds at two and at three processes (exact: four), by three engines in turns."""
+    exact = precision == "exact"
+    for seed in range(5):
+        config = settings(seed=seed, exact=exact, precision="float32" if exact else precision)
+        for size in (2, 4 if exact else 3):
+            folder = tmp_path / f"{seed}-{size}"
+            folder.mkdir()
+            task = Ragged(samples=60, dropout=0.1)
+            assert set(found(task, config, folder, [""], ("ddp", "zero"), size).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("clip-before-unscale", {}, "needs clipping"),
+        ("dropped-sample", {}, "needs a resume"),
+        ("swapped-state", {}, "needs a resume"),
+    ],
+)
+def test_a_fault_that_cannot_show_is_refused(name, changes, words):
+    from lockstep.config import Config, Optim
+
+    with pytest.raises(ConfigError, match=words):
+        fault(name).check(Config(optim=Optim(clip=0.0)), 8, 0)
+
+
+def test_an_unknown_fault_is_refused():
+    with pytest.raises(ConfigError, match="choose one of per-rank-seed"):
+        fault("nothing")

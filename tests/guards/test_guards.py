@@ -1,0 +1,322 @@
+"""Each guard by itself: it sees what it is for, and keeps silent otherwise."""
+
+import math
+import os
+import random
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distributed import run
+from torch import nn
+
+from lockstep.data.batches import MicroBatch
+from lockstep.engines import engine
+from lockstep.engines.base import Limit
+from lockstep.errors import DataError, DifferenceError, LockstepError
+from lockstep.guards import desync
+from lockstep.guards.loader import Guarded
+from lockstep.guards.nonfinite import Buffers, is_bad, origin
+from lockstep.guards.reading import Reader, ReadStep
+from lockstep.guards.skips import Skips
+from lockstep.guards.spike import Spike
+from lockstep.guards.start import check_programs, check_weights
+from lockstep.guards.straggler import Straggler
+from lockstep.heartbeat import Heartbeat, Vitals
+from lockstep.records import StepRecord
+from lockstep.world import World
+
+
+def test_a_spike_is_seen_and_noise_is_not():
+    spike, draw = Spike(), random.Random(0)
+    assert not any(spike.sees(draw.lognormvariate(0, 0.3)) for _ in range(2000))
+    assert spike.sees(40.0)
+    assert spike.sees(math.inf)
+    assert not spike.sees(1.0)
+    limit = spike.limit
+    assert all(spike.sees(100.0) for _ in range(500))  # a spike teaches nothing
+    assert spike.limit == limit
+
+
+def test_nothing_is_a_spike_before_enough_is_known():
+    assert not any(Spike().sees(norm) for norm in (1e-9, 1e9, 1.0))
+
+
+def heard(slow, kind, ratio, draw):
+    base = {"data": 0.004, "computing": 0.02, "writing": 0.0}
+    return [
+        Vitals(
+            **{
+                name: base[name] * draw.uniform(0.97, 1.05) * (ratio if (rank, name) == (slow, kind) else 1)
+                for name in base
+            }
+        )
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "ratio", "word"), [("computing", 1.3, "computing"), ("data", 4.0, "loading data")])
+def test_a_slow_rank_is_named_within_twenty_steps_and_once(kind, ratio, word):
+    straggler, beat, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(1)
+    lines = []
+    for step in range(40):
+        beat.count, beat.heard = beat.count + 1, heard(2, kind, ratio, draw)
+        line = straggler.after(step, beat)
+        if line:
+            lines.append((step, line))
+    assert len(lines) == 1
+    assert lines[0][0] <= 20
+    assert lines[0][1].startswith("rank 2 is slow: ")
+    assert f"of {word}, the others" in lines[0][1]
+
+
+def test_even_ranks_raise_no_alarm():
+    straggler, beat, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(2)
+    for step in range(2000):
+        beat.count, beat.heard = beat.count + 1, heard(None, None, 1, draw)
+        assert not straggler.after(step, beat)
+
+
+def bits(world, victim):
+    state = {"model/a": torch.arange(6.0), "model/b": torch.ones(3), "optimizer/a/step": torch.tensor(3.0)}
+    desync.check(state, world, 10)
+    if world.rank == victim:
+        state["model/b"][1] += 1e-7
+    try:
+        desync.check(state, world, 20)
+    except DifferenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("size", "victim", "line"),
+    [(2, 1, "after step 20 rank 0 and rank 1 differ"), (3, 1, "after step 20 rank 1 differs from the other ranks")],
+)
+def test_a_flipped_bit_names_rank_and_tensor(size, victim, line):
+    said = run(bits, size, victim)
+    assert len(set(said)) == 1
+    assert said[0].startswith(line)
+    assert " in model/b; " in said[0]
+
+
+def test_no_flip_no_alarm():
+    assert run(bits, 2, None) == ["", ""]
+
+
+def swapped(world):
+    try:
+        desync.check({"model/a": torch.tensor([1.0, 2.0] if world.rank else [2.0, 1.0])}, world, 1)
+    except DifferenceError as error:
+        return str(error)
+    return ""
+
+
+def test_the_fingerprint_sees_positions():
+    assert "model/a" in run(swapped, 2)[0]
+    one = desync._on_device(torch.tensor([1.0, 2.0, 3.0]))
+    assert one != desync._on_device(torch.tensor([2.0, 1.0, 3.0]))
+
+
+def started(world, what):
+    torch.manual_seed(world.rank if what == "weights" else 0)
+    try:
+        check_weights(world, nn.Linear(3, 3))
+        check_programs(world, object(), [1, 2, world.rank if what == "order" else 0])
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [("weights", "before step 1: the initial weights differ"), ("order", "data order ("), ("nothing", "")],
+)
+def test_ranks_that_begin_differently_are_refused(what, line):
+    said = run(started, 2, what)
+    assert all(line in each for each in said)
+    assert bool(said[0]) == (what != "nothing")
+
+
+class Trap(nn.Module):
+    def forward(self, x):
+        return x / (x - 3)
+
+
+def read_step(micro, losses, norm=math.nan):
+    return ReadStep(StepRecord(7, 4, [], None, 1.0), micro, norm, losses)
+
+
+def test_the_first_module_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Identity(), Trap(), nn.Identity())
+    micro = [MicroBatch(torch.tensor([1.0]), 0, 1, 1.0), MicroBatch(torch.tensor([3.0]), 1, 1, 1.0)]
+    found = origin(
+        read_step(micro, [0.5, math.inf]),
+        model,
+        lambda batch: model(batch.data).sum(),
+        lambda step, index: None,
+        lambda step, index: [10 * index, 10 * index + 1],
+        World(),
+    )
+    assert found == "micro-batch 1 (samples 10, 11): the first output that is not finite is of module '1'"
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_loss_that_is_finite_the_second_time_says_so():
+    model = nn.Identity()
+    step = read_step([MicroBatch(torch.tensor([1.0]), 0, 1, 1.0)], [math.nan])
+    found = origin(step, model, lambda b: model(b.data).sum(), lambda *_: None, lambda *_: [5], World())
+    assert (
+        found == "micro-batch 0 (samples 5): its loss was not finite, and is when computed again: suspect the hardware"
+    )
+
+
+def test_on_a_cpu_a_step_is_read_at_once():
+    record = StepRecord(3, 4, [torch.tensor(2.0)], torch.tensor(1.5), 1.0)
+    (step,) = Reader(torch.device("cpu")).add(record, [])
+    assert (step.norm, step.losses) == (1.5, [2.0])
+    assert not is_bad(step)
+    assert is_bad(read_step([], [], math.inf))
+
+
+def test_buffers_are_put_back():
+    norm = nn.BatchNorm1d(2)
+    buffers = Buffers(norm)
+    norm(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+    buffers.keep()
+    good = norm.running_mean.clone()
+    norm(torch.full((2, 2), math.nan))
+    assert norm.running_mean.isnan().all()
+    buffers.put_back()
+    assert torch.equal(norm.running_mean, good)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing(fused, bad):
+    model = nn.Linear(3, 2)
+    made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters(), fused=fused), World(), clip=1.0)
+    made.backward(model(torch.ones(1, 3)).sum())
+    assert made.step(1.0).applied
+    before = {name: tensor.clone() for name, tensor in made.state().items()}
+    made.backward(model(torch.ones(1, 3)).sum() * bad)
+    assert not made.step(1.0).applied
+    assert all(torch.equal(before[name], tensor) for name, tensor in made.state().items())
+
+
+def test_a_norm_above_the_limit_moves_nothing():
+    model, limit = nn.Linear(3, 2), Limit(1e-3)
+    made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters()), World(), limit=limit)
+    made.backward(model(torch.ones(1, 3)).sum())
+    assert not made.step(1.0).applied
+    limit.value = math.inf
+    made.backward(model(torch.ones(1, 3)).sum())
+    assert made.step(1.0).applied
+
+
+def test_steps_are_left_out_up_to_a_limit(tmp_path):
+    skips = Skips(tmp_path / "skips.json", 2, writes=True)
+    skips.add(3, "bad")
+    skips.add(5, "bad")
+    skips.add(5, "bad")
+    with pytest.raises(LockstepError, match="bad; 2 steps were left out before"):
+        skips.add(9, "bad")
+    again = Skips(tmp_path / "skips.json", 2, writes=False)
+    assert again.steps == [3, 5]
+    model = nn.Linear(2, 1)
+    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+    around = again.around(made, 4)
+    assert again.around(made, 6) is made
+    applied = []
+    for _ in range(4, 7):
+        around.backward(around.model(torch.ones(1, 2)).sum())
+        applied.append(around.step(1.0).applied)
+    assert applied == [True, False, True]
+    assert around.state().keys() == made.state().keys()
+
+
+class Broken:
+    path = "images/train"
+
+    def __init__(self, bad, times):
+        self.bad, self.left = bad, times
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index in self.bad and self.left:
+            self.left -= 1
+            raise OSError(5, "Input/output error", f"{index}.png")
+        return index
+
+
+def test_a_bad_sample_is_tried_again_then_named():
+    dataset = Guarded(Broken({4}, 2), retries=2, skips=0, rank=3)
+    assert [dataset[index] for index in range(6)] == list(range(6))
+    assert dataset.counts.tolist() == [2, 0]
+    dataset = Guarded(Broken({4}, 99), retries=1, skips=0, rank=3)
+    with pytest.raises(DataError, match=r"rank 3: sample 4 \(4.png\) cannot be loaded: OSError.*--guards.bad-samples"):
+        dataset[4]
+
+
+def test_bad_samples_are_left_out_up_to_a_number():
+    dataset = Guarded(Broken({4, 5}, 999), retries=0, skips=2, rank=0)
+    assert dataset[4] == 0  # 5 is bad too: the one after takes the place
+    with pytest.raises(DataError, match="2 were left out before"):
+        dataset[5]
+    assert dataset.counts.tolist() == [0, 2]
+
+
+def test_a_guarded_dataset_is_otherwise_the_same():
+    class Many(Broken):
+        draws_random = False
+
+        def __getitems__(self, indices):
+            return [index * 10 for index in indices]
+
+    dataset = Guarded(Many(set(), 0), retries=0, skips=0, rank=0)
+    assert dataset.__getitems__([1, 2]) == [10, 20]
+    assert dataset.draws_random is False
+    assert not hasattr(Guarded(Broken(set(), 0), retries=0, skips=0, rank=0), "__getitems__")
+    assert dataset.path == "images/train"
+    with pytest.raises(AttributeError):
+        dataset.nothing
+
+
+def uneven(world):
+    beat = Heartbeat(world, lambda step: 1, None, last=20 if world.rank else 3)
+    try:
+        for step in range(3):
+            beat.items(step)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_work_is_an_error_with_the_counts():
+    said = run(uneven, 2)
+    assert all("of the run's steps rank 0 has 3, rank 1 has 20" in each for each in said)
+
+
+def broken(world):
+    def ahead(step):
+        if world.rank and step:  # before it has sent anything of the exchange for step 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+
+    beat = Heartbeat(world, ahead, None)
+    beat.items(0)
+    for _ in range(500):
+        if beat.broken():
+            raise AssertionError("rank 0 saw it")
+        time.sleep(0.02)
+
+
+def test_another_thread_sees_that_an_exchange_failed():
+    with pytest.raises(AssertionError) as caught:
+        run(broken, 2, timeout=20.0)
+    assert caught.value.rank == 1
+    assert "rank 0 saw it" in str(caught.value)

@@ -1,0 +1,164 @@
+"""`lockstep launch` before anything is started, and what is said of those that failed."""
+
+import json
+import shlex
+import signal
+import socket
+import time
+
+import pytest
+
+from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.folder import RunFolder
+from lockstep.launch import memory
+from lockstep.launch.command import command
+from lockstep.launch.failure import Failure, first, note
+from lockstep.progress import COMPUTING, Place, Progress
+from lockstep.world import listening
+
+
+def shown(capsys, *flags, train=()):
+    assert command([*flags, "--dry-run", "--", "train", *train]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = shown(capsys, "--nproc-per-node", "3", "--max-restarts", "2", train=["--exact", "--lr", "0.1"])
+    assert "OMP_NUM_THREADS=1" in words
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+    assert {"--nnodes=1", "--nproc-per-node=3", "--max-restarts=2", "--rdzv-backend=c10d"} <= set(words)
+    assert words[-6:] == ["-m", "lockstep", "train", "--exact", "--lr", "0.1"]
+
+
+def test_nodes_meet_at_the_master(capsys):
+    words = shown(capsys, "--nnodes", "1:2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "2950")
+    assert {"--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:2950", "--rdzv-id=lockstep"} <= set(words)
+    assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "behind `--` stands nothing"),
+        (["--", "evaluate"], "behind `--` stands 'evaluate'"),
+        (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
+        (["--nproc", "2", "--", "train"], "unrecognized arguments: --nproc"),
+        (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0"),
+        (["--nnodes", "3:2", "--", "train"], "--nnodes is '3:2'"),
+        (["--nnodes", "2", "--", "train"], "--nnodes 2 needs --master-addr"),
+        (["--rdzv-endpoint", "host", "--", "train"], "--rdzv-endpoint is 'host'"),
+        (["--rdzv-conf", "x", "--", "train"], "--rdzv-conf is 'x'"),
+        (["--master-port", "-1", "--", "train"], "--master-port is -1"),
+    ],
+)
+def test_bad_flags_are_one_line(argv, line):
+    with pytest.raises(ConfigError) as caught:
+        command(argv)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_failure_is_not_the_one_that_followed():
+    place = Place(7, "loading or computing", 1.0)
+    lost = Failure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
+    killed = Failure(1, -signal.SIGKILL, when=2.0, place=place)
+    later = Failure(2, 1, "RuntimeError: something", when=3.0)
+    assert first([lost, later, killed]) is killed
+    assert str(killed) == "rank 1 was ended first, by SIGKILL, at step 7 (loading or computing)"
+    assert str(later) == "rank 2 failed first: RuntimeError: something"
+    assert first([lost]) is lost
+
+
+def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("MY_TOKEN", "tr0ub4dor-and-3")
+    note(LockstepError("no access with tr0ub4dor-and-3"))
+    assert "tr0ub4dor" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert json.loads(path.read_text())["message"]["message"] == "no access with ***"
+    failure = Failure.read(4, 1, path, None, 0.0)
+    assert (failure.message, failure.follows) == ("no access with ***", False)
+    assert abs(failure.when - time.time()) < 60
+    note(PeerError("a second word is not written"))
+    assert Failure.read(4, 1, path, None, 0.0) == failure
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"lockstep": 3}', "\x00" * 50])
+def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert Failure.read(0, -9, path, None, 5.0) == Failure(0, -9, when=5.0)
+
+
+def test_progress_outlives_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
+    progress = Progress.of(3)
+    progress.at(12, COMPUTING)
+    place = Place.read(tmp_path / "3")
+    assert str(place) == "step 12 (loading or computing)" == str(progress.place)
+    assert Place.read(tmp_path / "4") is None
+    (tmp_path / "5").write_bytes(b"short")
+    assert Place.read(tmp_path / "5") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [("0::/job\n", "job/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")],
+)
+def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
+    own = tmp_path / "cgroup"
+    own.write_text(line)
+    before = memory.kills(tmp_path, own)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("low 0\noom 9\noom_kill 2\n")
+    assert memory.kills(tmp_path, own) == before + 2
+
+
+def test_the_meeting_point_listens_on_its_address_alone():
+    listener = listening("127.0.0.1", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is taken"):
+        listening("127.0.0.1", port)
+    listener.close()
+    assert listening("192.0.2.1", 0) is None
+    with pytest.raises(ConfigError, match="does not resolve"):
+        listening("no.such.host.invalid", 0)
+
+
+def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch):
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    folder.write_end(75, 8)
+    assert folder.read_end("mine") == 75
+    assert folder.read_end("another") is None
+    folder.forget_end()
+    assert folder.read_end("mine") is None
+    folder.release()
+
+
+def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
+    folder = RunFolder(str(tmp_path), "r")
+    (tmp_path / "r").mkdir()
+    line = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000"
+    (tmp_path / "r" / "run.lock").write_text(line + "\n")
+    folder.claim()
+    assert folder.cleared == line
+    other = RunFolder(str(tmp_path), "r")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        other.claim()
+    folder.release()
+    other.claim()
+    assert other.cleared == ""
+    other.release()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="--save-dir: cannot write to"):
+        RunFolder(str(tmp_path), "r").claim()
+    assert not (tmp_path / "target").exists()

@@ -1,0 +1,122 @@
+"""Saving beside the training: what is saved is what was, and errors reach all ranks."""
+
+import threading
+import time
+
+import pytest
+import torch
+from distributed import run
+
+from lockstep import checkpoint
+from lockstep.checkpoint import write as writing
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.world import World
+
+
+def save(saver, folder, step, tensors, gate=None):
+    def write(share, world):
+        if gate:
+            gate.wait(20)
+        checkpoint.write_share(folder, step, share, {"step": step}, world, engine="t")
+
+    saver.begin(tensors, write)
+
+
+def loaded(folder, step, size):
+    tensors = {"model/a": torch.empty(size)}
+    checkpoint.load(checkpoint.path_of(folder, step), tensors, None)
+    return tensors["model/a"]
+
+
+def test_steps_that_go_on_meanwhile_are_not_in_the_checkpoint(tmp_path):
+    saver, gate, tensor = checkpoint.Saver(World()), threading.Event(), torch.ones(1000)
+    save(saver, tmp_path, 1, {"model/a": tensor}, gate)
+    tensor.mul_(2)  # the next step, while the thread has written nothing
+    gate.set()
+    save(saver, tmp_path, 2, {"model/a": tensor})
+    saver.settle()
+    assert torch.equal(loaded(tmp_path, 1, 1000), torch.ones(1000))
+    assert torch.equal(loaded(tmp_path, 2, 1000), torch.full((1000,), 2.0))
+
+
+def test_the_caller_is_not_kept(tmp_path):
+    saver, gate = checkpoint.Saver(World()), threading.Event()
+    began = time.perf_counter()
+    save(saver, tmp_path, 1, {"model/a": torch.ones(10)}, gate)
+    assert time.perf_counter() - began < 1.0
+    assert not checkpoint.list_steps(tmp_path)
+    gate.set()
+    saver.settle()
+    assert checkpoint.list_steps(tmp_path) == [1]
+
+
+def fails(share, world):
+    raise CheckpointError("the disk is full")
+
+
+@pytest.mark.parametrize(("policy", "allowed"), [("stop", 0), ("continue", 1)])
+@pytest.mark.parametrize("background", [True, False])
+def test_failures_follow_the_policy(tmp_path, policy, allowed, background):
+    told = []
+    saver = checkpoint.Saver(World(), background=background, policy=policy, failed=lambda: told.append(1))
+    for _ in range(allowed):
+        saver.begin({}, fails)
+        saver.settle()
+    saver.begin({}, fails)
+    with pytest.raises(LockstepError, match="the disk is full"):
+        saver.settle()
+    assert told == [1]
+
+
+def test_a_save_that_holds_forgives_the_one_before(tmp_path):
+    saver = checkpoint.Saver(World())
+    for step in range(3):
+        saver.begin({}, fails)
+        saver.settle()
+        save(saver, tmp_path, step, {"model/a": torch.ones(3)})
+    saver.settle()
+    assert checkpoint.list_steps(tmp_path) == [0, 1, 2]
+
+
+def beside(world, folder, victim):
+    """A save goes on while the control group is used by the main thread; on one rank the writing fails."""
+    saver = checkpoint.Saver(world, policy="stop")
+    tensors = {"model/a": torch.arange(4000.0), "model/b": torch.ones(7)}
+
+    def full(path, chunks):
+        raise OSError(28, "No space left on device")
+
+    def write(share, own):
+        checkpoint.write_share(folder, 5, share, {}, own, engine="t")
+
+    if world.rank == victim:
+        writing.write_file = full
+
+    saver.begin(tensors, write)
+    sums = [sum(world.gather(number)) for number in range(200)]
+    try:
+        saver.settle()
+    except LockstepError as error:
+        return sums, str(error)
+    return sums, ""
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_the_threads_group_is_its_own_and_errors_reach_all_ranks(tmp_path, victim):
+    found = run(beside, 2, tmp_path, victim)
+    assert [sums for sums, _ in found] == [[2 * number for number in range(200)]] * 2
+    if victim is None:
+        assert [said for _, said in found] == ["", ""]
+        assert not checkpoint.verify(checkpoint.path_of(tmp_path, 5))
+    else:
+        assert all("a save failed on rank 1" in said for _, said in found)
+        assert not checkpoint.list_steps(tmp_path)
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(CheckpointError, match="has 0 MB free and a checkpoint takes"):
+        checkpoint.save(tmp_path, 1, {"model/a": torch.ones(1000)}, {}, World(), engine="t")
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -1,0 +1,313 @@
+"""The parts of a comparison, without processes: tensors, tolerances, the order of stages, operations, tasks."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint.layout import Block
+from lockstep.config import Config
+from lockstep.diagnose import certificate
+from lockstep.diagnose.combination import REFERENCE, Combination, combine, refusal
+from lockstep.diagnose.compare import first_difference
+from lockstep.diagnose.operations import Coarsest, Journal
+from lockstep.diagnose.operations import first_difference as first_line
+from lockstep.diagnose.shelf import Shelf, digest
+from lockstep.diagnose.stages import ORDER, explain
+from lockstep.diagnose.table import Row, Table
+from lockstep.diagnose.tasks import Prepared
+from lockstep.diagnose.tensors import compare, cut
+from lockstep.diagnose.tolerance import EXACT, Allowance, Scales, unit_roundoff
+from lockstep.diagnose.values import Difference, Traces
+from lockstep.errors import ConfigError
+
+
+def part(**changes):
+    return {"digests": {"a": "1"}, "first": None, "missing": [], "equal": True, "sums": [1.0, 1.0, 1.0, 1.0], **changes}
+
+
+def record(step=0, **changes):
+    slot = {"micro": 0, "weight": 1.0, "items": 4, "data": {"": "d"}, "seeded": "s", "drawn": "t"}
+    own = {
+        "step": step,
+        "slots": [{**slot, "loss": 2.0, "scaled": 0.5}],
+        "changed": [],
+        "updates": 1,
+        "rates": [0.1],
+        "items": 4,
+        "factor": 1.0,
+        "norm": 1.0,
+    }
+    kinds = {kind: part() for kind in ("initial", "weights", "buffers", "optimizer", "gradient")}
+    return {**own, **kinds, **changes}
+
+
+WRONG = {"name": "a", "values": [1.0, 2.0], "at": [3], "difference": 1.0, "allowed": 0.0}
+
+
+def traced(change, allowance=EXACT, clip=0.0):
+    """The first difference of one rank whose third step `change` has altered."""
+    steps = [record(step) for step in range(4)]
+    reference = {"rank": 0, "steps": steps, "evaluation": {"step": 4, "loss": 1.0, "items": 9, "metrics": {"m": 0.5}}}
+    other = copy.deepcopy(reference) | {"resumed": []}
+    change(other["steps"][2])
+    return first_difference(Traces(reference, [other], allowance, clip))
+
+
+def test_equal_traces_have_no_difference():
+    assert traced(lambda step: None) is None
+
+
+# what is altered -> the stage that must be named; in the order of the stages
+ALTERED = {
+    "initial weights": lambda step: step["initial"].update(first=WRONG),
+    "weights": lambda step: step["changed"].append(["weights", "a"]),
+    "data": lambda step: step["slots"][0].update(data={"": "other"}),
+    "randomness": lambda step: step["slots"][0].update(drawn="other"),
+    "forward": lambda step: step["slots"][0].update(loss=2.1),
+    "normalisation": lambda step: step["slots"][0].update(scaled=0.6),
+    "buffers": lambda step: step["buffers"].update(first=WRONG),
+    "reduction": lambda step: step["gradient"].update(first=WRONG),
+    "clipping": lambda step: step.update(norm=2.0),
+    "optimizer": lambda step: step["weights"].update(first=WRONG),
+    "schedule": lambda step: step.update(factor=0.9, rates=[0.09]),
+    "optimizer state": lambda step: step["optimizer"].update(first=WRONG),
+}
+
+
+@pytest.mark.parametrize("stage", ALTERED)
+def test_each_stage_is_named(stage):
+    found = traced(ALTERED[stage])
+    assert (found.step, found.stage, found.rank) == (2, stage, 0)
+
+
+def test_of_several_differences_the_earliest_stage_is_named():
+    names = [name for name in ALTERED if name not in ("schedule", "clipping")]
+    for place in range(len(names)):
+
+        def alter(step, place=place):
+            for name in names[place:]:
+                ALTERED[name](step)
+
+        assert traced(alter).stage == names[place]
+
+
+def test_a_wrong_rate_by_the_schedule_is_not_the_optimizers_fault():
+    def alter(step):
+        ALTERED["schedule"](step)
+        ALTERED["optimizer"](step)
+
+    assert traced(alter).stage == "schedule"
+
+
+def test_a_gradient_that_is_too_short_is_clipping_or_reduction_by_its_norm():
+    def half(step):
+        step["gradient"].update(first=WRONG, sums=[0.25, 0.25, 1.0, 0.5])
+
+    assert traced(half, clip=1.0).stage == "clipping"
+    assert traced(lambda step: (half(step), step.update(norm=0.5)), clip=1.0).stage == "reduction"
+
+
+def test_a_missing_or_doubled_micro_batch_is_a_difference_of_data():
+    found = traced(lambda step: step["slots"].append(dict(step["slots"][0])))
+    assert (found.stage, found.where) == ("data", "micro-batches")
+
+
+def test_the_evaluation_comes_last():
+    reference = {"rank": 0, "steps": [], "evaluation": {"step": 4, "loss": 1.0, "items": 9, "metrics": {"m": 0.5}}}
+    other = copy.deepcopy(reference)
+    other["evaluation"]["metrics"]["m"] = 0.6
+    found = first_difference(Traces(reference, [other], EXACT))
+    assert (found.step, found.stage, found.where) == (4, "evaluation", "m")
+
+
+def test_ranks_that_should_hold_the_same_bits_are_compared_with_each_other():
+    reference = {"rank": 0, "steps": [record()]}
+    ranks = [copy.deepcopy(reference) | {"rank": rank, "resumed": []} for rank in (0, 1)]
+    for rank in ranks:  # two ranks share the step; the micro-batch is the first one's
+        rank["steps"][0]["slots"] = rank["steps"][0]["slots"][rank["rank"] :]
+    ranks[1]["steps"][0]["weights"]["digests"] = {"a": "2"}
+    found = first_difference(Traces(reference, ranks, Allowance(10, 2.0**-53, 2.0**-53)))
+    assert (found.stage, found.rank, found.where) == ("optimizer", 1, "a")
+    assert "its bits are not those of rank 0" in found.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (4, 3)])
+def test_the_shelf_gives_back_what_was_put(tmp_path, dtype, shape):
+    tensor = torch.randn(shape).to(dtype)
+    Shelf(tmp_path).put("weights", 3, [("one", tensor), ("two", tensor.t() if tensor.ndim == 2 else tensor)])
+    stored = Shelf(tmp_path).open("weights", 3)
+    assert stored.names == ["one", "two"]
+    assert stored["one"].dtype == dtype
+    assert torch.equal(stored["one"], tensor)
+    assert torch.equal(stored["two"], tensor.t() if tensor.ndim == 2 else tensor)
+    assert Shelf(tmp_path).open("weights", 4).names == []
+
+
+def held(tmp_path, mine, theirs, allowed=-1.0):
+    Shelf(tmp_path).put("weights", 0, theirs.items())
+    return compare(mine.items(), Shelf(tmp_path).open("weights", 0), lambda *_: allowed)
+
+
+def test_tensors_are_compared_by_bits_or_by_norm(tmp_path):
+    wanted = {"a": torch.ones(2, 3), "b": torch.zeros(2)}
+    assert held(tmp_path, wanted, wanted)["equal"]
+    off = {"a": torch.ones(2, 3), "b": torch.zeros(2)}
+    off["a"][1, 2] += 0.25
+    found = held(tmp_path, off, wanted)
+    assert not found["equal"]
+    assert found["first"] == {"name": "a", "values": [1.25, 1.0], "at": [1, 2], "difference": 0.25, "allowed": -1.0}
+    assert found["largest"] == [0.25, "a"]
+    assert held(tmp_path, off, wanted, 0.3)["first"] is None
+    assert held(tmp_path, off, wanted, lambda place: torch.full((6,), 0.05, dtype=torch.float64)[place])["first"]
+
+
+@pytest.mark.parametrize("value", [-0.0, math.nan, math.inf])
+def test_a_sign_of_zero_and_what_is_not_finite_count_as_other_bits(tmp_path, value):
+    wanted = {"a": torch.zeros(2)}
+    mine = {"a": torch.tensor([0.0, value])}
+    assert held(tmp_path, mine, wanted)["first"]
+    assert bool(held(tmp_path, mine, wanted, 1.0)["first"]) == (value != 0)
+    assert held(tmp_path, mine, mine)["equal"]
+
+
+def test_names_shapes_and_dtypes_must_agree(tmp_path):
+    wanted = {"a": torch.zeros(2)}
+    assert held(tmp_path, {"b": torch.zeros(2)}, wanted)["missing"] == ["b", "a"]
+    for other in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        assert held(tmp_path, {"a": other}, wanted, 1.0)["first"]["difference"] == math.inf
+
+
+def test_a_part_of_a_tensor_is_compared_with_its_place():
+    whole = torch.arange(12).reshape(4, 3)
+    assert torch.equal(cut(whole, Block((2, 0), (1, 3))), whole[2:3])
+    assert cut(whole, Block((4, 0), (0, 3))).numel() == 0
+
+
+def test_the_tolerance_grows_with_terms_and_steps_and_is_cut():
+    fine = Allowance(10, unit_roundoff("float64"), unit_roundoff("float64"))
+    assert fine.relative(0) == 32 * 10 * 2.0**-53
+    assert fine.relative(0) < fine.relative(1) < fine.relative(7) < 1e-12
+    assert Allowance(20, 2.0**-53).relative(0) == 2 * Allowance(10, 2.0**-53).relative(0)
+    assert Allowance(10**9, 2.0**-8).relative(0) == 0.25
+    assert EXACT.relative(5) == 0.0
+    assert EXACT.close(3, math.nan, math.nan)
+    assert not EXACT.close(3, 1.0, 1.0 + 2.0**-52)
+
+
+def test_a_cancelled_gradient_may_move_a_weight_by_its_rate_and_any_other_by_little():
+    scales = Scales(norm=1.0, travel=0.1, beta2=0.95, eps=1e-8)
+    allowance = Allowance(10, unit_roundoff("float32"), unit_roundoff("float32"))
+    second = torch.tensor([1e-18, 1e-4]) * 0.05
+    allowed = allowance.weights(0, torch.zeros(2), second, scales)(slice(0, 2))
+    assert allowed[0] == pytest.approx(0.2)
+    assert allowed[1] < 1e-4
+
+
+def test_sums_in_another_order_stay_within_the_tolerance():
+    """The bound on one sum, held against many: n terms, added forwards and backwards."""
+    generator = torch.Generator().manual_seed(0)
+    for terms in (2, 8, 64):
+        parts = torch.randn(terms, 1000, generator=generator)
+        forwards, backwards = parts[0].clone(), parts[-1].clone()
+        for k in range(1, terms):
+            forwards += parts[k]
+            backwards += parts[-1 - k]
+        error = torch.linalg.vector_norm((forwards - backwards).double())
+        assert error <= Allowance(terms, unit_roundoff("float32")).relative(0) * torch.linalg.vector_norm(forwards)
+
+
+def test_the_coarsest_dtype_is_seen():
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    with Coarsest() as seen:
+        layer(torch.zeros(2, 4, dtype=torch.float64)).sum().backward()
+    assert seen.name == "float64"
+    with seen, torch.autocast("cpu", torch.bfloat16):
+        nn.Linear(4, 4)(torch.zeros(2, 4))
+    assert seen.name == "bfloat16"
+
+
+def test_a_journal_names_the_module_of_the_first_operation_that_differs():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    lines = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with Journal(model) as journal:
+            model(torch.ones(2, 4)).sum().backward()
+        lines.append(journal.lines)
+    place, (module, operation, _), _ = first_line(*lines)
+    assert module == "1 (Dropout)"
+    assert "dropout" in operation or "bernoulli" in operation
+    assert first_line(lines[0], lines[0]) is None
+    assert first_line(lines[0], lines[0][:3])[0] == 3
+    assert place > 0
+    assert not model._forward_hooks
+
+
+def test_combinations():
+    found = combine(["single", "ddp"], [2, 1], compiled=False)
+    assert [str(one) for one in found] == ["single x1", "ddp x1", "ddp x2"]
+    assert [str(one) for one in combine(["ddp"], [2], compiled=True)] == [
+        "single x1",
+        "single x1 compiled",
+        "ddp x2",
+        "ddp x2 compiled",
+    ]
+    assert refusal(Combination("ddp", 3), Config(exact=True)).startswith("--exact cannot serve 3 processes")
+    assert refusal(Combination("ddp", 3), Config()) is None
+
+
+def test_a_table_says_everything_in_words():
+    difference = Difference(3, "reduction", "head.weight", 1, "[0] is 1.0 instead of 2.0", [1, 2])
+    rows = [Row(REFERENCE, "equal"), Row(Combination("ddp", 4), "different", difference=difference)]
+    table = Table("title", rows)
+    assert not table.ok
+    assert "DIFFERENT from step 3 on, rank 1 (and 2), head.weight: [0] is 1.0 instead of 2.0. Cause: reduction" in str(
+        table
+    )
+    assert all(explain(stage) for stage in ORDER)
+    assert not Table("title", [Row(REFERENCE, "unavailable", reason="no")]).ok
+
+
+def test_floating_point_data_follows_the_model_into_float64():
+    class Task:
+        reduction = "mean"
+
+        def collate(self, samples):
+            return {"x": torch.ones(2), "y": (torch.ones(2, dtype=torch.int64), [torch.ones(1)]), "z": "text"}
+
+        def dataset(self, split):
+            return list(range(100)) if split == "train" else [7, 8, 9]
+
+    task = Prepared(Task(), True, 2)
+    batch = task.collate([])
+    assert batch["x"].dtype == batch["y"][1][0].dtype == torch.float64
+    assert batch["y"][0].dtype == torch.int64
+    assert task.reduction == "mean"
+    assert not hasattr(task, "metrics")
+    assert (len(task.dataset("train")), len(task.dataset("evaluation"))) == (100, 2)
+    assert Prepared(Task(), False, 2).collate([])["x"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no certificate"),
+        ("[]", "is no certificate"),
+        ('{"format": 1}', "is no certificate"),
+        (json.dumps({"format": 9, "trace": {"steps": [1]}}), "has format 9"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(tmp_path, text, words):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        certificate.read(tmp_path / "c.json")
+
+
+def test_a_digest_is_of_the_bits():
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest(torch.tensor([[1, 2], [3, 4]]).t()) == digest(torch.tensor([[1, 3], [2, 4]]))

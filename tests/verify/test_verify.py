@@ -1,0 +1,216 @@
+"""`lockstep.verify` and `lockstep verify`, on real processes."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tasks_for_verify as tasks
+from test_command import environment
+from toys import Ragged
+
+import lockstep
+from lockstep import cli
+from lockstep.config import Config, Optim
+from lockstep.diagnose import verify_command
+from lockstep.errors import ConfigError, DifferenceError, LockstepError
+
+PARTS = {"batch_size": 8, "lr": 0.01, "device": "cpu", "timeout": 60.0, "optim": Optim(warmup_steps=1)}
+QUICK = {"world_sizes": (2,), "steps": 3, "resume_at": 1}
+FLAGS = "--device cpu --timeout 60 --batch-size 8 --steps 2 --resume-at 1 --engines ddp --world-sizes 2"
+
+
+def config(**changes):
+    return Config(**{**PARTS, **changes})
+
+
+def test_all_engines_and_uneven_worlds_agree_in_float64():
+    """Dropout, a tied head, ragged labels, clipping, accumulation, empty slots, and a resume in mid-epoch."""
+    table = lockstep.verify(
+        Ragged(samples=60, dropout=0.1),
+        config(),
+        engines=("single", "ddp", "fsdp", "zero"),
+        world_sizes=(1, 3),
+        steps=4,
+    )
+    assert table.ok, str(table)
+    assert [str(row.combination) for row in table.rows][:2] == ["single x1", "ddp x1"]
+    assert {row.verdict for row in table.rows if row.combination.world_size == 1} == {"equal"}
+    assert {row.verdict for row in table.rows if row.combination.world_size == 3} == {"close"}
+    assert all(row.largest[0] < 1e-13 for row in table.rows)
+    assert "bitwise equal" in str(table)
+
+
+def test_batch_norm_and_float32_images():
+    table = lockstep.verify(tasks.Images(), config(micro_batch_size=4), engines=("ddp",), **QUICK)
+    assert table.ok, str(table)
+    local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
+    assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True], ids=["float64", "exact"])
+def test_a_hub_model(exact):
+    pytest.importorskip("transformers")
+    task, engines = tasks.HubModel(samples=60), ("ddp", "fsdp", "zero")
+    table = lockstep.verify(task, config(exact=exact), engines=engines, **QUICK)
+    assert table.ok, str(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_compiled_agrees_with_eager(precision):
+    task = Ragged(samples=60)
+    table = lockstep.verify(task, config(), engines=("ddp",), precision=precision, compile=True, **QUICK)
+    assert table.ok, str(table)
+    assert [str(row.combination) for row in table.rows if row.combination.compiled] == [
+        "single x1 compiled",
+        "ddp x2 compiled",
+    ]
+
+
+@pytest.mark.slow
+def test_inside_a_torchrun_job(tmp_path):
+    """Rank 0 alone is the single process; its word is the only one."""
+    file = tmp_path / "mine.py"
+    file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
+    here = str(Path(__file__).parent.parent)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
+    flags = ["verify", *FLAGS.split()[:-2], "--task", f"{file}:Mine", "--certificate", ""]
+    for more, code in (([], 0), (["--plant", "bit-flip", "--plant-at", "1"], 1)):
+        done = subprocess.run(
+            [*launcher, *flags, *more], env=environment(PYTHONPATH=here), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr  # torchrun makes 1 of 3
+        assert done.stdout.count("single x1") == 1
+    assert "step 1 on, rank 1, embedding.weight" in done.stdout
+
+
+def test_a_forward_that_depends_on_the_rank_is_named():
+    table = lockstep.verify(tasks.Private(samples=60), config(), engines=("ddp",), precision="float32", **QUICK)
+    difference = table.rows[1].difference
+    assert (difference.step, difference.stage, difference.rank) == (0, "forward", 1)
+    assert difference.where == "micro-batch 4, loss"
+    assert not table.ok
+
+
+@pytest.mark.parametrize(
+    ("task", "named"),
+    [
+        (tasks.Undecided, "the first operation that differs is aten.mul.Tensor"),
+        (tasks.Shuffling, "batch['input']"),
+    ],
+)
+def test_a_task_that_is_not_deterministic_is_found_first(task, named):
+    table = lockstep.verify(task(samples=60), config(), engines=("ddp",), **QUICK)
+    assert not table.ok
+    assert [str(row.combination) for row in table.rows] == ["single x1"]
+    assert "not deterministic in one process" in table.notes[0]
+    assert named in table.notes[0]
+    assert task is not tasks.Undecided or "in blocks.1.1 (Noise)" in table.notes[0]
+
+
+@pytest.mark.parametrize(("task", "word"), [(tasks.Hanging, "said nothing for 4 s"), (tasks.Dying, "the last words")])
+def test_a_hang_and_a_death_are_failures_and_leave_no_process(task, word):
+    began = time.monotonic()
+    table = lockstep.verify(task(samples=60), config(timeout=4.0), engines=("ddp",), **QUICK)
+    assert table.rows[1].verdict == "failed"
+    assert word in table.rows[1].reason or "rank" in table.rows[1].reason, table.rows[1].reason
+    assert time.monotonic() - began < 100
+    assert not multiprocessing.active_children()
+
+
+def test_a_fault_that_does_no_harm_is_said_to_have_done_none():
+    """All images have one item: an average per rank is the average per item."""
+    asked = {"engines": ("ddp",), "world_sizes": (2,), "steps": 1, "resume_at": 0}
+    table = lockstep.verify(tasks.Images(), config(), plant="rank-average", **asked)
+    assert table.ok
+    assert "nothing was found" in table.notes[-1]
+
+
+def test_what_cannot_run_here_is_listed_and_skipped_only_if_asked():
+    asked = {"engines": ("ddp",), "world_sizes": (2, 3), "steps": 2, "resume_at": 0}
+    with pytest.raises(ConfigError, match="ddp x3 cannot run here: --exact cannot serve 3 processes.*skip-unavailable"):
+        lockstep.verify(Ragged(), config(exact=True), **asked)
+    table = lockstep.verify(Ragged(), config(exact=True), skip_unavailable=True, **asked)
+    assert table.ok
+    assert [row.verdict for row in table.rows] == ["equal", "equal", "unavailable"]
+
+
+def test_a_single_process_that_fails_is_no_difference():
+    with pytest.raises(LockstepError, match="the single process failed: rank 0 of 1: NotImplementedError: no loss"):
+        lockstep.verify(Broken(), config(), **QUICK)
+
+
+class Broken(Ragged):
+    def loss(self, model, batch):
+        raise NotImplementedError("no loss")
+
+
+def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
+    path = str(tmp_path / "certificate.json")
+    assert cli.dispatch(["verify", *FLAGS.split(), "--task", f"{file}:Mine", "--certificate", path]) == 0
+    assert "ddp x2     within rounding" in capsys.readouterr().out
+    made = json.loads((tmp_path / "certificate.json").read_text())
+    assert made["config"]["precision"] == "float64"
+    assert len(made["fingerprints"]) == 2
+    assert all(text.startswith("sha256:") for text in made["fingerprints"])
+    assert made["versions"]["torch"]
+    assert made["rows"][1]["verdict"] == "close"
+
+    made["trace"]["steps"][1]["slots"][3]["seeded"] = "0" * 16
+    (tmp_path / "other.json").write_text(json.dumps(made))
+    again = ["verify", "--device", "cpu", "--timeout", "60", "--certificate", ""]
+    assert verify_command.command([*again[1:], "--against", path]) == 0
+    assert "against the certificate, within rounding: it agrees" in capsys.readouterr().out
+    with pytest.raises(DifferenceError, match="not the same training: the certificate"):
+        cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
+    assert "step 1 on, rank 0, micro-batch 3: the generators' states differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--engines", "dpd"], "--engines has 'dpd'"),
+        (["--world-sizes", "one"], "--world-sizes 'one' must be numbers"),
+        (["--world-sizes", "0"], "--world-sizes has 0"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--resume-at", "9"], "--resume-at is 9: it must be below --steps 8"),
+        (["--plant", "nothing"], "--plant 'nothing': choose one of"),
+        (["--plant", "bit-flip", "--world-sizes", "1"], "goes wrong on one of several ranks"),
+        (["--task", "nowhere.py:Task"], "there is no such file"),
+        (["--against", "nowhere.json"], "--against nowhere.json: No such file"),
+        (["--lrr", "1"], "unknown flag --lrr"),
+        (["--steps", "many"], "--help` lists the flags"),
+    ],
+)
+def test_bad_input_is_one_line(flags, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        cli.dispatch(["verify", "--device", "cpu", *flags])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no attribute 'Mine'"),
+        ("import nothing_at_all", "No module named 'nothing_at_all'"),
+        ("class Mine:\n    def __init__(self, size): pass", "it must need no arguments"),
+    ],
+)
+def test_a_bad_task_file_is_one_line(text, words, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        cli.dispatch(["verify", "--device", "cpu", "--task", f"{tmp_path / 'mine.py'}:Mine"])
+
+
+def test_a_plan_that_is_too_short_is_refused():
+    with pytest.raises(ConfigError, match="--steps 9: the whole plan has 5"):
+        lockstep.verify(Ragged(samples=40), config(), engines=("ddp",), world_sizes=(2,), steps=9)
