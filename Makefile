@@ -19,7 +19,7 @@ help:
 	@touch $@
 
 train: .venv/ready ## train the default model on this machine's Python library (about two minutes)
-	$(BIN)/lockstep train --experiment-name first-light
+	$(BIN)/lockstep train --experiment-name first-light --max-steps 700
 
 check: .venv/ready ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff check .

@@ -172,7 +172,10 @@ def test_secrets_reach_no_file_and_no_line(text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--model-name", "builtin:nanno"], "--model-name 'builtin:nanno' is unknown: did you mean builtin:nano?"),
+        (
+            ["--model-name", "builtin:nanno"],
+            "'builtin:nanno' is unknown: did you mean builtin:nano? A hub",
+        ),
         (["--model-name", "gpt9"], "--model-name 'gpt9' "),
         (["--dataset-name", "/nowhere/at/all"], "--dataset-name"),
         (["--seq-len", "100000"], "--seq-len 100000 is longer than the context"),

@@ -183,7 +183,8 @@ def test_the_bar_fits_the_terminal(monkeypatch, columns):
 
 def test_ctrl_c_gives_the_cursor_back():
     code = (
-        "import time\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs start without it
         "from lockstep.sinks.console import Console\n"
         "console = Console(100)\n"
         "console.start({})\n"

@@ -6,7 +6,10 @@ if (record.step + 1) % log_freq == 0:
 """
 
 import math
+import resource
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,8 +90,9 @@ def memory(device: torch.device) -> int:
     """Peak bytes: allocated on a CUDA device, else resident in this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError, ValueError):  # not Linux; and there the peak may be that of the parent
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -4,6 +4,7 @@ import resource
 import shutil
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,10 +91,18 @@ def small(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_the_older_ones(small):
+FORESEEN = r"small has \d MB free and a checkpoint takes 4 MB; make room"
+MET = r"rank-00000.safetensors: No space left on device; check the free space"
+
+
+@pytest.mark.parametrize("line", [FORESEEN, MET], ids=["foreseen", "met"])
+def test_a_full_disk_leaves_the_older_ones(small, monkeypatch, line):
     first = save(small, 1)
-    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: No space left on device; check the free space"):
-        save(small, 2, size=1 << 20)
+    with monkeypatch.context() as patch:
+        if line == MET:  # somebody else fills the disk after it was looked at
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+        with pytest.raises(CheckpointError, match=line):
+            save(small, 2, size=1 << 20)
     assert names(small) == [first.name]
     assert checkpoint.newest(small, say=pytest.fail) == first
     save(small, 2)

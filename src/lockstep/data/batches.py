@@ -24,7 +24,7 @@ from lockstep.errors import DataError
 from lockstep.seeds import derive
 from lockstep.world import World
 
-__all__ = ["Batches", "Cut", "Feed", "Loading", "MicroBatch", "Order", "seed_everything", "slots"]
+__all__ = ["Batches", "Cut", "Feed", "Loading", "MicroBatch", "Order", "draws", "seed_everything", "slots"]
 
 
 class Order(Protocol):
@@ -240,6 +240,11 @@ class Feed:
         return True
 
 
+def draws(dataset: Any) -> bool:
+    """Whether a dataset may draw random numbers: unless it says that it does not, or is known not to."""
+    return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
+
+
 class Fetch:
     """Key -> (collated batch, items). Whatever it draws at random depends on (seed, epoch, sample) alone.
 
@@ -249,7 +254,7 @@ class Fetch:
 
     def __init__(self, dataset: Any, task: Any, seed: int) -> None:
         self._dataset, self._collate, self._count, self._seed = dataset, task.collate, task.count, seed
-        self._random = getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset))
+        self._random = draws(dataset)
         self._many = getattr(dataset, "__getitems__", None)
         self._each: int | None = getattr(task, "items_per_sample", None)
         self._believed = self._each is None

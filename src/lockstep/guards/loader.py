@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.batches import Batches, Feed, MicroBatch
+from lockstep.data.batches import Batches, Feed, MicroBatch, draws
 from lockstep.errors import DataError
 
 __all__ = ["Guarded", "Lasting", "troubles"]
@@ -43,8 +43,7 @@ class Guarded(Dataset[Any]):
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
         self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
         self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        if hasattr(inner, "draws_random"):
-            self.draws_random = inner.draws_random
+        self.draws_random = draws(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many
 

@@ -36,9 +36,9 @@ def named_task(config: Config, say: Callable[[str], None]) -> CausalLM | HubCaus
 def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     if config.model_name not in PRESETS:
         close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}" if close else f"choose one of {', '.join(PRESETS)}"
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}."
         raise ConfigError(
-            f"--model-name '{config.model_name}' is unknown: {hint}; a hub model is OWNER/NAME, another its folder"
+            f"--model-name '{config.model_name}' is unknown: {hint} A hub model is OWNER/NAME, a local one its folder"
         )
     preset = PRESETS[config.model_name]
     if config.seq_len > preset.context:
