@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 from toys import Ragged
@@ -100,6 +101,7 @@ def test_an_offline_wandb_run_is_written_and_resumed(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of this process
     for step in ("0", "3"):
         subprocess.run([sys.executable, "mine.py", step, json.dumps(info)], cwd=tmp_path, check=True, env=environ)
+        time.sleep(1.1)  # W&B names its folder after the second in which a run starts
     folders = sorted((tmp_path / "wandb").glob("offline-run-*-E-1"))
     for folder, step in zip(folders, (1, 4), strict=True):
         records = wandb_records(folder)
