@@ -110,7 +110,7 @@ def lockstep_stepper(task, size, micro, folder, **settings):
         ckpt_freq=0,
         log_freq=100,
         lr=1e-3,
-        optim=Optim(clip=task.clip),
+        optim=Optim(clip=task.clip, warmup_steps=20),
         **settings,
     )
     records = lockstep.train(config, task)
