@@ -6,6 +6,10 @@ the ranks' sums are cut into as many pieces as there are ranks, each rank adds o
 collect the results. Bits are equal because every addition has the same two operands at every world size.
 """
 
+import itertools
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +18,9 @@ from lockstep.errors import ConfigError
 from lockstep.world import World
 
 __all__ = ["Counter", "Tree", "check_servable", "fold_of", "sum_of_rows", "sum_over_ranks"]
+
+Sum = TypeVar("Sum")
+Gradients = list[Tensor | None]
 
 
 def check_servable(micro_batches: int, world_size: int) -> None:
@@ -31,46 +38,43 @@ def fold_of(micro_batches: int) -> int:
     return micro_batches // (micro_batches & -micro_batches)
 
 
-class Counter:
-    """Adds vectors in the fixed order: each `fold` of them in order, these sums pairwise, level by level.
+class Counter(Generic[Sum]):
+    """Adds terms in the fixed order: each `fold` of them in order, these sums pairwise, level by level.
 
     It holds log2 of the number of sums, at most: a binary counter whose level k holds the sum of 2**k folds.
 
-    Attributes:
-        free: takes the vectors that are used up, for the caller to fill again; None drops them. A fresh vector of
-            millions of numbers costs more in page faults than its additions.
+    Args:
+        fold: q, how many consecutive terms are added in order.
+        add: (left, right) -> their sum; both are used up.
     """
 
-    def __init__(self, fold: int, free: list[Tensor] | None = None) -> None:
-        self._fold = fold
-        self.free = free
-        self._pending: list[Tensor | None] = []
-        self._started: Tensor | None = None  # the sum of the fold in progress, of `_within` vectors
+    def __init__(self, fold: int, add: Callable[[Sum, Sum], Sum]) -> None:
+        self._fold, self._add = fold, add
+        self._pending: list[Sum | None] = []
+        self._started: Sum | None = None  # the sum of the fold in progress, of `_within` terms
         self._within = 0
 
-    def push(self, vector: Tensor) -> None:
-        """Takes a vector over; it may be changed in place."""
+    def push(self, term: Sum) -> None:
+        """Takes a term over."""
         if self._started is not None:
-            vector = self._started.add_(vector)
+            term = self._add(self._started, term)
         self._within = (self._within + 1) % self._fold
-        self._started = vector if self._within else None
+        self._started = term if self._within else None
         if not self._within:
-            self.push_fold(vector)
+            self.push_fold(term)
 
-    def push_fold(self, carry: Tensor) -> None:
+    def push_fold(self, carry: Sum) -> None:
         """Takes a whole fold's sum over."""
         level = 0
         while level < len(self._pending) and (other := self._pending[level]) is not None:
-            if self.free is not None:
-                self.free.append(carry)
-            carry = other.add_(carry)
+            carry = self._add(other, carry)
             self._pending[level] = None
             level += 1
         if level == len(self._pending):
             self._pending.append(None)
         self._pending[level] = carry
 
-    def total(self) -> Tensor:
+    def total(self) -> Sum:
         """The sum of all that was pushed, which is a power of two of folds; the counter is empty again."""
         total = self._pending[-1]
         assert total is not None, "a rank's slots are a whole subtree"
@@ -89,54 +93,78 @@ class Tree:
 
     def __init__(self, parameters: list[Tensor], fold: int, world: World) -> None:
         self._parameters, self._fold, self._world = parameters, fold, world
-        sizes = [p.numel() for p in parameters]
-        filling = -(sum(sizes) + len(sizes)) % world.size
-        self._sizes = [*sizes, len(sizes), filling]  # gradients; how often each was used; up to equal pieces a rank
         self._dtype = max((p.dtype for p in parameters), key=lambda dtype: dtype.itemsize)
-        self._free: list[Tensor] = []
-        self._counter = Counter(fold, self._free)
-        self._lent: list[Tensor] = []  # vectors that the `.grad` of the last step lie in
+        self._counter = Counter(fold, _added)
         self._count = 0
+        self._exchange: Exchange | None = None
 
     def push(self) -> None:
         """Takes what one backward left in `.grad`; to be called once a micro-batch."""
-        self._free += self._lent
-        self._lent = []
         self._count += 1
-        if self._count % self._fold == 0:  # until then autograd adds the micro-batches of this fold in order
-            self._counter.push_fold(self._flatten())
+        if self._count % self._fold:  # until then autograd adds the micro-batches of this fold in order
+            return
+        # One layout for all, since the order in which a norm is summed may follow it.
+        gradients = [p.grad for p in self._parameters]
+        self._counter.push_fold([None if g is None else g.to(self._dtype).contiguous() for g in gradients])
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def finish(self) -> None:
         """Leaves in `.grad` the sum over all micro-batches of all ranks; None where no micro-batch used a parameter."""
-        total, self._count = self._counter.total(), 0
-        self._lent = [total]
+        sums, self._count = self._counter.total(), 0
         if self._world.size > 1:
-            self._lent.append(spare := self._vector())
-            sum_over_ranks(total, spare, self._world.size)
-        *pieces, used, _ = total.split_with_sizes(self._sizes)
-        counts = used.tolist()  # waits for the device
-        for parameter, piece, count in zip(self._parameters, pieces, counts, strict=True):
-            parameter.grad = piece.view_as(parameter).to(parameter.dtype) if count else None
+            self._exchange = self._exchange or Exchange(self._parameters, self._dtype, self._world)
+            sums = self._exchange(sums)
+        for parameter, found in zip(self._parameters, sums, strict=True):
+            parameter.grad = None if found is None else found.to(parameter.dtype)
 
-    def _vector(self) -> Tensor:
-        if self._free:
-            return self._free.pop()
-        return torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._parameters[0].device)
 
-    def _flatten(self) -> Tensor:
-        """All gradients and, behind them, a 1 for each parameter that has one, as one vector; clears `.grad`."""
-        vector = self._vector()
-        *pieces, used, _ = vector.split_with_sizes(self._sizes)
-        gradients = [p.grad for p in self._parameters]
-        used.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
-        present = [(piece, g.reshape(-1)) for piece, g in zip(pieces, gradients, strict=True) if g is not None]
-        torch._foreach_copy_([piece for piece, _ in present], [gradient for _, gradient in present])
-        for piece, gradient in zip(pieces, gradients, strict=True):
-            if gradient is None:
-                piece.zero_()
-        for parameter in self._parameters:
-            parameter.grad = None
-        return vector
+class Exchange:
+    """Gradients of all ranks, added in the tree's order.
+
+    It keeps two vectors of the gradients' length, since fresh ones cost more in page faults than the sums. In them each
+    gradient begins at a multiple of 16 numbers, as in memory of its own: kernels that add up a norm on a device choose
+    their order by the alignment.
+    """
+
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
+        self._ranks = world.size
+        sizes = [p.numel() for p in parameters]
+        starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
+        length = starts[-1] + len(sizes)  # the last: whether each was used
+        length += -length % world.size  # up to equal pieces a rank
+        self._mine = torch.zeros(length, dtype=dtype, device=parameters[0].device)
+        self._spare = torch.zeros_like(self._mine)
+        places = zip(starts, sizes, parameters, strict=False)
+        self._pieces = [self._mine.narrow(0, start, size).view(p.shape) for start, size, p in places]
+        self._used = self._mine.narrow(0, starts[-1], len(sizes))
+
+    def __call__(self, mine: Gradients) -> Gradients:
+        """The sums, which lie in a vector of ours until the next call; None where no rank has a gradient."""
+        self._used.copy_(torch.tensor([float(gradient is not None) for gradient in mine]))
+        for piece, gradient in zip(self._pieces, mine, strict=True):
+            piece.zero_() if gradient is None else piece.copy_(gradient)
+        sum_over_ranks(self._mine, self._spare, self._ranks)
+        counts = self._used.tolist()  # waits for the device
+        return [piece if count else None for piece, count in zip(self._pieces, counts, strict=True)]
+
+
+def _added(left: Gradients, right: Gradients) -> Gradients:
+    """Each parameter's two gradients added, into the left one where there are two.
+
+    A missing one counts as zeros, as where ranks add their vectors: x + 0, which makes a negative zero positive.
+    """
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+    if len(pairs) == len(left):
+        return left
+    return [_alone(a, b) if a is None or b is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _alone(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    one = right if left is None else left
+    return None if one is None else one.add_(0.0)
 
 
 def sum_over_ranks(mine: Tensor, spare: Tensor, ranks: int) -> None:

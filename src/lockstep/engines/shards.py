@@ -102,7 +102,7 @@ class ExactReduceScatter:
     """
 
     def __init__(self, fold: int) -> None:
-        self._counter = Counter(fold)
+        self._counter = Counter(fold, Tensor.add_)
         self.last = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
