@@ -55,7 +55,8 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     _check_parameters(model, blocks)
     policies: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": options.sharding != "grad-op",
+        # None: after each block's forward, but not the root's, whose backward would at once gather it again
+        "reshard_after_forward": False if options.sharding == "grad-op" else None,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
     memo: dict[Tensor, nn.Parameter] = {}
