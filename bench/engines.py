@@ -35,7 +35,7 @@ def by_lockstep(task, name, world, slots):
         for _ in range(count):
             for slot, batch in enumerate(_batches(task, world, slots)):
                 with made.accumulate(slot == slots - 1):
-                    made.backward(task.loss(made.model, batch) / _items(world))
+                    made.backward(task.loss(made.model, batch), 1 / _items(world))
             made.step(1.0)
 
     return step
@@ -103,9 +103,9 @@ def exchanges(step):
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def compete(world, slots, rounds, steps):
+def compete(world, names, slots, rounds, steps):
     task, counted, results = SmallGpt(), {}, {}
-    for name in NAMES:
+    for name in names:
         mine, hand = by_lockstep(task, name, world, slots), by_hand(task, name, world, slots)
         counted[name] = exchanges(mine), exchanges(hand)
         pair = {f"{name} by hand": hand, name: mine}
@@ -118,11 +118,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--engines", nargs="*", default=NAMES, choices=NAMES)
     given = parser.parse_args()
     print(machine())
     earlier = {}
     for slots in (1, 4):
-        results, counted = together(2, compete, slots, given.rounds, given.steps)
+        results, counted = together(2, compete, given.engines, slots, given.rounds, given.steps)
         show(f"two processes, {slots} micro-batches a rank", results, slots=slots)
         for name, (mine, hand) in counted.items():
             speed = 1 / results[name]["ratio"]

@@ -36,7 +36,7 @@ def main():
         for batch in mine:
             with engine.accumulate(last=batch is mine[-1]):  # 2
                 loss = F.mse_loss(engine.model(x[batch]), y[batch], reduction="sum")  # 3
-                engine.backward(loss / SIZE)  # 4
+                engine.backward(loss, 1 / SIZE)  # 4
             total += loss.detach().cpu()
         result = engine.step(factor=min(1.0, (step + 1) / 20))  # 5
         if world.is_main and step % 50 == 49:

@@ -52,7 +52,7 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
             with engine.accumulate(batch is micro[-1]):
                 loss = loss_sum(model, batch)
                 clock.lap("forward")
-                engine.backward(loss / max(items, 1) if batch.weight else loss * 0.0)
+                engine.backward(loss, batch.weight / max(items, 1))
                 clock.lap("backward")
             if batch.weight:
                 losses.append(loss.detach())

@@ -1,6 +1,8 @@
-"""From a Config to the parts of a run, every rank alike. Nothing is written into the run's folder here.
+"""From a Config to the parts of a run, every rank alike.
 
-parts = assemble(config, task, world)
+    parts = assemble(config, task, world)
+
+Nothing is written into the run's folder here.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim import adamw
 from lockstep.plan import Horizon, differences, plan_of
 from lockstep.precision import check_precision, pin
+from lockstep.schedule import factor
 from lockstep.seeds import derive
 from lockstep.sinks.remote import check
 from lockstep.tasks.named import named_task
@@ -82,6 +85,13 @@ class Parts:
         """Steps after which this start of the run ends."""
         whole = self.horizon.cut.steps
         return min(whole, self.config.stop_at or whole)
+
+    @property
+    def rate(self) -> Callable[[int], float]:
+        """step -> what the base learning rate is multiplied by."""
+        optim = self.config.optim
+        horizon = (optim.schedule == "cosine-periodic" and optim.period) or self.horizon.cut.steps
+        return partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
 
 
 def assemble(config: Config, task: Any, world: World) -> Parts:

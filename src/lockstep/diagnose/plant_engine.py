@@ -128,11 +128,11 @@ class UnsentGradient(Fault):
 class _Unsent(_Counting):
     kept = False
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.here and not self.kept:
             self.kept = True
-            loss = loss * 0.0
-        self.inner.backward(loss)
+            weight = 0.0
+        self.inner.backward(loss, weight)
 
 
 @final
@@ -148,13 +148,13 @@ class _Averaged(_Counting):
     share = 1.0
     known = -1
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.known != self.done:
             assert self.site.feed is not None
             self.known, own = self.done, self.site.feed.items(self.done)
             every = self.site.world.gather(own)  # collective
             self.share = sum(every) / max(own * len(every), 1)
-        self.inner.backward(loss * self.share)
+        self.inner.backward(loss, weight * self.share)
 
 
 @final
@@ -194,8 +194,8 @@ class _Scaled(Wrapped):
         super().__init__(inner)
         self._scale, self._reset = scale, reset
 
-    def backward(self, loss: Tensor) -> None:
-        self.inner.backward(loss * self._scale)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self.inner.backward(loss, weight * self._scale)
 
     def step(self, factor: float) -> StepResult:
         self._reset()

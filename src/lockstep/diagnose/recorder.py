@@ -200,9 +200,9 @@ class _Probe(Wrapped):
         both.enter_context(survey)
         return both  # type: ignore[return-value]
 
-    def backward(self, loss: Tensor) -> None:
-        self._recorder.scaled(loss.detach())
-        self.inner.backward(loss)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._recorder.scaled(loss.detach() * weight)
+        self.inner.backward(loss, weight)
 
     def step(self, factor: float) -> StepResult:
         return self._recorder.update(lambda: self.inner.step(factor))

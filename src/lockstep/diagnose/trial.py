@@ -11,7 +11,6 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from lockstep.evaluate import evaluate
 from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, seeder, steps
 from lockstep.parts import Parts, assemble, together
-from lockstep.schedule import factor
 from lockstep.tasks.named import named_task
 from lockstep.world import World
 
@@ -160,11 +158,8 @@ def _training(parts: Parts, engine: Any, feed: Any, seeding: Any, watched: Any) 
     config, world, cut = parts.config, parts.world, parts.horizon.cut
     each = getattr(parts.task, "items_per_sample", None)
     beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
-    optim = config.optim
-    horizon = (optim.schedule == "cosine-periodic" and optim.period) or cut.steps
-    rate = partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
     seed = seeding(seeder(config.seed, "micro", world.device))
-    return steps(engine, parts.task, watched, beat, Plan(rate, seed, make_clock(world.device)))
+    return steps(engine, parts.task, watched, beat, Plan(parts.rate, seed, make_clock(world.device)))
 
 
 def _assembled(job: Job, world: World, site: Site, name: str) -> Parts:

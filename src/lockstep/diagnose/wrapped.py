@@ -18,8 +18,8 @@ class Wrapped:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return self.inner.accumulate(last)
 
-    def backward(self, loss: Tensor) -> None:
-        self.inner.backward(loss)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self.inner.backward(loss, weight)
 
     def step(self, factor: float) -> StepResult:
         return self.inner.step(factor)

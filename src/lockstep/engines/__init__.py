@@ -49,7 +49,7 @@ def engine(
         made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
         for batch in micro_batches:
             with made.accumulate(last=batch is micro_batches[-1]):
-                made.backward(loss(made.model, batch) / items)          # items of the whole step, over all ranks
+                made.backward(loss(made.model, batch), 1 / items)       # items of the whole step, over all ranks
         norm, applied = made.step(factor=1.0)
 
     Args:

@@ -71,8 +71,8 @@ class Engine(Protocol):
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; gradients are exchanged in a step's last, where they can."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the loss's gradient. After the last micro-batch the gradients are SUMMED over the ranks."""
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Adds the gradient of `weight * loss`. After the last micro-batch the gradients are SUMMED over the ranks."""
 
     def step(self, factor: float) -> StepResult:
         """Clips, updates each parameter group at its base rate times `factor`, clears the gradients."""

@@ -47,8 +47,8 @@ class DataParallel:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
 
     def step(self, factor: float) -> StepResult:
         return self._update(factor)

@@ -64,8 +64,8 @@ class DeepSpeed:
         self._ds.set_gradient_accumulation_boundary(last)
         return NOTHING
 
-    def backward(self, loss: Tensor) -> None:
-        self._ds.backward(loss * self._factor() if self._factor() != 1.0 else loss, scale_wrt_gas=False)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._ds.backward(loss * (self._factor() * weight), scale_wrt_gas=False)
 
     def step(self, factor: float) -> StepResult:
         if self._scaled and not self._split:

@@ -75,8 +75,8 @@ class FSDP:
             self._set_sync(last)
         return NOTHING
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
         self._backwards += 1
         if self._tree:
             self._tree.push()

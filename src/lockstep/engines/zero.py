@@ -49,8 +49,8 @@ class Zero:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return self._replicas.accumulate(last)
 
-    def backward(self, loss: Tensor) -> None:
-        self._replicas.backward(loss, self._update.scale)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._replicas.backward(loss, self._update.scale * weight)
 
     def step(self, factor: float) -> StepResult:
         self._replicas.finish()

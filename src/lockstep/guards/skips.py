@@ -74,8 +74,8 @@ class _Skipping:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return self._inner.accumulate(last)
 
-    def backward(self, loss: Tensor) -> None:
-        self._inner.backward(loss)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._inner.backward(loss, weight)
 
     def step(self, factor: float) -> StepResult:
         self._next += 1
