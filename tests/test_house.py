@@ -23,7 +23,7 @@ FLOORS = [
     ["models", "data", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan"],
-    ["parts", "guarded", "bookkeeper", "run", "diagnose", "launch", "report"],
+    ["parts", "guarded", "bookkeeper", "run", "train_command", "diagnose", "launch", "report"],
     ["cli", "__main__"],
 ]
 APART = "lint"

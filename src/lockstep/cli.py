@@ -3,7 +3,9 @@
 Importing this loads neither torch nor anything of lockstep but its errors: `lockstep --help` answers at once.
 """
 
+import atexit
 import difflib
+import gc
 import importlib
 import sys
 
@@ -14,7 +16,7 @@ __all__ = ["main"]
 
 # command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
 COMMANDS = {
-    "train": ("lockstep.run", "command", "train a model; the same --experiment-name resumes"),
+    "train": ("lockstep.train_command", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
     "checkpoint": ("lockstep.checkpoint.command", "command", "list, inspect or verify the checkpoints of a run"),
     "export": ("lockstep.checkpoint.export", "command", "write the weights of a checkpoint for other programs"),
@@ -33,6 +35,7 @@ On several processes: lockstep launch --nproc-per-node 4 -- train [flags]"""
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command that `argv` (default: the process's arguments) names, and exits with its code."""
+    atexit.register(gc.freeze)  # or Python looks through all of torch's objects once more, half a second long
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:

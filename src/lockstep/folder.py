@@ -72,6 +72,24 @@ class RunFolder:
             self._lock = os.fdopen(os.open(self.path / "run.lock", flags, 0o644), "r+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--save-dir: cannot write to {self.path}: {error.strerror or error}") from error
+        self.cleared = self._take()  # it ended without a word, or its line would be gone
+        self._lock.seek(0)
+        self._lock.truncate()
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+        self._lock.flush()
+
+    def check_free(self) -> None:
+        """Raises ConfigError where another process holds the folder now; writes nothing."""
+        with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._lock = os.fdopen(descriptor, "r+", encoding="utf-8")
+            self._take()
+            self.release(mine=False)
+
+    def _take(self) -> str:
+        """Takes the lock of the opened file; the line of the owner before, which ended without giving it back."""
+        assert self._lock is not None
         owner = printable(self._lock.readline(300).strip())
         if not self._locked(owner):
             self.release(mine=False)
@@ -79,12 +97,7 @@ class RunFolder:
                 f"{self.path} is in use by {owner or 'another process'}; wait for it, or choose another "
                 "--experiment-name"
             )
-        self.cleared = owner  # it ended without a word, or its line would be gone
-        self._lock.seek(0)
-        self._lock.truncate()
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-        self._lock.flush()
+        return owner
 
     def _locked(self, owner: str) -> bool:
         """Whether the lock is ours now."""

@@ -1,7 +1,8 @@
 """A run from a Config: the parts are put together, then each step is followed by what has to happen after it.
 
-lockstep train --experiment-name a --max-steps 20               (the command)
-for record in lockstep.train(config, task): ...                 (the library)
+    for record in lockstep.train(config, task): ...
+
+`lockstep train` does the same (train_command.py).
 """
 
 import json
@@ -9,7 +10,6 @@ import logging
 import os
 from collections.abc import Generator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
 from lockstep.parts import Parts, assemble, say, together
 from lockstep.records import StepRecord
-from lockstep.schedule import factor
 from lockstep.sinks import Sinks
 from lockstep.sinks.console import Console
 from lockstep.sinks.jsonl import JsonLines, read
@@ -39,20 +38,10 @@ from lockstep.sinks.log import close_log, open_log
 from lockstep.sinks.remote import masked, remote_sinks
 from lockstep.world import World
 
-__all__ = ["command", "train"]
+__all__ = ["train"]
 
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
-
-
-def command(argv: list[str]) -> int:
-    """`lockstep train`: trains to the end and returns the exit code."""
-    training = train(options.parse(argv))
-    while True:
-        try:
-            next(training)
-        except StopIteration as end:
-            return int(end.value)
 
 
 def train(config: Config, task: Any = None, world: World | None = None) -> Generator[StepRecord, None, int]:
@@ -122,10 +111,7 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
         raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
     pulse = Pulse(clock := make_clock(world.device))
     beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, pulse)
-    optim = config.optim
-    horizon = (optim.schedule == "cosine-periodic" and optim.period) or cut.steps
-    rate = partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
-    plan = Plan(rate, seeder(config.seed, "micro", world.device), clock)
+    plan = Plan(parts.rate, seeder(config.seed, "micro", world.device), clock)
     meter = Meter(beat, plan.clock, world.device, state["running_loss"])
     books = Bookkeeper(parts, meter, sinks, beat)
     pulse.beat, pulse.written = beat, lambda: books.saver.blocked

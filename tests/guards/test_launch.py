@@ -4,6 +4,8 @@ import json
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -41,6 +43,7 @@ def test_nodes_meet_at_the_master(capsys):
     ("argv", "line"),
     [
         ([], "behind `--` stands nothing"),
+        (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
         (["--", "evaluate"], "behind `--` stands 'evaluate'"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
         (["--nproc", "2", "--", "train"], "unrecognized arguments: --nproc"),
@@ -154,6 +157,23 @@ def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
     other.claim()
     assert other.cleared == ""
     other.release()
+
+
+def test_a_second_train_is_refused_before_torch_is_loaded(tmp_path):
+    folder = RunFolder(str(tmp_path), "r")
+    code = "import sys; from lockstep import cli\ntry: cli.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    flags = ["train", "--save-dir", str(tmp_path), "--experiment-name", "r"]
+    folder.check_free()
+    assert not list(tmp_path.iterdir())
+    folder.claim()
+    line = (folder.path / "run.lock").read_text()
+    second = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False)
+    assert (second.returncode, second.stdout) == (2, "False\n")
+    assert f"is in use by {line.strip()}" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert (folder.path / "run.lock").read_text() == line
+    folder.release()
+    folder.check_free()
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):

@@ -42,6 +42,7 @@ from lockstep.world import listening
 __all__ = ["Job", "own_address", "run"]
 
 _GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
+_KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
 _POLL = 0.05
 _READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -165,13 +166,16 @@ class _Agent(LocalElasticAgent):
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
         """Finds the first failure, after the other processes had time to end by themselves, and says what follows."""
         seen: dict[int, float] = {}
-        deadline = time.monotonic() + _GRACE
+        began = time.monotonic()
         while True:
             for local, process in processes.items():
                 if process.poll():
                     seen.setdefault(local, time.time())
             running = [process for process in processes.values() if process.poll() is None]
-            if all(_is_stopped(process.pid) for process in running) or time.monotonic() > deadline:
+            killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
+            if all(_is_stopped(process.pid) for process in running):
+                break
+            if time.monotonic() - began > (_KILLED if killed else _GRACE):
                 break
             time.sleep(0.01)
         for process in processes.values():

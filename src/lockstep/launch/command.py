@@ -41,7 +41,7 @@ def command(argv: list[str]) -> int:
         ConfigError: a flag that does not exist or does not hold, of `launch` or of the command behind `--`.
         LockstepError: the run failed; the line names the rank that failed first.
     """
-    own, _, rest = _split(argv)
+    own, rest = _split(argv)
     try:
         given = _parser().parse_args(own)
         config = options.parse(_train(rest))
@@ -58,11 +58,14 @@ def command(argv: list[str]) -> int:
     return 128 + (asked or signal.SIGTERM)
 
 
-def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
-    if "--" not in argv:
-        return argv, "", []
-    at = argv.index("--")
-    return argv[:at], "--", argv[at + 1 :]
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """launch's own flags, and what is behind `--`."""
+    if "--" in argv:
+        at = argv.index("--")
+        return argv[:at], argv[at + 1 :]
+    if "train" in argv:
+        raise ConfigError("`--` is missing before `train`: lockstep launch [flags] -- train [flags of train]")
+    return argv, []
 
 
 def _train(rest: list[str]) -> list[str]:
