@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from lockstep.data.alone import alone
 from lockstep.errors import ConfigError
 
 __all__ = ["FACTS", "prepared"]
@@ -39,17 +38,8 @@ def prepared(
     if (found := _facts(folder)) is not None:
         return found
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(folder.name + ".lock"))
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            say(f"waiting for another process that prepares {what}")
-            lock.acquire()
-        try:
+        with alone(folder, say, what):
             return _facts(folder) or _written(folder, write)
-        finally:
-            lock.release()
     except OSError as error:
         raise ConfigError(
             f"cannot write the cache {folder.parent}: {error.strerror or error}; point LOCKSTEP_CACHE to a folder "

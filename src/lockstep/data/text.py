@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from filelock import FileLock, Timeout
 
+from lockstep.data.alone import alone
 from lockstep.data.corpus import Corpus, Windows
 from lockstep.data.sources import Source, Span, find, split
 from lockstep.data.tokenize import SETTINGS, ByteBPE
@@ -66,7 +66,9 @@ def prepare(
     folder = root / f"text-{key}"
     if not _is_whole(folder):  # needs no lock, so a cache that is read-only serves what it has
         try:
-            _prepare_locked(name, sources, settings, folder, say)
+            with alone(folder, say, name):
+                if not _is_whole(folder):  # the process that held the lock may have done it
+                    _prepare(name, sources, settings, folder, say)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the cache {root}: {error.strerror or error}; point LOCKSTEP_CACHE to a folder with room"
@@ -97,23 +99,6 @@ def _is_whole(folder: Path) -> bool:
         return all((folder / file).stat().st_size == size for file, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _prepare_locked(
-    name: str, sources: list[Source], settings: dict[str, Any], folder: Path, say: Callable[[str], None]
-) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        say(f"waiting for another process that prepares {name}")
-        lock.acquire()
-    try:
-        if not _is_whole(folder):  # the process that held the lock may have done it
-            _prepare(name, sources, settings, folder, say)
-    finally:
-        lock.release()
 
 
 def _prepare(
