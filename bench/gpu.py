@@ -1,5 +1,7 @@
 """GPT-2 124M on one GPU, beside a tuned bare loop: PYTHONPATH=src python bench/gpu.py [--engine single]
 
+Through an engine that needs a launcher: torchrun --standalone --nproc-per-node 1 bench/gpu.py --engine fsdp
+
 bf16 autocast, compiled, batch of 32 sequences of 1024 in micro-batches of 16, fused AdamW, TF32 allowed. Both do the
 same work on the same model; turns alternate. MFU = tokens/s * FLOPs per token / peak, with FLOPs per token = 6 N +
 12 L H Q T (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B; see GPT.num_flops_per_token) and the peak given by

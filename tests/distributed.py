@@ -48,8 +48,10 @@ class RankError(AssertionError):
         self.rank = rank
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """What `function(world, *args)` returned on each of `world_size` CPU processes (gloo, one thread each), by rank.
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, device: str = "cpu"
+) -> list[Any]:
+    """What `function(world, *args)` returned on each of `world_size` processes (gloo, one thread each), by rank.
 
     Raises:
         RankError: a rank raised (its traceback is in the message), died, or had not ended after `timeout` seconds.
@@ -65,7 +67,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         for rank in range(world_size):
             mine, theirs = _processes.Pipe(duplex=False)
-            given = (theirs, function, rank, world_size, port, timeout, stacks.name, args)
+            given = (theirs, function, rank, world_size, port, timeout, stacks.name, device, args)
             process = _processes.Process(target=_rank, args=given, daemon=True)
             ranks.append((process, mine))
             process.start()
@@ -126,6 +128,7 @@ def _rank(
     port: int,
     timeout: float,
     stacks: str,
+    device: str,
     args: tuple[Any, ...],
 ) -> None:
     """The life of one process. It leaves without Python's teardown, which could wait for a dead peer."""
@@ -144,12 +147,12 @@ def _rank(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    warnings.simplefilter("error" if device == "cpu" else "default")  # CUDA libraries have warnings of their own
     hung = open(f"{stacks}/{rank}", "w")  # noqa: SIM115 - held until the process ends
     faulthandler.dump_traceback_later(0.9 * timeout, file=hung)
     problem = result = None
     try:
-        world = World.join(device="cpu", timeout=timeout)
+        world = World.join(device=device, timeout=timeout)
         result = function(world, *args)
         world.leave()
     except BaseException:
