@@ -6,6 +6,7 @@ the ranks' sums are cut into as many pieces as there are ranks, each rank adds o
 collect the results. Bits are equal because every addition has the same two operands at every world size.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -93,7 +94,7 @@ class Tree:
 
     def __init__(self, parameters: list[Tensor], fold: int, world: World) -> None:
         self._parameters, self._fold, self._world = parameters, fold, world
-        self._dtype = max((p.dtype for p in parameters), key=lambda dtype: dtype.itemsize)
+        self._dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})  # holds each exactly
         self._counter = Counter(fold, _added)
         self._count = 0
         self._exchange: Exchange | None = None
@@ -104,8 +105,11 @@ class Tree:
         if self._count % self._fold:  # until then autograd adds the micro-batches of this fold in order
             return
         # One layout for all, since the order in which a norm is summed may follow it.
-        gradients = [p.grad for p in self._parameters]
-        self._counter.push_fold([None if g is None else g.to(self._dtype).contiguous() for g in gradients])
+        gradients = [None if p.grad is None else p.grad.to(self._dtype).contiguous() for p in self._parameters]
+        present = [g for g in gradients if g is not None]
+        if present and self._fold > 1:  # where a micro-batch misses one, fsdp adds zeros and autograd nothing: x + 0
+            torch._foreach_add_(present, 0.0)
+        self._counter.push_fold(gradients)
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -102,7 +102,7 @@ class ExactReduceScatter:
     """
 
     def __init__(self, fold: int) -> None:
-        self._counter = Counter(fold, Tensor.add_)
+        self._counter, self._fold = Counter(fold, Tensor.add_), fold
         self.last = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -114,6 +114,8 @@ class ExactReduceScatter:
         """Takes `input_tensor` [ranks * n] over; at the last call fills `output_tensor` [n] with the sum."""
         if input_tensor.is_cuda:  # it outlives the call, on this stream
             input_tensor.record_stream(torch.cuda.current_stream())
+        if self._fold > 1:  # see Tree.push
+            input_tensor.add_(0.0)
         self._counter.push(input_tensor)
         if not self.last:
             output_tensor.zero_()
