@@ -6,7 +6,7 @@ import pytest
 import torch
 from distributed import run
 from support import build, digest
-from toys import Ragged, train
+from toys import Network, Ragged, train
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError
@@ -54,6 +54,39 @@ SPLIT = [("ddp", {}), ("zero", {}), ("fsdp", {})]
 
 def test_two_processes_cross_into_each_other_and_into_one(tmp_path):
     cross(tmp_path, {2: SPLIT}, {2: SPLIT, 0: [("single", {})]})
+
+
+class Filtered(Network):
+    """With a convolution of one input channel: a dimension of size one, whose stride says nothing."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.filter = torch.nn.Conv2d(1, 16, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return super().forward(x) + self.filter(x[:, None, None].float()).mean()
+
+
+class ChannelsLast(Ragged):
+    def model(self):
+        return Filtered()
+
+
+def test_moments_of_another_memory_format_are_loaded(tmp_path):
+    run(_saved_and_loaded, 2, tmp_path)
+
+
+def _saved_and_loaded(world, folder):
+    task = ChannelsLast(dtype=torch.float32)
+    for name in ("zero", "ddp"):
+        made, batches = build(world, task, name)
+        train(world, made, batches, task)
+        checkpoint.save(folder / name, 1, made.state(), {}, world, engine=name)
+        other, _ = build(world, task, name)
+        state = other.state()
+        checkpoint.load(checkpoint.path_of(folder / name, 1), state, world)
+        other.restore(state)
+        assert digest(other, world) == digest(made, world)
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ class Zero:
                 given = state[f"optimizer/{name}/{key}"]
                 given = given.to_local() if isinstance(given, DTensor) else given
                 if isinstance(value, Tensor):
-                    value.copy_(given)
+                    if given.data_ptr() != value.data_ptr():  # else it was loaded in place
+                        value.copy_(given)
                 else:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
 
