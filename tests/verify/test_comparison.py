@@ -40,6 +40,7 @@ def record(step=0, **changes):
         "items": 4,
         "factor": 1.0,
         "norm": 1.0,
+        "gradient_dtype": "float64",
     }
     kinds = {kind: part() for kind in ("initial", "weights", "buffers", "optimizer", "gradient")}
     return {**own, **kinds, **changes}

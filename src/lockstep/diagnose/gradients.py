@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.diagnose.tolerance import unit_roundoff
 from lockstep.diagnose.values import Difference, Traces, of_tensors
 
 __all__ = ["clipping", "reduction"]
 
 _PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
 _LENGTH = 1e-3  # share by which a norm may miss what clipping makes of it
+_ROUNDINGS = 4.0  # of the norm and the factor, which have the gradients' dtype
 
 
 def reduction(traces: Traces, step: int) -> Iterator[Difference]:
@@ -58,7 +60,8 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
         if not (mine and wanted and math.isfinite(mine * wanted * expected)):
             continue
         sine = math.sqrt(max(0.0, 1.0 - (product / (mine * wanted)) ** 2))
-        if sine < _PARALLEL and abs(mine - expected) > _LENGTH * expected:
+        missed = _LENGTH + _ROUNDINGS * unit_roundoff(record["gradient_dtype"])
+        if sine < _PARALLEL and abs(mine - expected) > missed * expected:
             return rank, norm, mine, expected
     return None
 

@@ -4,7 +4,7 @@ with Coarsest() as seen: ...            seen.dtypes: floating-point dtypes that 
 with Journal(model) as journal: ...     journal.lines: (module, operation, digest of the result), in order
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -13,9 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.diagnose.shelf import digest
 
-__all__ = ["Coarsest", "Journal", "Line", "first_difference"]
+__all__ = ["Coarsest", "Journal", "Line", "coarsest", "first_difference"]
 
 Line = tuple[str, str, list[str]]  # module, operation, digests
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of the one that rounds most: "bfloat16"; "float64" where there is none."""
+    return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)).removeprefix("torch.")
 
 
 class Coarsest(TorchDispatchMode):
@@ -33,8 +38,7 @@ class Coarsest(TorchDispatchMode):
     @property
     def name(self) -> str:
         """The coarsest of them: "bfloat16"; "float64" where there was none."""
-        coarsest = max(self.dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-        return str(coarsest).removeprefix("torch.")
+        return coarsest(self.dtypes)
 
 
 class Journal(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.checkpoint.layout import local_of
 from lockstep.data.batches import Feed, MicroBatch
-from lockstep.diagnose.operations import Coarsest
+from lockstep.diagnose.operations import Coarsest, coarsest
 from lockstep.diagnose.shelf import digest
 from lockstep.diagnose.wrapped import Wrapped
 from lockstep.engines.base import Engine, StepResult
@@ -177,7 +177,9 @@ class Recorder:
         self._optimizer, step["updates"] = optimizer, 1
         step["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        step["gradient"] = self._keep("gradient", step["step"], [(n, p.grad) for n, p in named if p.grad is not None])
+        gradients = [(n, p.grad) for n, p in named if p.grad is not None]
+        step["gradient"] = self._keep("gradient", step["step"], gradients)
+        step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
             kept = self.ended["weights"]
             step["changed"] += [["weights", n] for n, p in named if n in kept and kept[n] != digest(local_of(p))]
