@@ -94,6 +94,11 @@ def test_a_fault_that_cannot_show_is_refused(name, changes, words):
         fault(name).check(Config(optim=Optim(clip=0.0)), 8, 0)
 
 
+def test_a_scaled_loss_is_not_scaled_again():
+    with pytest.raises(ConfigError, match="scales the loss, as --precision fp16 does"):
+        fault("clip-before-unscale").check(settings(precision="fp16"), 8, 0)
+
+
 def test_an_unknown_fault_is_refused():
     with pytest.raises(ConfigError, match="choose one of per-rank-seed"):
         fault("nothing")

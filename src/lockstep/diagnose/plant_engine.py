@@ -169,6 +169,8 @@ class ClipBeforeUnscale(Fault):
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not config.optim.clip:
             raise ConfigError(f"--plant {self.name} needs clipping: give --optim.clip a norm above 0")
+        if config.precision == "fp16":  # both scales together overflow, which shows first
+            raise ConfigError(f"--plant {self.name} scales the loss, as --precision fp16 does: use another precision")
 
     def inside(self, engine: Engine, site: Site) -> Engine:
         seen: list[Any] = []
