@@ -63,13 +63,53 @@ def test_a_hub_model(exact):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_compiled_agrees_with_eager(precision):
-    task = Ragged(samples=60)
+    task = Ragged(samples=60, dropout=0.1)
     table = lockstep.verify(task, config(), engines=("ddp",), precision=precision, compile=True, **QUICK)
     assert table.ok, str(table)
     assert [str(row.combination) for row in table.rows if row.combination.compiled] == [
         "single x1 compiled",
         "ddp x2 compiled",
     ]
+
+
+@pytest.mark.slow
+def test_compiled_engines_have_the_bits_of_a_compiled_process(capfd):
+    asked = QUICK | {"world_sizes": (1, 2)}
+    task = Ragged(samples=60, dropout=0.1)
+    table = lockstep.verify(task, config(exact=True), engines=("ddp",), compile=True, **asked)
+    assert table.ok, str(table)
+    verdicts = {str(row.combination): row.verdict for row in table.rows}
+    assert verdicts["ddp x1 compiled"] == verdicts["ddp x2 compiled"] == "equal"
+
+
+def test_a_model_that_is_bfloat16_throughout_is_no_clipping_mistake():
+    """Its gradients' norm, and the factor that clips them, have eight bits."""
+    table = lockstep.verify(Ragged(samples=60), config(), engines=("ddp",), precision="bf16-true", **QUICK)
+    assert table.ok, str(table)
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\nimport lockstep, toys\n"
+        "lockstep.verify(toys.Ragged(), lockstep.Config(batch_size=8, device='cpu'), engines=('ddp',), steps=2)\n"
+    )
+    done = subprocess.run([sys.executable, str(file)], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`'), done.stderr
+    assert done.stderr.count("Traceback") == 2, done.stderr  # the error and its cause, of the script alone
+
+
+def test_an_end_from_outside_leaves_no_files(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    flags = ["verify", "--device", "cpu", "--scratch", str(scratch), "--certificate", ""]
+    command = [sys.executable, "-m", "lockstep", *flags]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not list(scratch.iterdir()) and process.poll() is None:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 143
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ all of them: no process outlives the call, and none outlives the process that ma
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import threading
@@ -91,6 +92,10 @@ def _launch(process: Any) -> None:
             f"the task cannot be sent to other processes ({error}): define its class at the top of a module, or run "
             "verify under torchrun"
         ) from error
+    except RuntimeError as error:
+        if "bootstrapping phase" not in str(error):
+            raise
+        os._exit(1)  # this is a rank itself, which imports a script without a guard: its parent says so
     except Exception as error:
         if "pickle" not in f"{type(error).__name__} {error}".lower():
             raise
@@ -120,7 +125,7 @@ def _watch(pipes: list[Any], patience: float, folder: Path) -> None:
             try:
                 word: tuple[Any, ...] = pipe.recv()
             except EOFError:  # it died without a word, which came before whatever the others say
-                word = ("failed", 0.0, f"died; the end of its output: {_tail(folder, len(pipes), rank)}", False)
+                word = ("failed", 0.0, *_death(folder, len(pipes), rank))
             if word[0] == "alive" and not failed:
                 deadline = time.monotonic() + patience
                 continue
@@ -134,6 +139,14 @@ def _watch(pipes: list[Any], patience: float, folder: Path) -> None:
         raise RankFailed(f"rank {rank} of {len(pipes)}: {text}", usage)
     if waiting:
         raise RankFailed(f"ranks {sorted(waiting.values())} of {len(pipes)} said nothing for {patience:g} s")
+
+
+def _death(folder: Path, size: int, rank: int) -> tuple[str, bool]:
+    """(what to say of a rank that died, whether the caller is wrong): before its log there is only the import."""
+    if not _log(folder, size, rank).exists():
+        text = "its process could not import the calling script or the module of the task: a script that calls "
+        return text + 'lockstep.verify has to do so below `if __name__ == "__main__":`', True
+    return f"died; the end of its output: {_tail(folder, size, rank)}", False
 
 
 def _tail(folder: Path, size: int, rank: int) -> str:
@@ -174,6 +187,7 @@ def _rank(
         world = World.join(device, patience)
         function(world, say, *args)
         world.leave()
+        cast(Any, multiprocessing.util)._run_finalizers(0)  # a compilation's semaphores, or Python warns of them
         say("ended")
     except BaseException as error:
         traceback.print_exc()  # into the rank's log

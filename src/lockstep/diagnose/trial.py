@@ -5,14 +5,17 @@
 Nothing of the loop is repeated here. A fault, where one is planted, wraps a part before the recorder does.
 """
 
+import contextlib
 import dataclasses
 import gc
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
@@ -72,7 +75,8 @@ def run(world: World, say: Callable[..., None], jobs: Sequence[Job]) -> None:
     """Runs the jobs one after another and writes this rank's trace of each."""
     (jobs[0].folder / "traces").mkdir(exist_ok=True)
     for job in jobs:
-        trace = _trial(world, say, job)
+        with _eager_numbers(job):
+            trace = _trial(world, say, job)
         path = _path(job.folder, job.key, world.rank)
         path.with_suffix(".part").write_text(json.dumps(trace), encoding="utf-8")
         path.with_suffix(".part").replace(path)  # a trace is there whole, or the trial failed
@@ -102,6 +106,17 @@ def journal(world: World, say: Callable[..., None], job: Job, step: int, name: s
 
 def _path(folder: Path, key: str, rank: int) -> Path:
     return folder / "traces" / f"{key}-{rank}.json"
+
+
+@contextlib.contextmanager
+def _eager_numbers(job: Job) -> Iterator[None]:
+    """Compiled code draws other random numbers than eager; where the two are compared, it is to draw eager's."""
+    if not job.combination.compiled or job.reference != "reference":
+        yield
+        return
+    with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
+        yield
+    torch.compiler.reset()  # what is compared with compiled runs is compiled as it is
 
 
 def _trial(world: World, say: Callable[..., None], job: Job) -> dict[str, Any]:

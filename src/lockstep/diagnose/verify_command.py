@@ -8,15 +8,21 @@ lockstep verify --against certificate.json                   the same on another
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep import options
 from lockstep.config import Config
 from lockstep.diagnose import certificate
+from lockstep.diagnose.executor import launched
 from lockstep.diagnose.plant import FAULTS
 from lockstep.diagnose.tasks import load_task
 from lockstep.diagnose.verify import prove
@@ -40,7 +46,8 @@ def command(argv: list[str]) -> int:
         return int(end.code or 0)
     if own.task:
         load_task(own.task)  # here first: what is wrong with it is one line, not a failed rank's
-    table = prove(wanted)
+    with _removing():
+        table = prove(wanted)
     wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
     problem = DifferenceError(f"not the same training: {', '.join(wrong) or 'the certificate'}; see the table")
     if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 says it
@@ -53,6 +60,26 @@ def command(argv: list[str]) -> int:
     if not table.ok:
         raise problem
     return 0
+
+
+@contextlib.contextmanager
+def _removing() -> Iterator[None]:
+    """Within it SIGTERM (`timeout`, a scheduler) ends the processes and removes the files, as Ctrl-C does.
+
+    Not under a launcher, where it may come while this rank waits for others in C, and would not be heard.
+    """
+    if launched() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wanted(own: argparse.Namespace, rest: list[str]) -> Wanted:
