@@ -5,6 +5,7 @@ import os
 
 from lockstep import options
 from lockstep.folder import RunFolder
+from lockstep.launch.leash import tie
 
 __all__ = ["command"]
 
@@ -16,6 +17,7 @@ def command(argv: list[str]) -> int:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
+    tie()
     config = options.parse(argv)
     if os.environ.get("RANK", "0") == "0":  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()

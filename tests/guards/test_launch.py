@@ -1,6 +1,7 @@
 """`lockstep launch` before anything is started, and what is said of those that failed."""
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.folder import RunFolder
-from lockstep.launch import memory
+from lockstep.launch import leash, memory
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
 from lockstep.progress import COMPUTING, Place, Progress
@@ -93,6 +94,44 @@ def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
     path = tmp_path / "error.json"
     path.write_text(text)
     assert Failure.read(0, -9, path, None, 5.0) == Failure(0, -9, when=5.0)
+
+
+def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
+    lost = Failure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
+    ended = Failure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
+    assert first([lost, ended]) == ended
+    assert str(ended) == "rank 1 was ended first, by SIGTERM, at an unknown step"
+
+
+def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.command.run", lambda job: (False, signal.SIGTERM))
+    with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
+        command(["--", "train", "--save-dir", str(tmp_path)])
+    assert caught.value.exit_code == 143
+
+
+def test_a_process_ends_when_its_launcher_is_killed(tmp_path):
+    child = "from lockstep.launch.leash import tie; import time; tie(); print('tied', flush=True); time.sleep(60)"
+    parent = "import os, subprocess, sys; os.environ['LOCKSTEP_LAUNCHER'] = str(os.getpid())"
+    parent += "; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"tied\n"
+        launcher.kill()
+        began = time.monotonic()
+        assert launcher.stdout.read() == b""  # the pipe closes when the child is gone too
+    assert time.monotonic() - began < 20
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(leash.tempfile, "tempdir", str(tmp_path))
+    living = leash.private_folder()
+    dead = tmp_path / "lockstep-launch-dead"
+    (dead / "places").mkdir(parents=True)
+    for folder in (living, dead):
+        os.utime(folder, (0, 0))
+    own = leash.private_folder()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert {path for path in tmp_path.iterdir()} == {living, own}
 
 
 def test_progress_outlives_the_process(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.launch.failure import Failure, first
+from lockstep.launch.leash import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.memory import kills
 from lockstep.progress import FOLDER_VARIABLE, Place
 from lockstep.world import listening
@@ -46,6 +46,7 @@ _KILLED = 0.3  # the same, where one was killed: that is no consequence of anoth
 _POLL = 0.05
 _READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on the first three
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Job:
     environment: dict[str, str]
 
 
-def run(job: Job) -> tuple[bool, int | None]:
+def run(job: Job) -> tuple[bool, signal.Signals | None]:
     """Runs the job to its end: whether all processes ended well, and the signal that asked for the end, if one did.
 
     Raises:
@@ -83,12 +84,13 @@ def run(job: Job) -> tuple[bool, int | None]:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, the last line says better
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
-    folder = tempfile.mkdtemp(prefix="lockstep-")  # 0700
-    os.environ[FOLDER_VARIABLE] = str(Path(folder) / "places")
-    (Path(folder) / "places").mkdir()
+    folder = private_folder()
+    os.environ[FOLDER_VARIABLE] = str(folder / "places")
+    (folder / "places").mkdir()
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     agent = None
     try:
-        agent = _Agent(job, Path(folder))
+        agent = _Agent(job, folder)
         result = agent.run()
     except SignalException as error:
         raise LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it") from error
@@ -101,7 +103,7 @@ def run(job: Job) -> tuple[bool, int | None]:
         if agent:
             agent.end()
         shutil.rmtree(folder, ignore_errors=True)
-    if result.is_failed() and agent.asked is None:
+    if result.is_failed() and (agent.asked is None or agent.told):
         raise agent.error()
     return not result.is_failed(), agent.asked
 
@@ -178,19 +180,33 @@ class _Agent(LocalElasticAgent):
             if time.monotonic() - began > (_KILLED if killed else _GRACE):
                 break
             time.sleep(0.01)
-        for process in processes.values():
-            if process.poll() is None:  # a stopped process takes no other signal
-                process.kill()
-                process.wait()
+        silent = [local for local, process in processes.items() if process.poll() is None]
+        for local in silent:  # a stopped process takes no other signal
+            processes[local].kill()
+            processes[local].wait()
         found = [self._failed(local, processes[local].poll(), when, group) for local, when in seen.items()]
         self._failure = first(found)
         if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
+        if silent and self._failure.follows and "lost the other ranks" in self._failure.message:
+            self._failure = dataclasses.replace(self._failure, message=self._missing(silent, group))
         if UsageError.exit_code in (process.poll() for process in processes.values()):
             self._remaining_restarts = 0  # bad input stays bad
         if self._remaining_restarts and self.asked is None:
             number = self._job.restarts - self._remaining_restarts + 1
             print(f"lockstep: {self._told()}; restart {number} of {self._job.restarts}", file=sys.stderr, flush=True)
+
+    def _missing(self, silent: list[int], group: WorkerGroup) -> str:
+        """Before the first step no watch names who is missing: it is who did not even notice that the others ended."""
+        ranks = [int(group.workers[local].global_rank) for local in silent]
+        places = {rank: Place.read(self._folder / str(rank)) or "its start, before step 0" for rank in ranks}
+        shown = " and ".join(f"rank {rank} did not arrive: it stood in {place}" for rank, place in places.items())
+        return f"{shown}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
+
+    @property
+    def told(self) -> bool:
+        """Whether a process said why it failed, besides that the others were gone."""
+        return bool(self._failure and self._failure.message and not self._failure.follows)
 
     def _failed(self, local: int, code: int | None, when: float, group: WorkerGroup) -> Failure:
         rank = int(group.workers[local].global_rank)
@@ -206,6 +222,8 @@ class _Agent(LocalElasticAgent):
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
             return f"{failure}: somebody or something killed it, and the kernel counts no lack of memory"
+        if -failure.code in _ASKED and not failure.message:
+            return f"{failure}: somebody or something ended it before its steps began, so there was nothing to save"
         if failure.code < 0 and not failure.message:
             return f"{failure}: it crashed; its stack is above, if it could still write one"
         return str(failure)
@@ -213,7 +231,7 @@ class _Agent(LocalElasticAgent):
     def error(self) -> LockstepError:
         """The last line on the person's screen."""
         failure = self._failure
-        again = "" if failure and failure.message else "; the same command resumes from the newest checkpoint"
+        again = "" if self.told else "; the same command resumes from the newest checkpoint"
         error = LockstepError(self._told() + again)
         error.exit_code = failure.code if failure and failure.code > 0 else 1
         return error

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from lockstep import options
 from lockstep.config import Config
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.folder import RunFolder
 from lockstep.launch.agent import Job, own_address, run
 
@@ -39,7 +39,8 @@ def command(argv: list[str]) -> int:
 
     Raises:
         ConfigError: a flag that does not exist or does not hold, of `launch` or of the command behind `--`.
-        LockstepError: the run failed; the line names the rank that failed first.
+        LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
+            save; the exit code is 128 and the signal's number.
     """
     own, rest = _split(argv)
     try:
@@ -55,7 +56,12 @@ def command(argv: list[str]) -> int:
     marked = RunFolder(config.save_dir, config.experiment_name).read_end(job.run_id)
     if well:
         return marked or 0
-    return 128 + (asked or signal.SIGTERM)
+    number = asked or signal.SIGTERM
+    error = LockstepError(
+        f"ended by {number.name} before the run could save itself; the same command goes on from its newest checkpoint"
+    )
+    error.exit_code = 128 + number
+    raise error
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -56,7 +56,7 @@ class Failure:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message, when = str(note.get("line", "")), note.get("when")
-        follows = bool(note.get("follows")) or code == -signal.SIGTERM  # what a launcher sends the survivors
+        follows = bool(note.get("follows"))
         return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)
 
     def __str__(self) -> str:
@@ -79,7 +79,8 @@ def note(error: BaseException) -> None:
     if not path:
         return
     ours = isinstance(error, LockstepError)
-    line = mask(str(error) if ours else f"{type(error).__name__}: {error}").replace("\n", " ")
+    bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
+    line = mask(str(error) if ours else bug).replace("\n", " ")
     text = "" if ours else mask("".join(traceback.format_exception(error)))
     now = time.time()
     content = {
