@@ -70,6 +70,8 @@ class Guards:
         self._config = parts.config.guards
         self._skips = Skips(parts.folder.path / "skips.json", self._config.limit, parts.world.is_main)
         self._dropped = frozenset(self._skips.steps)
+        if self._dropped:  # the checkpoint may be older than the list
+            parts.state["steps_left_out"] = len(self._dropped)
         self.engine: Engine = self._skips.around(parts.engine, parts.start)
         self._reader, self._spike = Reader(parts.world.device), Spike()
         self._straggler = Straggler(self._config.straggler if parts.world.size > 1 else 0.0)
@@ -100,7 +102,8 @@ class Guards:
             self._look(step)
 
     def _look(self, step: ReadStep) -> None:
-        if step.record.step in self._dropped:
+        if step.record.step in self._dropped:  # its update is left out, but its forward moved the buffers
+            self._buffers.put_back()
             return
         if is_bad(step) and not (self._fp16 and not step.record.applied):  # fp16's own skips are no fault
             self._bad(step)

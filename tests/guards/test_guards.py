@@ -12,10 +12,12 @@ import torch
 from distributed import run
 from torch import nn
 
+from lockstep.config import Guards as Settings
 from lockstep.data.batches import MicroBatch
 from lockstep.engines import engine
 from lockstep.engines.base import Limit
 from lockstep.errors import DataError, DifferenceError, LockstepError
+from lockstep.guarded import Guards
 from lockstep.guards import desync
 from lockstep.guards.loader import Guarded
 from lockstep.guards.nonfinite import Buffers, is_bad, origin
@@ -204,6 +206,39 @@ def test_a_gradient_that_is_not_finite_moves_nothing(fused, bad):
     made.backward(model(torch.ones(1, 3)).sum() * bad)
     assert not made.step(1.0).applied
     assert all(torch.equal(before[name], tensor) for name, tensor in made.state().items())
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_loss_that_is_not_finite_moves_nothing_though_its_gradient_is(weight, bad):
+    model = nn.Linear(3, 2)
+    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+    before = model.weight.detach().clone()
+    made.backward(model(torch.ones(1, 3)).sum() + bad, weight)
+    assert not made.step(1.0).applied
+    made.backward(model(torch.ones(1, 3)).sum(), weight)
+    assert made.step(1.0).applied
+    assert torch.allclose(model.weight, before - 0.1 * weight)
+
+
+def test_a_step_left_out_before_does_not_move_the_buffers_again(tmp_path):
+    (tmp_path / "skips.json").write_text("[7]")
+    model = nn.BatchNorm1d(2)
+    parts = SimpleNamespace(
+        config=SimpleNamespace(guards=Settings(), precision="fp32"),
+        folder=SimpleNamespace(path=tmp_path),
+        world=World(),
+        model=model,
+        engine=engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World()),
+        start=5,
+        state={},
+        task=None,
+    )
+    guards = Guards(parts, Heartbeat(World(), lambda step: 1, None), SimpleNamespace(present=[]), None)
+    model(torch.full((2, 2), math.nan))
+    guards.after(StepRecord(7, 4, [torch.tensor(math.nan)], torch.zeros(()), 1.0, applied=False))
+    assert model.running_mean.isfinite().all()
+    assert parts.state["steps_left_out"] == 1
 
 
 def test_a_norm_above_the_limit_moves_nothing():

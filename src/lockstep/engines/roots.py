@@ -7,18 +7,20 @@ __all__ = ["Roots"]
 
 
 class Roots:
-    """`loss.backward(roots(loss, factor))` has the gradients of `factor * loss`. The tensors are made once."""
+    """`loss.backward(roots(loss, factor))` has the gradients of `factor * loss`; the factors' tensors are made once.
+
+    Where the loss is NaN or infinite the root is NaN, and so is every gradient, on every rank that it is summed with:
+    the update is left out then, though the loss's own gradient may be finite. No device is waited for.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.dtype, float], Tensor] = {}
 
-    def __call__(self, loss: Tensor, factor: float) -> Tensor | None:
-        """A 0-dim tensor like the loss; None for a factor of 1."""
-        if factor == 1.0:
-            return None
+    def __call__(self, loss: Tensor, factor: float) -> Tensor:
+        """A 0-dim tensor like the loss."""
         found = self._made.get((loss.dtype, factor))
         if found is None:
             if len(self._made) > 16:  # loss scales that are over
                 self._made.clear()
             found = self._made[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
-        return found
+        return torch.add(found, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
