@@ -100,7 +100,7 @@ class Bookkeeper:
             "world_size": parts.world.size,
         }
         state = json.loads(json.dumps(parts.state))  # as it is now: the thread writes it later
-        self.saver.begin(parts.engine.state(), partial(self._write, done, state))  # collective
+        self.saver.begin(parts.engine.state(), partial(self._write, done, state), done)  # collective
         self.saved = done
         self._meter.pause(time.perf_counter() - began)
 
@@ -120,9 +120,13 @@ class Bookkeeper:
         self.saver.abandon(1.0 if isinstance(error, PeerError) else self._parts.world.timeout)
 
     def close(self, code: int) -> None:
-        """The summary. Every rank takes part in the sample, since the forward of a split model needs them all."""
+        """The summary. Every rank takes part in the sample, since the forward of a split model needs them all.
+
+        Raises:
+            LockstepError: the last save failed: what it should have kept is lost.
+        """
         parts = self._parts
-        self.saver.settle()  # collective
+        self.saver.settle(last=True)  # collective
         self._beat.progress.at(self.saved, ENDING)
         sample = getattr(parts.task, "sample", None)
         text = sample(parts.engine.model, parts.world.device) if sample and not code else ""

@@ -26,7 +26,7 @@ from lockstep.engines.base import Limit
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
 from lockstep.engines.exact import check_servable
-from lockstep.errors import DataError, ResumeError
+from lockstep.errors import CheckpointError, DataError, ResumeError
 from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
 from lockstep.guards.loader import Guarded, Lasting
@@ -180,6 +180,11 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
 
     def look() -> list[Any] | None:
         path = checkpoint.newest(folder.path, say=say(world)) if folder.checkpoints.is_dir() else None
+        if path is None and (damaged := checkpoint.list_steps(folder.path)):  # to begin again would write over them
+            raise CheckpointError(
+                f"{folder.path}: none of its {len(damaged)} checkpoints is whole (the lines above say why); repair one, "
+                "move checkpoints/ away to begin again from step 0, or use another --experiment-name"
+            )
         return [str(path), checkpoint.read_state(path)] if path else None
 
     found = world.gather(together(world, lambda: look() if world.is_main else None))[0]

@@ -54,6 +54,13 @@ def fails(share, world):
     raise CheckpointError("the disk is full")
 
 
+def test_the_last_save_of_a_run_must_not_fail(tmp_path):
+    saver = checkpoint.Saver(World())
+    saver.begin({}, fails, 14)
+    with pytest.raises(LockstepError, match="the save after step 14 failed on rank 0: the disk is full; start again"):
+        saver.settle(last=True)
+
+
 @pytest.mark.parametrize(("policy", "allowed"), [("stop", 0), ("continue", 1)])
 @pytest.mark.parametrize("background", [True, False])
 def test_failures_follow_the_policy(tmp_path, policy, allowed, background):
@@ -109,7 +116,7 @@ def test_the_threads_group_is_its_own_and_errors_reach_all_ranks(tmp_path, victi
         assert [said for _, said in found] == ["", ""]
         assert not checkpoint.verify(checkpoint.path_of(tmp_path, 5))
     else:
-        assert all("a save failed on rank 1" in said for _, said in found)
+        assert all("failed on rank 1: " in said for _, said in found)
         assert not checkpoint.list_steps(tmp_path)
 
 

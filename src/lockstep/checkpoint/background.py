@@ -64,16 +64,17 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._pending, self._row = False, 0
+        self._pending, self._row, self._step = False, 0, 0
         self.blocked = self.writing = 0.0
 
-    def begin(self, tensors: dict[str, Tensor], write: Write) -> None:
-        """Copies this rank's share of `tensors` and has `write` called with it. Collective.
+    def begin(self, tensors: dict[str, Tensor], write: Write, step: int = 0) -> None:
+        """Copies this rank's share of `tensors` and has `write` called with it. Collective. `step` is for messages.
 
         Raises:
             LockstepError: an earlier save failed, and the policy ends the run.
         """
         self.settle()
+        self._step = step
         began = time.perf_counter()
         share = share_out(tensors, self._world)
         if self._background:
@@ -87,8 +88,11 @@ class Saver:
             self._work(share, None, write)
         self.blocked += time.perf_counter() - began
 
-    def settle(self) -> None:
+    def settle(self, *, last: bool = False) -> None:
         """Waits until the save before is done, on all ranks. Collective where there was one.
+
+        Args:
+            last: no save comes after it that could make good for it: it fails the run whatever the policy.
 
         Raises:
             LockstepError: it failed, and the policy ends the run; alike on every rank.
@@ -104,10 +108,11 @@ class Saver:
         found = sorted(problem for problem in self._world.gather(mine) if problem)  # collective
         self.blocked += time.perf_counter() - began
         self._row = self._row + 1 if found else 0
-        if found and self._row >= self._limit:
-            many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "a save failed"
+        if found and (last or self._row >= self._limit):
+            many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "the save"
             _, rank, why = found[0]  # what a rank saw itself comes before what it heard of another
-            raise LockstepError(f"{many} on rank {rank}: {why}; start again when that is repaired: it resumes")
+            where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on rank {rank}"
+            raise LockstepError(f"{many} {where}: {why}; start again when that is repaired: it resumes")
 
     def abandon(self, seconds: float) -> None:
         """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective."""
@@ -141,7 +146,7 @@ class Saver:
             self._error = error
             last = self._row + 1 >= self._limit
             after = "the run ends" if last else "the run goes on; the checkpoints before are as they were"
-            _LOG.warning("a save failed: %s; %s", error, after)
+            _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after)
             if last:
                 self._failed()
         finally:
