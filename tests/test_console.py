@@ -67,6 +67,20 @@ def test_force_color_puts_no_control_sequences_into_a_file(monkeypatch):
     assert "\x1b" not in shown([record(1)], {}, interactive=None)
 
 
+def test_a_reader_that_is_gone_does_not_end_the_run():
+    code = "from lockstep.sinks.console import Console; import os, sys\nconsole = Console(3)\n"
+    code += "for step in (1, 2):\n    console.log({'global_step': step, 'running_loss': 2.0, 'lr': 1.0}); input()\n"
+    code += "print('alive', file=sys.stderr)"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write("\n\n")
+        process.stdin.close()
+        assert process.stderr.read() == "alive\n"
+    assert process.returncode == 0
+
+
 def test_a_failed_run_has_no_summary():
     assert shown([record(10)], None).count("\n") == 1
     assert shown([], None) == ""

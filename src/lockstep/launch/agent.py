@@ -194,7 +194,9 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0  # bad input stays bad
         if self._remaining_restarts and self.asked is None:
             number = self._job.restarts - self._remaining_restarts + 1
-            print(f"lockstep: {self._told()}; restart {number} of {self._job.restarts}", file=sys.stderr, flush=True)
+            line = f"lockstep: {self._told()}; restart {number} of {self._job.restarts}"
+            with contextlib.suppress(OSError):  # a closed terminal is no reason not to go on
+                print(line, file=sys.stderr, flush=True)
 
     def _missing(self, silent: list[int], group: WorkerGroup) -> str:
         """Before the first step no watch names who is missing: it is who did not even notice that the others ended."""

@@ -11,6 +11,7 @@ sequences. Text that comes from outside is written literally, its control charac
 """
 
 import atexit
+import contextlib
 import math
 import os
 import sys
@@ -225,11 +226,20 @@ class _Bar:
         atexit.unregister(self.stop)
 
 
+class _Screen(Terminal):
+    """rich's console, which for itself would end the process when whoever reads its output is gone (`| head`)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # the run goes on; its records and its log are in its folder
+        with contextlib.suppress(OSError, ValueError):  # what is still in the stream must not fail at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def _terminal(stream: TextIO, interactive: bool | None) -> Terminal:
     # Not rich's own guess: FORCE_COLOR, which CI services set, would put control sequences into a log.
     able = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     wanted = able if interactive is None else interactive
-    return Terminal(
+    return _Screen(
         file=stream,
         force_terminal=wanted,
         color_system="auto" if wanted else None,
