@@ -163,6 +163,16 @@ def test_a_whole_file_is_left_as_it_is(tmp_path):
     assert steps(path) == [1, 2]
 
 
+def test_a_link_planted_at_the_temporary_name_is_not_written_through(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"global_step": 1}\n{"global_step": 2}\n')
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".metrics.jsonl.part").symlink_to(tmp_path / "precious")
+    JsonLines(path, 1).close(None)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert [record["global_step"] for record in read(path)] == [1]
+
+
 def test_a_write_cut_short_does_not_spoil_the_next(tmp_path):
     path = tmp_path / "m"
     sink = JsonLines(path)

@@ -145,10 +145,15 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Writes a small file of the folder so that it is there whole or not at all."""
         with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=f".{name}.", delete=False) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, self.path / name)
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, self.path / name)
+            except OSError as error:
+                Path(file.name).unlink(missing_ok=True)
+                error.filename = str(self.path / name)  # a write's own error does not say which file
+                raise
 
     def write_state(self, state: dict[str, Any]) -> None:
         """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""

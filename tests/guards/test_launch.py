@@ -131,7 +131,7 @@ def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_
         os.utime(folder, (0, 0))
     own = leash.private_folder()
     assert own.stat().st_mode & 0o777 == 0o700
-    assert {path for path in tmp_path.iterdir()} == {living, own}
+    assert set(tmp_path.iterdir()) == {living, own}
 
 
 def test_progress_outlives_the_process(tmp_path, monkeypatch):
@@ -213,6 +213,16 @@ def test_a_second_train_is_refused_before_torch_is_loaded(tmp_path):
     assert (folder.path / "run.lock").read_text() == line
     folder.release()
     folder.check_free()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.folder.os.fsync", full)
+    with pytest.raises(OSError, match="state.json"):
+        RunFolder(str(tmp_path), ".").write("state.json", "{}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):

@@ -10,6 +10,8 @@ The list stands in the run's folder (skips.json), since the checkpoint gone back
 
 import contextlib
 import json
+import os
+import secrets
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
@@ -17,6 +19,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.files import refusal, write_file
 from lockstep.engines.base import Engine, StepResult
 from lockstep.errors import LockstepError
 
@@ -46,7 +49,7 @@ class Skips:
         """Leaves `step` out from now on.
 
         Raises:
-            LockstepError: that would be one too many.
+            LockstepError: that would be one too many, or the file cannot be written.
         """
         if step not in self.steps:
             if len(self.steps) >= self._limit:
@@ -55,7 +58,16 @@ class Skips:
                 )
             self.steps.append(step)
             if self._writes:
-                self._path.write_text(json.dumps(self.steps) + "\n", encoding="utf-8")
+                self._write()
+
+    def _write(self) -> None:
+        part = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            write_file(part, [json.dumps(self.steps).encode() + b"\n"])
+            os.replace(part, self._path)  # whole or not at all: without it a rollback would meet the step again
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise LockstepError(refusal(error)) from error
 
     def around(self, engine: Engine, start: int) -> Engine:
         """The engine, its updates left out in these steps; itself where there are none to come."""

@@ -11,6 +11,7 @@ strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ def _trim(path: Path, last_step: int | None) -> None:
     """Keeps whole records up to `last_step`. The file is replaced in one move: a crash leaves it old or new."""
     part = path.with_name(f".{path.name}.part")
     dropped = False
-    with open(path, "rb") as old, open(part, "wb") as new:
+    part.unlink(missing_ok=True)  # of a crash, or a link that somebody planted
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(path, "rb") as old, open(os.open(part, flags, 0o600), "wb") as new:
         for line in old:
             if _keeps(line, last_step):
                 new.write(line)
@@ -112,6 +115,7 @@ def _trim(path: Path, last_step: int | None) -> None:
         new.flush()
         os.fsync(new.fileno())
     if dropped:
+        shutil.copymode(path, part)
         os.replace(part, path)
     else:
         part.unlink()
