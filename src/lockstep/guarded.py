@@ -93,7 +93,8 @@ class Guards:
         if slow and self._parts.world.is_main:
             _LOG.warning(slow)
         freq, done = self._config.desync_freq, record.step + 1
-        if freq and done % freq == 0 and self._parts.world.size > 1:
+        replicas = freq and self._parts.world.size > 1
+        if replicas and (done % freq == 0 or done == self._parts.last):  # what is kept at the end is compared too
             desync.check(self._parts.engine.state(), self._parts.world, done)  # collective
 
     def settle(self) -> None:

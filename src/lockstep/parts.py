@@ -182,8 +182,8 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
         path = checkpoint.newest(folder.path, say=say(world)) if folder.checkpoints.is_dir() else None
         if path is None and (damaged := checkpoint.list_steps(folder.path)):  # to begin again would write over them
             raise CheckpointError(
-                f"{folder.path}: none of its {len(damaged)} checkpoints is whole (the lines above say why); repair one, "
-                "move checkpoints/ away to begin again from step 0, or use another --experiment-name"
+                f"{folder.path}: none of its {len(damaged)} checkpoints is whole (the lines above say why); repair "
+                "one, move checkpoints/ away to begin again from step 0, or use another --experiment-name"
             )
         return [str(path), checkpoint.read_state(path)] if path else None
 

@@ -304,6 +304,57 @@ def test_ten_clean_runs_raise_no_alarm(data, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_flip_in_the_last_steps_is_found_at_the_end(data, tmp_path):
+    run = launch(data, tmp_path, faults=[{"rank": 1, "step": 12, "at": UPDATE, "do": "flip"}])
+    assert run.code == 3, run.said
+    assert "after step 14 rank 0 and rank 1 differ" in run.last
+
+
+@pytest.mark.slow
+def test_r4_the_last_save_fails(data, tmp_path):
+    fault = {"rank": 0, "step": 12, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28, "always": True}
+    run = launch(data, tmp_path, faults=[fault])
+    assert run.code == 1, run.said
+    assert "the save after step 14 failed on rank 0" in run.last
+    assert checkpoint.list_steps(run.folder) == [5, 10]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
+    fault = {"rank": 1, "at": "lockstep.parts:_model", "do": "stop"}
+    run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
+    assert run.code == 1, run.said
+    assert "rank 1 did not arrive: it stood in its start, before step 0" in run.last
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(data, tmp_path):
+    run = launch(data, tmp_path, "--stop-at", "5")
+    records = (run.folder / "metrics.jsonl").read_text()
+    (checkpoint.newest(run.folder, say=print) / "manifest.json").write_text("{}")
+    run = launch(data, tmp_path)
+    assert run.code == 2, run.said
+    assert "none of its 1 checkpoints is whole" in run.last
+    assert (run.folder / "metrics.jsonl").read_text() == records
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_process_and_its_run_saved(data, tmp_path):
+    with open(tmp_path / "screen", "w") as screen:
+        command = arguments(data, tmp_path, "--max-steps", "100000")
+        process = subprocess.Popen(command, env=environment(), stdout=screen, stderr=screen, start_new_session=True)
+    until_step(tmp_path, 3, process)
+    pids = workers(process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "ended by a signal: saved after step " in (tmp_path / "screen").read_text()
+
+
+@pytest.mark.slow
 def test_the_launcher_leaves_nothing_behind(data, tmp_path):
     process = start(arguments(data, tmp_path, "--max-steps", "100000"))
     try:

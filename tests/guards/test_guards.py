@@ -162,7 +162,7 @@ def test_the_first_module_that_is_not_finite_is_named():
         lambda step, index: [10 * index, 10 * index + 1],
         World(),
     )
-    assert found == "micro-batch 1 (samples 10, 11): the first output that is not finite is of module '1'"
+    assert found == "micro-batch 1 (samples 10, 11) on rank 0: the first output that is not finite is of module '1'"
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -170,9 +170,8 @@ def test_a_loss_that_is_finite_the_second_time_says_so():
     model = nn.Identity()
     step = read_step([MicroBatch(torch.tensor([1.0]), 0, 1, 1.0)], [math.nan])
     found = origin(step, model, lambda b: model(b.data).sum(), lambda *_: None, lambda *_: [5], World())
-    assert (
-        found == "micro-batch 0 (samples 5): its loss was not finite, and is when computed again: suspect the hardware"
-    )
+    assert found.startswith("micro-batch 0 (samples 5) on rank 0: its loss was not finite, and is when computed again")
+    assert found.endswith("suspect the hardware")
 
 
 def test_on_a_cpu_a_step_is_read_at_once():
@@ -270,6 +269,15 @@ def test_steps_are_left_out_up_to_a_limit(tmp_path):
         applied.append(around.step(1.0).applied)
     assert applied == [True, False, True]
     assert around.state().keys() == made.state().keys()
+
+
+def test_the_list_of_steps_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "skips.json").symlink_to(tmp_path / "target")
+    Skips(tmp_path / "skips.json", 2, writes=True).add(3, "bad")
+    assert not (tmp_path / "target").exists()
+    assert (tmp_path / "skips.json").read_text() == "[3]\n"
+    with pytest.raises(LockstepError, match="skips.json.*check the free space"):
+        Skips(tmp_path / "none" / "skips.json", 2, writes=True).add(3, "bad")
 
 
 class Broken:

@@ -1,6 +1,6 @@
 """A loss or gradient that is not finite: where it comes from.
 
-    found = origin(...)         # "micro-batch 3 (samples 17, 4): the first output that is not finite is blocks.1.mlp's"
+    found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
 The engine has left the step's update out already, on the device and in the same step. Here the micro-batches are run
 again, without gradients, to find the first module whose output is not finite.
@@ -48,17 +48,17 @@ def origin(
         before = not batch.weight or math.isfinite(next(losses))
         if mine is None and batch.weight and (module or not finite or not before):
             mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
-    found = [each for each in world.gather(mine) if each]  # collective
+    found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
     if not found:
         return "the losses are finite: the backward made it"
-    index, module, finite, chosen = min(found)
+    index, module, finite, chosen, rank = min(found)
     shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
     where = "every module's output is finite, its loss is not"
     if module:
         where = f"the first output that is not finite is of module '{module}'"
     elif finite:
         where = "its loss was not finite, and is when computed again: suspect the hardware"
-    return f"micro-batch {index} (samples {shown}): {where}"
+    return f"micro-batch {index} (samples {shown}) on rank {rank}: {where}"
 
 
 def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:
