@@ -2,7 +2,7 @@
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
 puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so.
+A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17 and R20 to R22 are in bench/chaos_more.py.
 """
 
 import argparse
@@ -11,12 +11,11 @@ import platform
 import queue
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 
+from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402
 
 from lockstep import checkpoint  # noqa: E402
@@ -37,19 +37,26 @@ TIMEOUT = 6
 
 @dataclass
 class Bench:
-    """Where the rows run: the data, a new folder for each run, the undisturbed run's mark."""
+    """Where the rows run: the data, a folder for each run, the undisturbed run's mark, the failed runs' last lines."""
 
     data: Path
     rounds: int
     count: int = 0
     whole: object = None
+    lasts: list = field(default_factory=list)
 
     def out(self):
         self.count += 1
         return self.data / f"run-{self.count}"
 
     def run(self, *flags, **kinds):
-        return launch(self.data, self.out(), *flags, **kinds)
+        return self.keep(launch(self.data, self.out(), *flags, **kinds))
+
+    def keep(self, run):
+        """The run, its last line kept for R22 where it failed."""
+        if run.code not in (0, 75):
+            self.lasts.append(run.last)
+        return run
 
     def timed(self, *flags, faults, restarts=0, processes=2):
         """A run whose lines have times: (run, [(seconds since the fault, line)])."""
@@ -69,7 +76,7 @@ class Bench:
         found = [lines.get() for _ in range(lines.qsize())]
         when = float(mark.read_text().split()[0]) if mark.exists() else began
         run = Run(process.returncode, "".join(line for _, line in found), ended - when, out / "default")
-        return run, [(at - when, line) for at, line in found]
+        return self.keep(run), [(at - when, line) for at, line in found]
 
 
 def at(lines, word):
@@ -116,23 +123,16 @@ def r3(bench):
     return f"{lost} steps lost; {worst:.1f} s; code {sorted(codes)}"
 
 
-def mounted(path, *options):
-    path.mkdir()
-    return subprocess.run(["mount", *options, str(path)], capture_output=True, check=False).returncode == 0
-
-
 def r4(bench):
     """A full disk."""
     path = bench.out()
-    if not mounted(path, "-t", "tmpfs", "-o", "size=34m", "tmpfs"):
-        return "skipped: needs root"
-    try:
-        run = launch(bench.data, path, "--max-steps", "40", "--checkpoint.keep", "9")
+    with mounted(path, "-t", "tmpfs", "-o", "size=34m", "tmpfs") as done:
+        if not done:
+            return NEEDS_ROOT
+        run = bench.keep(launch(bench.data, path, "--max-steps", "40", "--checkpoint.keep", "9"))
         steps = checkpoint.list_steps(run.folder)
         whole = sum(not checkpoint.verify(checkpoint.path_of(run.folder, step)) for step in steps)
         return f"code {run.code}; {whole}/{len(steps)} checkpoints whole"
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=False)
 
 
 def r5(bench):
@@ -201,18 +201,6 @@ def r12(bench):
     return f"{right}/2 right; {alarms} false alarms in 10 clean runs"
 
 
-def r14(bench):
-    """What cannot be started."""
-    worst, lines = 0.0, 0
-    for flags in (["--nnodes", "2", "--master-addr", "no.such.host.invalid"], ["--master-port", "70000"]):
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "lockstep", "launch", *flags, "--", "train"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        worst = max(worst, time.perf_counter() - began)
-        lines += done.returncode == 2 and done.stderr.count("\n") == 1
-    return f"{lines}/2 one line; {worst:.1f} s, imports included"
-
-
 def r15(bench):
     """Two runs in one folder."""
     out = bench.out()
@@ -264,13 +252,20 @@ ROWS = {
     "R6": (r6, "a torn save of two ranks", "0 mixed versions"),
     "R7": (r7, "NaN in a forward", "<= 1 step, never saved, named"),
     "R8": (r8, "a parameter's bit flips", "within one interval, rank and tensor"),
+    "R9": (r9, "uneven work", "no hang, <= 2 s, counts per rank"),
+    "R10": (r10, "other weights, config, code or data on a rank", "before step 1, key named"),
     "R11": (r11, "a stopped rank", "<= timeout + 2 s, named, stacks"),
     "R12": (r12, "a slow rank", "right rank, 0 false alarms"),
-    "R14": (r14, "wrong port, unknown host", "one line, <= 3 s after imports"),
+    "R13": (r13, "the link between two nodes is cut", "<= timeout + 2 s, peer named, resumes bitwise"),
+    "R14": (r14, "port, host name, read-only, space, clock", "one line, <= 3 s after imports"),
     "R15": (r15, "two runs in one folder", "refused <= 2 s"),
     "R16": (r16, "a loader process dies", "0 lost or duplicated"),
+    "R17": (r17, "a rank killed for want of memory", "cause stated"),
     "R18": (r18, "2, 1, 2 ranks", "exactly once, tensors equal"),
     "R19": (r19, "a minute of kills", "bitwise, goodput >= 50%"),
+    "R20": (r20, "a save of 57 MB", "blocked <= 10% of a synchronous save"),
+    "R21": (r21, "hostile input", "18/18, canary never made"),
+    "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),
 }
 
 

@@ -145,9 +145,10 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
 def _left(parts: Parts, code: int, step: int) -> int:
     """The exit code. Under torchrun a run that saved itself ends with 0, or it would be started again or called failed:
     what it ended with stands in its folder, and `lockstep launch` returns it."""
-    if code and parts.world.is_main:
-        parts.folder.stop_file.unlink(missing_ok=True)  # heeded
-        parts.folder.write_end(code, step)
+    if parts.world.is_main:
+        parts.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
+        if code:
+            parts.folder.write_end(code, step)
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
 
 

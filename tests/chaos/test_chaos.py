@@ -14,7 +14,20 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import BEAT, arguments, end, environment, finish, launch, start, until_step, workers
+from harness import (
+    BEAT,
+    UNLIKE,
+    arguments,
+    end,
+    environment,
+    finish,
+    in_group,
+    launch,
+    memory_group,
+    start,
+    until_step,
+    workers,
+)
 
 from lockstep import checkpoint
 
@@ -231,26 +244,14 @@ def test_r16_a_killed_loader_process_loses_no_sample(data, tmp_path, whole):
 
 @pytest.mark.slow
 def test_r17_out_of_memory_is_said(data, tmp_path):
-    group = Path("/sys/fs/cgroup/memory/lockstep-test")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(1800 << 20))
-    except OSError:
-        pytest.skip("a memory group of cgroup v1 can be made as root alone")
-    try:
+    with memory_group(1800) as group:
+        if group is None:
+            pytest.skip("a memory group of cgroup v1 can be made as root alone")
         fault = {"rank": 1, "step": 3, "at": BEAT, "do": "eat"}
-        inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *arguments(data, tmp_path)]
-        process = start(inside, [fault])
+        process = start(in_group(group, arguments(data, tmp_path)), [fault])
         run = finish(process, tmp_path, time.monotonic())
-        assert run.code == 1, run.said
-        assert "out of memory, by the kernel's count" in run.last
-    finally:
-        for _ in range(50):
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
+    assert run.code == 1, run.said
+    assert "out of memory, by the kernel's count" in run.last
 
 
 @pytest.mark.slow
@@ -293,6 +294,24 @@ def test_r14_a_folder_that_cannot_be_written(data, tmp_path):
         subprocess.run(["umount", "-l", str(path)], check=True)
     assert run.code == 2, run.said
     assert "--save-dir: cannot write to" in run.last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", UNLIKE)
+def test_r10_ranks_that_start_unlike_each_other_are_refused(data, tmp_path, key):
+    run = launch(data, tmp_path, faults=[{"rank": 1, **UNLIKE[key]}])
+    assert run.code in (1, 3), run.said
+    assert key in run.last
+    assert "rank 1" in run.last
+    assert not (run.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_r9_uneven_work_is_told_with_the_counts(data, tmp_path):
+    fault = {"rank": 1, "at": "lockstep.heartbeat:Heartbeat.__init__", "do": "argument", "position": 4, "value": 9}
+    run = launch(data, tmp_path, faults=[fault])
+    assert run.code == 1, run.said
+    assert "rank 0 has 14, rank 1 has 9" in run.last
 
 
 @pytest.mark.slow

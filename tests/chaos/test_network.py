@@ -19,13 +19,14 @@ def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def nodes():
-    """The names of two namespaces with a cable between them."""
+@contextlib.contextmanager
+def cabled():
+    """The names of two namespaces with a cable between them; None where that is not allowed."""
     names = [f"lockstep{os.getpid()}{side}" for side in "ab"]
     try:
         if any(ip("netns", "add", name).returncode for name in names):
-            pytest.skip("network namespaces can be made as root alone")
+            yield None
+            return
         ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
         for number, name in enumerate(names):
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "wire")
@@ -37,10 +38,18 @@ def nodes():
             ip("netns", "del", name)
 
 
-def on_node(name, rank, folder, out):
+@pytest.fixture
+def nodes():
+    with cabled() as names:
+        if names is None:
+            pytest.skip("network namespaces can be made as root alone")
+        yield names
+
+
+def on_node(name, rank, folder, out, steps=2000):
     data = ["--dataset-name", str(text_in(folder)), "--data.cache", str(folder / "cache")]
     where = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.77.0.1", "--master-port", "29555"]
-    train = ["train", "--save-dir", str(out), *SETTINGS.split(), *data, "--max-steps", "2000", "--timeout", "6"]
+    train = ["train", "--save-dir", str(out), *SETTINGS.split(), *data, "--max-steps", str(steps), "--timeout", "6"]
     return subprocess.Popen(
         ["ip", "netns", "exec", name, sys.executable, "-m", "lockstep", "launch", *where, "--", *train],
         env=environment(GLOO_SOCKET_IFNAME="wire"),

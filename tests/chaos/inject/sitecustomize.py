@@ -44,6 +44,28 @@ def _eat(fault, args):
         held.append(bytearray(os.urandom(1 << 20) * 16))
 
 
+def _argument(fault, args):
+    args[fault["position"]] = fault["value"]
+
+
+def _clock(fault, args):
+    true = time.time
+    time.time = lambda: true() + fault.get("seconds", 86400.0)
+
+
+def _nan(fault, result):
+    return result * float("nan")
+
+
+def _other(fault, result):
+    return {**result, **fault["value"]} if isinstance(result, dict) else fault["value"]
+
+
+def _perturbed(fault, model):
+    next(model.parameters()).data.add_(1e-3)
+    return model
+
+
 def _kill_worker(fault, args):
     children = __import__("multiprocessing").active_children()
     os.kill(children[0].pid, signal.SIGKILL)
@@ -60,8 +82,12 @@ _DEEDS = {
     "sleep": _wait,
     "eat": _eat,
     "exit": lambda fault, args: os._exit(fault.get("code", 9)),
+    "argument": _argument,
+    "clock": _clock,
     "touch": lambda fault, args: open(fault["path"], "w").close(),
 }
+
+_RESULTS = {"nan": _nan, "result": _other, "perturb": _perturbed}  # what a function returns, changed
 
 
 def _mark():
@@ -78,18 +104,22 @@ def _wrapped(function, faults, beats):
     def call(*args, **kwargs):
         if beats:
             _now["step"] = args[1]
-        result_of = None
+        args, later = [*args], []
         for number, fault in enumerate(faults):
             if _now["step"] < fault.get("step", -1):
                 continue
             calls[number] += 1
-            if fault["do"] == "nan":
-                result_of = fault if calls[number] == fault.get("call", 1) or fault.get("always") else result_of
-            elif calls[number] == fault.get("call", 1) or fault.get("always"):
+            if calls[number] != fault.get("call", 1) and not fault.get("always"):
+                continue
+            if fault["do"] in _RESULTS:
+                later.append(fault)
+            else:
                 _mark()
                 _DEEDS[fault["do"]](fault, args)
         result = function(*args, **kwargs)
-        return result * float("nan") if result_of else result
+        for fault in later:
+            result = _RESULTS[fault["do"]](fault, result)
+        return result
 
     call.__name__ = getattr(function, "__name__", "call")
     return call

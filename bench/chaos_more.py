@@ -1,0 +1,172 @@
+"""Rows of bench/chaos.py that need more than one planted fault: root, other nodes, other benchmarks and tests."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness import BEAT, UNLIKE, arguments, end, finish, in_group, launch, memory_group, start, until_step
+from test_network import cabled, ip, on_node
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS_ROOT = "skipped: needs root"
+HOSTILE = (
+    "tests/guards/test_hostile.py",
+    "tests/checkpoint/test_checkpoint_damage.py",
+    "tests/checkpoint/test_checkpoint_command.py",
+    "tests/test_environment.py",
+    "tests/test_config.py",
+)
+PARTS = {
+    "rank": r"rank \d",
+    "step": r"step \d",
+    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|space|uneven|memory|cannot|killed|planted|failed",
+    "way out": r"; .*(resume|start again|raise|lower|give|check|repair|look at|leave|use|go back|make room|traceback)",
+}
+
+
+@contextlib.contextmanager
+def mounted(path, *options):
+    """Whether `path`, made here, is a mount of its own now."""
+    path.mkdir()
+    done = subprocess.run(["mount", *options, str(path)], capture_output=True, check=False).returncode == 0
+    try:
+        yield done
+    finally:
+        if done:
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def r9(bench):
+    """One rank has work for fewer steps."""
+    fault = {"rank": 1, "at": "lockstep.heartbeat:Heartbeat.__init__", "do": "argument", "position": 4, "value": 9}
+    run, lines = bench.timed(faults=[fault])
+    told = next((seconds for seconds, line in lines if "uneven work" in line), float("nan"))
+    counts = "rank 0 has 14, rank 1 has 9" in run.last
+    return f"{'counts named' if counts else 'NOT named'}; no hang; {told:.1f} s after the first beat is set up"
+
+
+def r10(bench):
+    """Ranks that start unlike each other."""
+    found = 0
+    for key, fault in UNLIKE.items():
+        run = bench.run(faults=[{"rank": 1, **fault}])
+        found += run.code in (1, 3) and key in run.last and "rank 1" in run.last and not run.steps
+    return f"{found}/{len(UNLIKE)} refused before step 1, key and rank named ({', '.join(UNLIKE)})"
+
+
+def r13(bench):
+    """The link between two nodes is cut, then mended."""
+    with cabled() as names:
+        if names is None:
+            return NEEDS_ROOT
+        out, steps = bench.out(), 400
+        whole = bench.run("--max-steps", str(steps))
+        both = [on_node(name, rank, bench.data, out, steps) for rank, name in enumerate(names)]
+        try:
+            until_step(out, 6, both[0])
+            ip("-n", names[0], "link", "set", "wire", "down")
+            cut = time.monotonic()
+            ended = [finish(process, out, cut, 90) for process in both]
+        finally:
+            for process in both:
+                with contextlib.suppress(ValueError):
+                    end(process)
+        named = all(f"rank {1 - rank} did not arrive" in run.said for rank, run in enumerate(ended))
+        ip("-n", names[0], "link", "set", "wire", "up")
+        both = [on_node(name, rank, bench.data, out, steps) for rank, name in enumerate(names)]
+        again = [finish(process, out, time.monotonic(), 120) for process in both]
+        same = again[0].code == 0 and again[0].mark() == whole.mark()
+    seconds = max(run.seconds for run in ended) - 6
+    peer = "peer named by both" if named else "peer NOT named"
+    return f"timeout + {seconds:.1f} s; {peer}; resumes {'bitwise' if same else 'DIFFERENT'}"
+
+
+def r14(bench):
+    """What cannot be started; and clocks that differ."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    cases = {
+        "host": ["--nnodes", "2", "--master-addr", "no.such.host.invalid"],
+        "port": ["--master-port", "70000"],
+        "taken port": ["--master-port", str(taken.getsockname()[1])],
+    }
+    good, worst, said = 0, 0.0, []
+    for flags in cases.values():
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "lockstep", "launch", *flags, "--", "train"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        worst = max(worst, time.perf_counter() - began)
+        good += done.returncode == 2 and done.stderr.count("\n") == 1
+    taken.close()
+    mounts = {
+        "read-only": (("-t", "tmpfs", "-o", "ro", "tmpfs"), "--save-dir: cannot write to"),
+        "space": (("-t", "tmpfs", "-o", "size=2m", "tmpfs"), "MB free and a checkpoint of this run takes"),
+    }
+    for name, (options, words) in mounts.items():
+        out = bench.out()
+        with mounted(out, *options) as done:
+            if not done:
+                said.append(f"{name} {NEEDS_ROOT}")
+                continue
+            run = launch(bench.data, out)
+            good += run.code == 2 and words in run.last
+    faults = [
+        {"rank": 1, "at": BEAT, "do": "clock", "seconds": -86400.0},
+        {"rank": 0, "step": 7, "at": BEAT, "do": "kill"},
+    ]
+    run = bench.run(faults=faults, restarts=1)
+    clock = run.code == 0 and run.mark() == bench.whole and "rank 0 was ended first" in run.said
+    total = len(cases) + len(mounts) - len(said)
+    said.append(f"a clock a day behind {'changes nothing' if clock else 'CHANGES the run'}")
+    return f"{good}/{total} one line; {worst:.1f} s, imports included; {'; '.join(said)}"
+
+
+def r17(bench):
+    """A rank eats all memory of its group."""
+    with memory_group(1800) as group:
+        if group is None:
+            return NEEDS_ROOT + " and cgroup v1"
+        out = bench.out()
+        command = in_group(group, arguments(bench.data, out))
+        process = start(command, [{"rank": 1, "step": 3, "at": BEAT, "do": "eat"}])
+        run = bench.keep(finish(process, out, time.monotonic()))
+    return "out of memory, stated" if "out of memory, by the kernel's count" in run.last else "NOT stated"
+
+
+def r20(bench):
+    """A checkpoint of about 57 MB, by bench/checkpoint.py."""
+    command = [sys.executable, str(ROOT / "bench" / "checkpoint.py"), "--width", "630", "--folder", str(bench.data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = {
+        name: (float(a), float(b)) for name, a, b in re.findall(r"\| (\w+) \| ([\d.]+) \| ([\d.-]+) \|", done.stdout)
+    }
+    if "lockstep_sync" not in rows:
+        return f"FAILED: {done.stderr.strip().splitlines()[-1:]}"
+    (blocked, lost), (whole, whole_lost) = rows["lockstep"], rows["lockstep_sync"]
+    times = f"{1e3 * blocked:.0f} of {1e3 * whole:.0f} ms"
+    return (
+        f"blocked {blocked / whole:.0%} ({times}); lost in all {1e3 * lost:.0f}, synchronous {1e3 * whole_lost:.0f} ms"
+    )
+
+
+def r21(bench):
+    """The tests of hostile input, counted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", *HOSTILE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return f"{done.stdout.strip().splitlines()[-1]} (the table below names the test of each input)"
+
+
+def r22(bench):
+    """The last lines of all the runs above that failed."""
+    lasts = bench.lasts
+    if not lasts:
+        return "no run above failed: take more rows"
+    short = [
+        (name, line) for line in lasts for name, words in PARTS.items() if not re.search(words, line, re.IGNORECASE)
+    ]
+    whole = len(lasts) - len({line for _, line in short})
+    missing = f"; first without {short[0][0]}: {short[0][1][:90]}" if short else ""
+    return f"{whole}/{len(lasts)} last lines name rank, step, cause and way out{missing}"
