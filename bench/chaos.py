@@ -94,7 +94,7 @@ def r1(bench):
         detect.append(at(lines, "restart 1 of 1"))
         resumed = [line for _, line in lines if "resumed from" in line]
         back = int(resumed[0].rpartition("step ")[2].split()[0]) if resumed else 0
-        redone.append(step - 1 - back)  # the beat of a step is before its work
+        redone.append(step - back)  # the beat of a step is before its work, so `step` of them were done
         recover.append(at(lines, f"step {back + 1}/14") - detect[-1])
     times = f"detect {max(detect):.1f} s; recover {max(recover):.1f} s"
     return f"{good}/{bench.rounds} bitwise; redone <= {max(redone)}; {times}"
