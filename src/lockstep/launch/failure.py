@@ -10,6 +10,7 @@ The file is torch's own error file (TORCHELASTIC_ERROR_FILE), so that plain torc
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -60,12 +61,14 @@ class Failure:
         return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)
 
     def __str__(self) -> str:
-        at = f" at {self.place}" if self.place else ""
+        at = f"at {self.place}" if self.place else "before step 0"  # where it never told its place
+        if self.message and (self.follows or self.shared):
+            return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
         if self.message:
-            return self.message if self.follows or self.shared else f"rank {self.rank} failed first{at}: {self.message}"
+            return f"rank {self.rank} failed first {at}: {self.message}"
         if self.code < 0:
-            return f"rank {self.rank} was ended first, by {_signal(-self.code)},{at or ' at an unknown step'}"
-        return f"rank {self.rank} ended first, with code {self.code} and no word,{at or ' at an unknown step'}"
+            return f"rank {self.rank} was ended first, by {_signal(-self.code)}, {at}"
+        return f"rank {self.rank} ended first, with code {self.code} and no word, {at}"
 
 
 def first(failures: Iterable[Failure]) -> Failure:
