@@ -332,7 +332,7 @@ def test_a_flip_in_the_last_steps_is_found_at_the_end(data, tmp_path):
 @pytest.mark.slow
 def test_r4_the_last_save_fails(data, tmp_path):
     fault = {"rank": 0, "step": 12, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28, "always": True}
-    run = launch(data, tmp_path, faults=[fault])
+    run = launch(data, tmp_path, "--checkpoint.mode", "sync", faults=[fault])
     assert run.code == 1, run.said
     assert "the save after step 14 failed on rank 0" in run.last
     assert checkpoint.list_steps(run.folder) == [5, 10]
