@@ -3,11 +3,14 @@
 A planted fault that is not caught is a failed test.
 """
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from harness import (
 )
 
 from lockstep import checkpoint
+from lockstep.sinks.jsonl import read
 
 WRITE = "lockstep.checkpoint.write:write_file"
 UPDATE = "lockstep.engines.update:Update.__call__"
@@ -168,6 +172,32 @@ def test_r3_a_signal_to_the_launcher(data, tmp_path):
     finally:
         end(process)
     assert run.code == 75, run.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "code"), [([], 75), (["nohup"], 0)], ids=["terminal", "nohup"])
+def test_r3_a_terminal_that_is_closed(data, tmp_path, before, code):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*before, *arguments(data, tmp_path, "--max-steps", "60")],
+        env=environment(()),
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    try:
+        until_step(tmp_path, 3, process)
+        os.close(ours)
+        assert process.wait(60) == code
+    finally:
+        end(process)
+    steps = [record["global_step"] for record in read(tmp_path / "default" / "metrics.jsonl")]
+    state = json.loads((tmp_path / "default" / "state.json").read_text())
+    assert state["global_step"] == steps[-1] == (60 if code == 0 else state["global_step"])
 
 
 @pytest.fixture

@@ -3,22 +3,39 @@
 with Preemption(beat): ...
 """
 
+import contextlib
+import os
 import signal
+import stat
 import threading
 from types import FrameType
 from typing import Any, Self
 
 from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "heeds_hangup", "leave_terminal"]
 
 _WISHES = {signal.SIGINT: INTERRUPT, signal.SIGTERM: SAVE_AND_END, signal.SIGUSR1: SAVE_AND_END}
+
+
+def heeds_hangup() -> bool:
+    """Whether the end of the terminal (SIGHUP) concerns this process: under nohup it does not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def leave_terminal() -> None:
+    """Has what is written from now on go nowhere where it went to a terminal, which is gone: a write would raise."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 class Preemption:
     """Within it SIGTERM and SIGUSR1 (a scheduler's) and Ctrl-C ask all ranks to save and end; a second Ctrl-C ends now.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    So does the end of the terminal, but under nohup. Outside the main thread, where Python allows no handlers, it does
+    nothing.
     """
 
     def __init__(self, beat: Heartbeat) -> None:
@@ -29,6 +46,8 @@ class Preemption:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._wish) for number in _WISHES}
+            if heeds_hangup():
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._wish)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,5 +57,7 @@ class Preemption:
     def _wish(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            leave_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT
-        self._beat.stop(_WISHES[signal.Signals(number)])
+        self._beat.stop(_WISHES.get(signal.Signals(number), SAVE_AND_END))

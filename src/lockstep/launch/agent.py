@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.guards.preemption import heeds_hangup, leave_terminal
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.leash import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.memory import kills
@@ -46,7 +47,7 @@ _KILLED = 0.3  # the same, where one was killed: that is no consequence of anoth
 _POLL = 0.05
 _READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on the first three
+_ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
         self.asked: signal.Signals | None = None
+        self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: Failure | None = None
         self._kills, self._looked = kills(), time.monotonic()
 
@@ -139,11 +141,14 @@ class _Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for number in _FORWARDED:  # after torch, which would end the processes instead of letting them save
             signal.signal(number, self._forward)
+        signal.signal(signal.SIGHUP, self._hangup)  # torch would end them, under nohup too
         return pids
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """The processes save and end; a second Ctrl-C ends them at once. No restart follows."""
         self._remaining_restarts = 0
+        if number == signal.SIGHUP:
+            leave_terminal()
         again = self.asked == number == signal.SIGINT
         self.asked = signal.Signals(number)
         # Each process has a session of its own, so that a Ctrl-C in the terminal does not reach it by itself too.
