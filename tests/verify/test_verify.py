@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +15,9 @@ from test_command import environment
 from toys import Ragged
 
 import lockstep
-from lockstep import cli
+from lockstep import cli, options
 from lockstep.config import Config, Optim
-from lockstep.diagnose import verify_command
+from lockstep.diagnose import certificate, verify_command
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 
 PARTS = {"batch_size": 8, "lr": 0.01, "device": "cpu", "timeout": 60.0, "optim": Optim(warmup_steps=1)}
@@ -88,28 +90,40 @@ def test_a_model_that_is_bfloat16_throughout_is_no_clipping_mistake():
     assert table.ok, str(table)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     file = tmp_path / "script.py"
     file.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\nimport lockstep, toys\n"
         "lockstep.verify(toys.Ragged(), lockstep.Config(batch_size=8, device='cpu'), engines=('ddp',), steps=2)\n"
     )
-    done = subprocess.run([sys.executable, str(file)], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(file)], env=environment(TMPDIR=str(scratch)), capture_output=True, text=True, check=False
+    )
+    assert not list(scratch.glob("lockstep-*"))
     assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`'), done.stderr
     assert done.stderr.count("Traceback") == 2, done.stderr  # the error and its cause, of the script alone
 
 
-def test_an_end_from_outside_leaves_no_files(tmp_path):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    flags = ["verify", "--device", "cpu", "--scratch", str(scratch), "--certificate", ""]
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted")])
+def test_an_end_from_outside_leaves_no_files_and_no_tracebacks(number, code, said, tmp_path):
+    """All processes get it, as from a terminal."""
+    flags = ["verify", "--device", "cpu", "--scratch", str(tmp_path), "--certificate", ""]
     command = [sys.executable, "-m", "lockstep", *flags]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not list(scratch.iterdir()) and process.poll() is None:
+    with subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        while not list(tmp_path.iterdir()) and process.poll() is None:
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait(30) == 143
-    assert not list(scratch.iterdir())
+        time.sleep(1)
+        os.killpg(process.pid, number)
+        _, words = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert words == (f"lockstep: {said}\n" if said else "")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -211,6 +225,34 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
     with pytest.raises(DifferenceError, match="not the same training: the certificate"):
         cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
     assert "step 1 on, rank 0, micro-batch 3: the generators' states differ" in capsys.readouterr().out
+
+
+def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path):
+    path = tmp_path / "certificate.json"
+    steps = {"steps": [{}, {}]}
+    whole = dict.fromkeys(certificate._KEYS, "") | {
+        "format": 1,
+        "steps": 2,
+        "trace": steps,
+        "config": options.flat(config()),
+    }
+    damaged = [
+        ({key: value for key, value in whole.items() if key != "versions"}, "is not whole"),
+        (whole | {"steps": 3}, "is not whole"),
+        (whole | {"trace": {}}, "is no certificate"),
+        (whole | {"format": 7}, "has format 7"),
+    ]
+    for made, words in damaged:
+        path.write_text(json.dumps(made))
+        with pytest.raises(ConfigError, match=words):
+            cli.dispatch(["verify", "--against", str(path)])
+    path.write_text(json.dumps(whole))
+    with pytest.raises(
+        ConfigError, match="leave out --steps, --optim.clip, --lr|leave out --steps, --lr, --optim.clip"
+    ):
+        cli.dispatch(
+            ["verify", "--device", "cpu", "--against", str(path), "--lr", "1", "--optim.clip", "9", "--steps", "3"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError
 __all__ = ["against", "config_of", "make", "read", "same_machine", "write"]
 
 _FORMAT = 1
+_KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_sizes", "resume_at", "compile", "task"}
 
 
 def make(wanted: Wanted, trace: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
@@ -63,13 +64,16 @@ def read(path: Path) -> dict[str, Any]:
     """A certificate. Raises ConfigError for a file that is none."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        wrong = given["format"] != _FORMAT or not given["trace"]["steps"]
+        wrong = given["format"] != _FORMAT
+        whole = wrong or (given.keys() >= _KEYS and len(given["trace"]["steps"]) == given["steps"] > 0)
     except OSError as error:
         raise ConfigError(f"--against {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--against {path} is no certificate that `lockstep verify` wrote") from error
     if wrong:
         raise ConfigError(f"--against {path} has format {given['format']}; this lockstep reads {_FORMAT}")
+    if not whole:
+        raise ConfigError(f"--against {path} is not whole: parts of what `lockstep verify` writes are missing")
     return dict(given)
 
 

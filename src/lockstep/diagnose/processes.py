@@ -10,12 +10,14 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -84,8 +86,20 @@ def start(
         del store  # after the ranks: it is their meeting point
 
 
+def _serve() -> None:
+    """Starts the server, unless it runs. It and its ranks ignore Ctrl-C, which a terminal sends to all: we end them."""
+    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()  # waits for nothing: torch is loaded while the first rank is asked for
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _launch(process: Any) -> None:
     try:
+        _serve()
         process.start()
     except (AttributeError, TypeError, ImportError) as error:
         raise ConfigError(
@@ -95,7 +109,7 @@ def _launch(process: Any) -> None:
     except RuntimeError as error:
         if "bootstrapping phase" not in str(error):
             raise
-        os._exit(1)  # this is a rank itself, which imports a script without a guard: its parent says so
+        raise SystemExit(1) from None  # this is a rank, which imports a script without a guard: its parent says so
     except Exception as error:
         if "pickle" not in f"{type(error).__name__} {error}".lower():
             raise
@@ -173,6 +187,8 @@ def _rank(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= environment
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if not Path(folder).exists():  # the caller was interrupted while it asked for this process
+        os._exit(1)
     output = os.open(_log(Path(folder), size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)

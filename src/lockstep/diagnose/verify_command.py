@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from lockstep import options
 from lockstep.config import Config
 from lockstep.diagnose import certificate
-from lockstep.diagnose.executor import launched
 from lockstep.diagnose.plant import FAULTS
 from lockstep.diagnose.tasks import load_task
 from lockstep.diagnose.verify import prove
@@ -30,6 +29,8 @@ from lockstep.diagnose.wanted import DEFAULT_ENGINES, Wanted
 from lockstep.errors import ConfigError, DifferenceError
 
 __all__ = ["command"]
+
+_OF_THE_MACHINE = ("device", "timeout", "save_dir")  # flags that hold with --against
 
 
 def command(argv: list[str]) -> int:
@@ -50,7 +51,7 @@ def command(argv: list[str]) -> int:
         table = prove(wanted)
     wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
     problem = DifferenceError(f"not the same training: {', '.join(wrong) or 'the certificate'}; see the table")
-    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 says it
+    if not _is_first():
         problem.relayed = True
     elif table.certificate and own.certificate:
         certificate.write(Path(own.certificate), table.certificate)
@@ -62,13 +63,18 @@ def command(argv: list[str]) -> int:
     return 0
 
 
+def _is_first() -> bool:
+    """Whether this process speaks and writes: under torchrun rank 0 alone does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
     """Within it SIGTERM (`timeout`, a scheduler) ends the processes and removes the files, as Ctrl-C does.
 
-    Not under a launcher, where it may come while this rank waits for others in C, and would not be heard.
+    In a torchrun job rank 0 has the files. It hears of the others' end where it waits for them.
     """
-    if launched() or threading.current_thread() is not threading.main_thread():
+    if not _is_first() or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -87,7 +93,8 @@ def _wanted(own: argparse.Namespace, rest: list[str]) -> Wanted:
     if own.against:
         given = certificate.read(Path(own.against))
         proved = certificate.config_of(given)
-        config = dataclasses.replace(proved, device=config.device, timeout=config.timeout, save_dir=config.save_dir)
+        _check_left(own, config)
+        config = dataclasses.replace(proved, **{key: getattr(config, key) for key in _OF_THE_MACHINE})
         asked = {key: given[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
         return _made(config, own, given["task"] if ":" in given["task"] else "", asked, given)
     if not config.exact and not _names_precision(rest):
@@ -100,6 +107,20 @@ def _wanted(own: argparse.Namespace, rest: list[str]) -> Wanted:
         "compile": config.compile,
     }
     return _made(dataclasses.replace(config, compile=False), own, "", asked, None)
+
+
+def _check_left(own: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError for a flag that --against would not heed: the certificate says what is run."""
+    plain, defaults = _parser(), options.flat(Config())
+    mine = [
+        key for key in ("engines", "world_sizes", "steps", "resume_at") if getattr(own, key) != plain.get_default(key)
+    ]
+    mine += [
+        key for key, value in options.flat(config).items() if value != defaults[key] and key not in _OF_THE_MACHINE
+    ]
+    if mine:
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in mine)
+        raise ConfigError(f"--against repeats what its certificate says: leave out {flags}")
 
 
 def _made(
