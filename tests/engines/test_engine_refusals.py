@@ -125,7 +125,7 @@ def test_parameters_that_cannot_be_split_are_named():
 
 def _optimizers(world):
     found = {}
-    for kind in ("LBFGS", "SparseAdam", "Adafactor", "Muon"):
+    for kind in ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon"):
         for name in ("ddp", "zero", "fsdp"):
             matrices = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
             try:
@@ -154,10 +154,10 @@ def test_exact_fsdp_refuses_a_fused_optimizer():
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-    columns = ["single", "ddp", "zero", "fsdp", "data-parallel"]
+    columns = ["single", "ddp", "zero", "fsdp", "deepspeed", "data-parallel"]
     for kind, (engines, _) in REFUSED.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {kind} "))
-        cells = [cell.strip() for cell in row.split("|")[2:7]]
+        cells = [cell.strip() for cell in row.split("|")[2:8]]
         assert cells == ["no" if name in engines else "yes" for name in columns], kind
 
 

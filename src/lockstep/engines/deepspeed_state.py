@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lockstep.engines.names import begin
 from lockstep.errors import CheckpointError
 from lockstep.world import World
 
@@ -152,7 +153,7 @@ class SplitState:
                 values[key] = type(values[key])(number.item())
 
     def _make_states(self) -> None:
-        """Makes the optimizer create its states, as its first step would, and sets them to zero."""
+        """Makes the optimizer create its states, as its first step would, with the values that they begin with."""
         optimizer = self._zero.optimizer
         flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
         if flats is not None:
@@ -190,7 +191,7 @@ class SplitState:
 
 @torch.no_grad()
 def _first_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step with zero gradients and rates that leaves the parameters' bits as they were, and zero states."""
+    """A step with zero gradients and rates that leaves the parameters' bits as they were, and states as they begin."""
     rates = [group["lr"] for group in optimizer.param_groups]
     flats = [flat for group in optimizer.param_groups for flat in group["params"]]
     before = [(flat.grad, flat.detach().clone()) for flat in flats]
@@ -202,8 +203,7 @@ def _first_step(optimizer: torch.optim.Optimizer) -> None:
     for flat, (gradient, values) in zip(flats, before, strict=True):
         flat.grad = gradient
         flat.copy_(values)
-        for value in optimizer.state.get(flat, {}).values():
-            if isinstance(value, Tensor):
-                value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+        for flat in group["params"]:
+            begin(optimizer, group, optimizer.state.get(flat, {}))

@@ -9,11 +9,19 @@ from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
 
-__all__ = ["materialise", "named_state", "restore_state"]
+__all__ = ["begin", "materialise", "named_state", "restore_state"]
+
+# What torch's optimizers begin with where that is not zero: a number, or the setting of the group that has it.
+_BEGINNINGS: dict[str, dict[str, float | str]] = {
+    "Adagrad": {"sum": "initial_accumulator_value"},
+    "ASGD": {"mu": 1.0, "eta": "lr"},
+    "NAdam": {"mu_product": 1.0},
+    "Rprop": {"step_size": "lr"},
+}
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer by plain name. Optimizer state that is not there yet is made, as zeros.
+    """The tensors of a model and its optimizer by plain name. Optimizer state that is not there yet is made.
 
     Numbers in the optimizer's state become 0-dim float64 tensors.
     """
@@ -46,12 +54,13 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
 
 
 def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -> None:
-    """Makes the optimizer create its state, as it would in its first step, and sets it to zero.
+    """Makes the optimizer create its state, as it would in its first step, with the values that it begins with.
 
     Args:
         optimizer: left as it is if it has state already.
         states: where its state is, if not in `optimizer.state`.
     """
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
     states = optimizer.state if states is None else states
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if states or not parameters:
@@ -67,8 +76,24 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
         for parameter, before in zip(parameters, kept, strict=True):
             parameter.grad = None
             parameter.copy_(before)
-            for value in states.get(parameter, {}).values():
-                if isinstance(value, Tensor):
-                    value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+        for parameter in group["params"]:
+            begin(inner, group, states.get(parameter, {}))
+
+
+@torch.no_grad()
+def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets a parameter's tensors to what the optimizer begins with: zeros, but for a few of torch's own.
+
+    Args:
+        optimizer: whose class decides.
+        group: of the parameter; its `lr` is the base rate.
+        values: the parameter's state.
+    """
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    known = next((_BEGINNINGS[kind] for kind in kinds if kind in _BEGINNINGS), {})
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            start = known.get(key, 0.0)
+            value.fill_(float(group[start] if isinstance(start, str) else start))

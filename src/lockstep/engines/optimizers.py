@@ -13,6 +13,7 @@ __all__ = ["REFUSED", "check_optimizer"]
 _CLOSURE = "it evaluates the loss several times a step, and an engine evaluates it once"
 _SPARSE = "it takes sparse gradients only, and the engine exchanges dense ones"
 _WHOLE = "its update needs whole matrices, and the engine holds rows of them"
+_IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
 _EVERYWHERE = ("single", "ddp", "fsdp", "zero", "deepspeed", "data-parallel")
 
 # class of torch.optim -> (engines that refuse it, why)
@@ -20,6 +21,7 @@ REFUSED = {
     "LBFGS": (_EVERYWHERE, _CLOSURE),
     "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed"), _SPARSE),
     "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
+    "Rprop": (("fsdp",), _IN_PLACE),
     "Muon": (("fsdp", "deepspeed"), _WHOLE),
 }
 
@@ -32,6 +34,9 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     name = type(optimizer).__name__
     if engine in engines:
         raise ConfigError(f"--engine {engine} does not go with {name}: {why}; use AdamW, or see docs/engines.md")
+    if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
+        # Its first step takes the whole gradient; under ZeRO the momentum is there before, as zeros.
+        raise ConfigError(f"--engine deepspeed does not go with the dampening of {name}; use dampening=0, or ddp")
     if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
             f"--exact with --engine fsdp: the fused {name} rounds by an element's place in its shard; use fused=False"
