@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:
-        failure.note(error)
-        if not error.relayed:  # the rank that had it says it
+        told = failure.note(error) or error.relayed  # by the launcher, or by the rank that had it
+        if not told:
             print(f"lockstep: error: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from lockstep.config import Config
 from lockstep.engines import name_of
 from lockstep.engines.footprint import described, footprint
 from lockstep.engines.shortage import explained
-from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.guarded import Guards, Pulse
 from lockstep.guards.hang import Watch
 from lockstep.guards.preemption import Preemption
@@ -93,7 +93,8 @@ def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
     except BaseException as error:
         sinks.close(None)
         if isinstance(error, Exception):
-            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError))
+            once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
+            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
         raise
     finally:
         close_log()

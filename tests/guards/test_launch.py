@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from lockstep import cli
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.folder import RunFolder
 from lockstep.launch import leash, memory
@@ -85,8 +86,26 @@ def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     failure = Failure.read(4, 1, path, None, 0.0)
     assert (failure.message, failure.follows) == ("no access with ***", False)
     assert abs(failure.when - time.time()) < 60
+    assert Failure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
     note(PeerError("a second word is not written"))
     assert Failure.read(4, 1, path, None, 0.0) == failure
+
+
+def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, monkeypatch, capsys):
+    def main():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["train", "--batch-size", "none"])
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("LOCKSTEP_PROGRESS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "torchrun.json"))
+    assert main().count("\n") == 1
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launch.json"))
+    assert main() == ""
+    assert "--batch-size" in Failure.read(0, 2, tmp_path / "launch.json", None, 0.0).message
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "launch.json"))
+    assert main().count("\n") == 1  # the launcher gets no word of it
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"lockstep": 3}', "\x00" * 50])

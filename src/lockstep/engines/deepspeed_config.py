@@ -32,10 +32,10 @@ _PASSED = (
     "comms_logger",
     "flops_profiler",
     "aio",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
 )
-_HELD = (*_BATCHES, "gradient_clipping", "optimizer", "bf16", "fp16")
+# The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
+_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+_HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "bf16", "fp16")
 _REFUSED = {
     "scheduler": "the schedule is lockstep's: --optim.schedule, --optim.warmup-steps, --optim.floor",
     "amp": "Apex is not served: --precision bf16 or fp16",
@@ -113,6 +113,8 @@ def merged(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """What DeepSpeed gets. Raises ConfigError where the file contradicts a flag, naming both."""
     _hold(given, "gradient_clipping", wanted.clip, f"--optim.clip {wanted.clip:g}")
     _check_precision(given, wanted)
+    for key, value in _OPTIMIZER.items():
+        _hold(given, key, value, "--engine deepspeed, whose optimizer is torch's,")
     if "optimizer" in given:
         _check_optimizer(given["optimizer"], wanted.optimizer)
     zero = _zero(given, wanted)
@@ -124,9 +126,7 @@ def merged(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": wanted.clip if zero["stage"] else 0.0,
         "bf16": {"enabled": wanted.halved},
-        # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        **_OPTIMIZER,
     }
 
 
@@ -138,7 +138,7 @@ def _zero(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     if wanted.stage >= 0:
         _hold(zero, "stage", wanted.stage, f"--engine.zero-stage {wanted.stage}", "zero_optimization.")
     stage = wanted.stage if wanted.stage >= 0 else zero.get("stage", 2)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"--engine.config: zero_optimization.stage is {json.dumps(stage)}: give 0, 1, 2 or 3")
     if wanted.offload:
         if not stage:
@@ -177,8 +177,10 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
     stray = [key for key in section if key not in ("type", "params")]
     if stray:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: take it out")
-    groups = optimizer.param_groups
-    for key, value in section.get("params", {}).items():
+    groups, params = optimizer.param_groups, section.get("params", {})
+    if not isinstance(params, dict):
+        raise ConfigError("--engine.config: optimizer.params is no object; take it out, since the flags say what it is")
+    for key, value in params.items():
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
         # The weights that decay are in the first group; the rest has none, whatever the number.

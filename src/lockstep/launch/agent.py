@@ -195,7 +195,7 @@ class _Agent(LocalElasticAgent):
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.follows and "lost the other ranks" in self._failure.message:
             self._failure = dataclasses.replace(self._failure, message=self._missing(silent, group))
-        if UsageError.exit_code in (process.poll() for process in processes.values()):
+        if UsageError.exit_code in (failure.code for failure in found):
             self._remaining_restarts = 0  # bad input stays bad
         if self._remaining_restarts and self.asked is None:
             number = self._job.restarts - self._remaining_restarts + 1

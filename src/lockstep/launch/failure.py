@@ -1,6 +1,7 @@
 """Why a process of a run failed: written by the process, read by what launched it, the first one told to the person.
 
-    note(error)                             in the failing process, where a launcher gave it a file for that
+    note(error)                             in the failing process, where a launcher gave it a file for that; True
+                                            where `lockstep launch` itself says this error
     Failure.read(path)                      in the launcher; None where the process left nothing
     first([...])                            the one that the others followed from
 
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError, PeerError
-from lockstep.progress import Place
+from lockstep.errors import LockstepError, PeerError, UsageError
+from lockstep.progress import FOLDER_VARIABLE, Place
 from lockstep.secrets import mask, printable
 
 __all__ = ["Failure", "first", "note"]
@@ -58,6 +59,8 @@ class Failure:
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message, when = str(note.get("line", "")), note.get("when")
         follows = bool(note.get("follows"))
+        if code < 0 and isinstance(note.get("code"), int):  # it had said why, and crashed or was ended on its way out
+            code = note["code"]
         return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)
 
     def __str__(self) -> str:
@@ -76,23 +79,29 @@ def first(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.follows, failure.when))
 
 
-def note(error: BaseException) -> None:
-    """Leaves word of `error` for the launcher; does nothing where none asked for it, or where it cannot be written."""
+def note(error: BaseException) -> bool:
+    """Leaves word of `error` for the launcher; does nothing where none asked for it, or where it cannot be written.
+
+    Returns:
+        Whether this is bad input that `lockstep launch` now says, once for all processes, which then need not.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return
+        return False
     ours = isinstance(error, LockstepError)
     bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
     line = mask(str(error) if ours else bug).replace("\n", " ")
     text = "" if ours else mask("".join(traceback.format_exception(error)))
-    now = time.time()
+    now, code = time.time(), getattr(error, "exit_code", 1)
     content = {
         "message": {"message": line, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
-        "lockstep": {"line": line, "when": now, "follows": isinstance(error, PeerError)},
+        "lockstep": {"line": line, "when": now, "follows": isinstance(error, PeerError), "code": code},
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
+        return isinstance(error, UsageError) and FOLDER_VARIABLE in os.environ
+    return False
 
 
 def _signal(number: int) -> str:
