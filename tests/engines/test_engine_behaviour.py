@@ -115,7 +115,6 @@ def test_a_branch_that_changes_later_is_named_with_the_flag():
     with pytest.raises(RankError, match=line):
         run(_changing, 2, "ddp", {})
     run(_changing, 2, "ddp", {"find_unused_parameters": "true"})
-    run(_changing, 2, "fsdp", {})
 
 
 def test_the_three_linears_are_one_unit_and_a_model_with_blocks_is_cut():

@@ -56,7 +56,7 @@ class FSDP:
         self._tree: Tree | None = None
         self._comms: list[ExactReduceScatter] = []
         self._usage: Usage | None = None
-        self._synced, self._backwards, self._searching = True, 0, False
+        self._synced, self._backwards = True, 0
         if settings.fold and world.size == 1:
             self._stay_plain(optimizer)
             return
@@ -129,7 +129,7 @@ class FSDP:
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:
-        """Collectives of all ranks line up although one leaves parameters out; the first step finds these out."""
+        """Collectives of all ranks line up although one leaves parameters out; the first step says which these are."""
         wish, root = self._settings.options.find_unused_parameters, cast(Any, self.model)
         if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch before 2.13
             if wish == "true":
@@ -148,25 +148,26 @@ class FSDP:
         for unit in self._units:
             unit.reshard()
         self._names = [name for name, _ in trained]
-        self._searching = wish == "true"
+        self._told = wish == "true"
 
     def _drop_unused(self, usage: Usage) -> None:
-        """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process."""
-        names = [] if self._searching else usage.missed(self._backwards)
-        if not names and not self._searching:
-            usage.close()
-            self._usage = None
-            return
-        if not self._searching:
-            self._searching = True
+        """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process.
+
+        Asked in every step, since a branch may change in a later one, and zeros would train otherwise without a word.
+        """
+        names = [] if self._told else usage.missed(self._backwards)
+        self._told = True
+        if names:
             self._settings.say(
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
-                "each step now asks all ranks which were used"
+                "one that no rank uses is left alone in that step"
             )
-        held = dict(self.model.named_parameters())
-        for name, unused in zip(self._names, usage.unused(), strict=True):
-            if unused:
-                held[name].grad = None
+        unused = usage.unused()  # collective
+        if any(unused):
+            held = dict(self.model.named_parameters())
+            for name, missed in zip(self._names, unused, strict=True):
+                if missed:
+                    held[name].grad = None
 
 
 def _check_held(model: nn.Module, update: Update) -> None:

@@ -1,0 +1,39 @@
+"""A parameter that is used at first, and in a later step by nobody."""
+
+import pytest
+import torch
+from distributed import run
+from support import build
+from test_engine_behaviour import Plain, Three, numbers
+from toys import train
+
+from lockstep.world import World
+
+
+def _left_out(world, name, settings):
+    """The state after five steps; in the third no micro-batch uses the extra layer, in all others each does."""
+    task = Plain("always")
+    made, batches = build(world, task, name, size=4, count=5, **settings)
+    module, calls = next(m for m in made.model.modules() if isinstance(m, Three)), iter(range(1000))
+    each = 4 // world.size
+    module.wanted = lambda x: next(calls) // each != 2
+    train(world, made, batches, task)
+    return numbers(made)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact": True}])
+def test_a_parameter_that_nobody_uses_in_a_later_step_is_left_alone_by_fsdp(settings):
+    """Zeros instead of no gradient would let AdamW decay and move it, without a word."""
+    wanted = alone_left_out(settings)
+    found = run(_left_out, 2, "fsdp", settings)[0]
+    for name, value in wanted.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-9, msg=name)
+
+
+def alone_left_out(settings):
+    threads = torch.get_num_threads()
+    try:
+        return _left_out(World(), "single", settings)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
