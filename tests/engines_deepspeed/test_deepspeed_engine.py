@@ -243,25 +243,3 @@ def test_both_launchers_start_the_command(tmp_path, launcher):
     path = checkpoint.newest(tmp_path / "outputs" / "r", say=print)
     assert path is not None
     assert '"engine": "deepspeed"' in (path / "manifest.json").read_text()
-
-
-def _other_optimizer(world, kind, settings, stage):
-    """Losses, where the optimizer is another than AdamW."""
-    warnings.simplefilter("ignore")
-    _, batches = parts(world, TASK, name="auto")
-    torch.manual_seed(0)
-    options = EngineOptions(zero_stage=stage) if stage else None
-    name = "deepspeed" if stage else "single"
-    made = engine(
-        name, TASK.model(), lambda m: getattr(torch.optim, kind)(m.parameters(), **settings), world, options=options
-    )
-    return train(world, made, batches, TASK)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "settings"), [("NAdam", {}), ("Adagrad", {"initial_accumulator_value": 0.1})])
-def test_states_begin_as_the_optimizers_own(kind, settings):
-    """Not as zeros, which would make other steps of some optimizers."""
-    wanted = _other_optimizer(World(), kind, settings, 0)
-    for stage in (1, 3):
-        close(run(_other_optimizer, 2, kind, settings, stage)[0], wanted)

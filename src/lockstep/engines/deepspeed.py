@@ -107,10 +107,22 @@ class _ZeroStep:
             group["lr"] = rate * factor
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
+        for gradient in self._left():
+            gradient.zero_()
         if self._scaler:
             self._scaler.learn(applied)
             self._scale()
         return StepResult(torch.as_tensor(self._ds.get_global_grad_norm(), dtype=torch.float32), applied)
+
+    def _left(self) -> list[Tensor]:
+        """What ZeRO keeps of gradients beyond a step, and takes or adds to where a micro-batch leaves a parameter out.
+
+        Under stage 3 its buffer; with offload those of stage 2 by parameter, and those of what is updated.
+        """
+        buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
+        groups = getattr(self._zero, "fp32_partitioned_groups_flat", None) or self._zero.single_partition_of_fp32_groups
+        kept = [buffer, *getattr(self._zero, "accumulated_grads_in_cpu", {}).values(), *(flat.grad for flat in groups)]
+        return [tensor for tensor in kept if tensor is not None]
 
     def _scale(self) -> None:
         if self._scaler:

@@ -1,0 +1,83 @@
+"""What DeepSpeed keeps between steps: optimizer states begin as torch's do, and no gradient outlives its step."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+from distributed import run
+from toys import Ragged, parts, train
+
+from lockstep.config import EngineOptions
+from lockstep.engines import engine
+from lockstep.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"),
+]
+TASK = Ragged(dtype=torch.float32)
+
+
+def close(found, wanted):
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+def _other_optimizer(world, kind, settings, stage):
+    """Losses, where the optimizer is another than AdamW."""
+    warnings.simplefilter("ignore")
+    _, batches = parts(world, TASK, name="auto")
+    torch.manual_seed(0)
+    options = EngineOptions(zero_stage=stage) if stage else None
+    name = "deepspeed" if stage else "single"
+    made = engine(
+        name, TASK.model(), lambda m: getattr(torch.optim, kind)(m.parameters(), **settings), world, options=options
+    )
+    return train(world, made, batches, TASK)[0]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("NAdam", {}), ("Adagrad", {"initial_accumulator_value": 0.1})])
+def test_states_begin_as_the_optimizers_own(kind, settings):
+    """Not as zeros, which would make other steps of some optimizers."""
+    wanted = _other_optimizer(World(), kind, settings, 0)
+    for stage in (1, 3):
+        close(run(_other_optimizer, 2, kind, settings, stage)[0], wanted)
+
+
+class Branching(torch.nn.Module):
+    """Two layers; the second is left out where `both` is False."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        x = self.first(x)
+        return x + self.second(x) if both else x
+
+
+def _norms(world, stage, offload):
+    """The gradient's norm of four steps of four micro-batches: in the third, one leaves the layer out, in the last all.
+
+    One that is left out by all has zeros under DeepSpeed, which the norm does not tell from none.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    name = "deepspeed" if world.size > 1 else "single"
+    options = EngineOptions(zero_stage=stage, cpu_offload=offload) if world.size > 1 else None
+    made = engine(name, Branching(), lambda m: torch.optim.SGD(m.parameters(), lr=0.01), world, options=options)
+    generator, norms = torch.Generator().manual_seed(1), []
+    each = 4 // world.size
+    for step in range(4):
+        rows = torch.randn(4, 3, 4, generator=generator)[world.rank * each :][:each]
+        for place, x in enumerate(rows):
+            with made.accumulate(place == each - 1):
+                both = step < 2 or (step == 2 and place % 2 == 1)
+                made.backward(made.model(x, both).square().sum(), 0.1)
+        norms.append(float(made.step(1.0).norm))
+    return norms
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (2, True), (3, False), (3, True)])
+def test_what_a_micro_batch_leaves_out_has_no_gradient_of_an_earlier_step(stage, offload):
+    close(run(_norms, 2, stage, offload)[0], _norms(World(), 0, False))
