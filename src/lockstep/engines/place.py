@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lockstep.config import EngineOptions
 from lockstep.engines.base import NOTHING
+from lockstep.errors import ConfigError
 from lockstep.world import World
 
-__all__ = ["birthplace", "place"]
+__all__ = ["birthplace", "check_placeable", "place"]
 
 
 def birthplace(options: EngineOptions, world: World) -> AbstractContextManager[object]:
@@ -27,6 +28,24 @@ def birthplace(options: EngineOptions, world: World) -> AbstractContextManager[o
     if options.meta_init and not world.is_main:
         return torch.device("meta")
     return NOTHING
+
+
+def check_placeable(model: nn.Module, world: World) -> None:
+    """Raises ConfigError for a tensor without values that is no parameter or buffer, and so never gets any. Collective.
+
+    Rank 0 has values for it; there the error is the other ranks', relayed.
+    """
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                shown = f"{prefix}.{name}".lstrip(".")
+                world.check(
+                    ConfigError(
+                        f"--engine.meta-init: {shown} of the model is a plain tensor, which gets no values; make it a "
+                        "buffer with register_buffer, or leave --engine.meta-init out"
+                    )
+                )
+    world.check(None)
 
 
 def place(modules: list[nn.Module], world: World, *, send: bool, memo: dict[Tensor, nn.Parameter]) -> None:

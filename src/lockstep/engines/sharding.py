@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lockstep.config import EngineOptions
 from lockstep.engines.base import Settings
 from lockstep.engines.blocks import Blocks, find_blocks
-from lockstep.engines.place import place
+from lockstep.engines.place import check_placeable, place
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -53,6 +53,8 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     mesh = _mesh(options, world)
     blocks = find_blocks(model, settings.blocks)
     _check_parameters(model, blocks)
+    if options.meta_init:
+        check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
         "mesh": mesh,
         # None: after each block's forward, but not the root's, whose backward would at once gather it again
