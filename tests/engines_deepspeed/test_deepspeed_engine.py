@@ -13,6 +13,7 @@ import toys
 from distributed import run
 from toys import Ragged, fit, parts, train
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.config import EngineOptions
 from lockstep.engines import engine
@@ -243,3 +244,17 @@ def test_both_launchers_start_the_command(tmp_path, launcher):
     path = checkpoint.newest(tmp_path / "outputs" / "r", say=print)
     assert path is not None
     assert '"engine": "deepspeed"' in (path / "manifest.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_verify_finds_it_healthy_and_its_faults(stage):
+    """Its gradients lie elsewhere, it updates group by group, and its state has parts of what the model holds whole."""
+    options = EngineOptions(zero_stage=stage)
+    config = lockstep.Config(batch_size=8, lr=0.01, device="cpu", timeout=60.0, engine_options=options)
+    asked = {"engines": ("deepspeed",), "world_sizes": (2,), "steps": 3, "resume_at": 1, "precision": "float32"}
+    table = lockstep.verify(Ragged(samples=60, dropout=0.1), config, **asked)
+    assert table.ok, str(table)
+    for plant, stage in (("extra-step", "optimizer"), ("unsent-gradient", "reduction")):
+        difference = lockstep.verify(Ragged(samples=60), config, plant=plant, plant_at=2, **asked).rows[1].difference
+        assert (difference.step, difference.stage) == (2, stage)

@@ -237,8 +237,8 @@ def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path)
         "config": options.flat(config()),
     }
     damaged = [
-        ({key: value for key, value in whole.items() if key != "versions"}, "is not whole"),
-        (whole | {"steps": 3}, "is not whole"),
+        ({key: value for key, value in whole.items() if key != "versions"}, "parts of it are missing"),
+        (whole | {"steps": 3}, "parts of it are missing"),
         (whole | {"trace": {}}, "is no certificate"),
         (whole | {"format": 7}, "has format 7"),
     ]

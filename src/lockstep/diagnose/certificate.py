@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
     if wrong:
         raise ConfigError(f"--against {path} has format {given['format']}; this lockstep reads {_FORMAT}")
     if not whole:
-        raise ConfigError(f"--against {path} is not whole: parts of what `lockstep verify` writes are missing")
+        raise ConfigError(f"--against {path} is no certificate that `lockstep verify` wrote: parts of it are missing")
     return dict(given)
 
 

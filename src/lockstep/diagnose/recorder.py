@@ -70,6 +70,8 @@ class Recorder:
         self._buffers = {name for name, _ in model.named_buffers()}
         self._slot = -1
         self._optimizer: Any = None
+        self._first: Any = None
+        self._groups: list[Any] = []
         self._armed = False
 
     def watch(self, feed: Feed) -> Iterator[tuple[int, list[MicroBatch]]]:
@@ -149,6 +151,9 @@ class Recorder:
             present[kind] = self._keep(kind, present["step"], state[kind])
         present["fingerprint"] = self._keep.seal(dict(state["weights"]) | dict(state["persistent"]))
         self.ended = {kind: {name: digest(local_of(t)) for name, t in tensors} for kind, tensors in self._kinds(state)}
+        # DeepSpeed's state has a rank's part of a parameter that the model holds whole, or, at stage 3, now and then.
+        held = [(name, local_of(p)) for name, p in self._model.named_parameters()]
+        self.ended["held"] = {name: digest(tensor) for name, tensor in held if tensor.numel()}
         return result
 
     def _state(self) -> dict[str, Named]:
@@ -167,22 +172,32 @@ class Recorder:
         return [(kind, state[kind]) for kind in KINDS]
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
-        """A split optimizer calls one inside another: the outermost has all parameters."""
-        if not self._armed:
+        """A split optimizer calls one inside another: the outermost has all parameters.
+
+        DeepSpeed's takes one group after another, or a part of one: an update is over where the first comes again.
+        """
+        if not self._armed or self._optimizer not in (None, optimizer):
             return
-        step = self.steps[-1]
-        if self._optimizer is not None:
-            step["updates"] += optimizer is self._optimizer
-            return
-        self._optimizer, step["updates"] = optimizer, 1
-        step["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
+        step, begins = self.steps[-1], self._optimizer is None
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if begins:
+            self._optimizer, self._first, self._groups = optimizer, first, []
+        step["updates"] += first is self._first
+        fresh = [group for group in optimizer.param_groups if not any(group is known for known in self._groups)]
+        self._groups += fresh
+        step["rates"] += [float(group["lr"]) for group in fresh]
+        if begins:
+            self._before_first(step)
+
+    def _before_first(self, step: dict[str, Any]) -> None:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         gradients = [(n, p.grad) for n, p in named if p.grad is not None]
-        step["gradient"] = self._keep("gradient", step["step"], gradients)
-        step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
+        if gradients:  # DeepSpeed keeps them elsewhere: there the norm is compared, and what the update makes
+            step["gradient"] = self._keep("gradient", step["step"], gradients)
+            step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
-            kept = self.ended["weights"]
-            step["changed"] += [["weights", n] for n, p in named if n in kept and kept[n] != digest(local_of(p))]
+            kept, held = self.ended["held"], [(name, local_of(p)) for name, p in named]
+            step["changed"] += [["weights", n] for n, p in held if n in kept and p.numel() and kept[n] != digest(p)]
 
 
 class _Probe(Wrapped):
