@@ -299,7 +299,7 @@ def test_floating_point_data_follows_the_model_into_float64():
     [
         ("{", "is no certificate"),
         ("[]", "is no certificate"),
-        ('{"format": 1}', "is not whole"),
+        ('{"format": 1}', "is no certificate"),
         (json.dumps({"format": 9, "trace": {"steps": [1]}}), "has format 9"),
     ],
 )
