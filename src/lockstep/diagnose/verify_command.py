@@ -97,8 +97,8 @@ def _wanted(own: argparse.Namespace, rest: list[str]) -> Wanted:
         config = dataclasses.replace(proved, **{key: getattr(config, key) for key in _OF_THE_MACHINE})
         asked = {key: given[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
         return _made(config, own, given["task"] if ":" in given["task"] else "", asked, given)
-    if not config.exact and not _names_precision(rest):
-        config = dataclasses.replace(config, precision="float64")
+    if not config.exact and not _names_precision(rest) and "deepspeed" not in _names(own.engines):
+        config = dataclasses.replace(config, precision="float64")  # DeepSpeed has none: with it the run's own
     asked = {
         "engines": _names(own.engines),
         "world_sizes": _sizes(own.world_sizes),
