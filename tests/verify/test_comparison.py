@@ -26,7 +26,8 @@ from lockstep.errors import ConfigError
 
 
 def part(**changes):
-    return {"digests": {"a": "1"}, "first": None, "missing": [], "equal": True, "sums": [1.0, 1.0, 1.0, 1.0], **changes}
+    same = {"digests": {"a": "1"}, "first": None, "missing": [], "equal": True, "sums": [1.0, 1.0, 1.0, 1.0]}
+    return {**same, "parts": {}, **changes}
 
 
 def record(step=0, **changes):
@@ -102,6 +103,22 @@ def test_a_wrong_rate_by_the_schedule_is_not_the_optimizers_fault():
         ALTERED["optimizer"](step)
 
     assert traced(alter).stage == "schedule"
+
+
+def test_one_wrong_gradient_is_named_though_the_clipping_changes_all():
+    true, wrong = {"a": 3.0, "b": 4.0, "c": 1.0}, {"a": 3.0, "b": 8.0, "c": 1.0}
+    norms = [math.hypot(*gradients.values()) for gradients in (true, wrong)]
+    clipped = {name: (wrong[name] / norms[1], true[name] / norms[0]) for name in true}
+    parts = {name: [mine**2, wanted**2, mine * wanted] for name, (mine, wanted) in clipped.items()}
+    product = sum(part[2] for part in parts.values())
+
+    def change(step):
+        step.update(norm=norms[1] / norms[0])  # the reference's is 1
+        step["gradient"].update(first=WRONG, parts=parts, sums=[1.0, 1.0, 1.0, product])
+
+    found = traced(change, clip=1.0)
+    assert (found.stage, found.where) == ("reduction", "b")
+    assert "before the clipping it is off by 1 of itself" in found.text
 
 
 def test_a_gradient_that_is_too_short_is_clipping_or_reduction_by_its_norm():

@@ -16,12 +16,14 @@ __all__ = ["clipping", "reduction"]
 
 _PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
 _LENGTH = 1e-3  # share by which a norm may miss what clipping makes of it
+_UNDONE = 1e-6  # share of the whole norm below which a difference may come from undoing the clipping
 _ROUNDINGS = 4.0  # of the norm and the factor, which have the gradients' dtype
 
 
 def reduction(traces: Traces, step: int) -> Iterator[Difference]:
     """Differences of the gradients that clipping does not explain."""
     if not _badly_clipped(traces, step):
+        yield from _behind_the_clipping(traces, step)
         yield from _gradients(traces, step, "reduction")
         yield from _norms(traces, step)
 
@@ -41,6 +43,33 @@ def _gradients(traces: Traces, step: int, stage: str) -> Iterator[Difference]:
     yield from of_tensors(traces, step, "gradient", stage)
 
 
+def _behind_the_clipping(traces: Traces, step: int) -> Iterator[Difference]:
+    """The first tensor that still differs with the clipping undone on both sides.
+
+    One wrong gradient changes the norm, and with it the clipping of all the others.
+    """
+    norm = traces.reference["steps"][step]["norm"]
+    for rank, record in traces.records(step):
+        part = record.get("gradient")
+        if not part or not part["first"] or not traces.clip or not math.isfinite(norm * record["norm"]):
+            continue
+        by = _shortened(traces, record["norm"]) / _shortened(traces, norm)
+        least = (_UNDONE + traces.allowance.relative(step)) * math.sqrt(part["sums"][2])
+        for name, (own, wanted, product) in part["parts"].items():
+            error = math.sqrt(max(0.0, own / by**2 - 2.0 * product / by + wanted))
+            if error > least:
+                if name != part["first"]["name"]:
+                    share = error / math.sqrt(wanted) if wanted else math.inf
+                    text = f"before the clipping it is off by {share:.2g} of itself; the ones above it only in length"
+                    yield Difference(step, "reduction", name, rank, text)
+                break
+
+
+def _shortened(traces: Traces, norm: float) -> float:
+    """What clipping multiplies gradients of this norm by."""
+    return min(1.0, traces.clip / (norm + 1e-6))
+
+
 def _norms(traces: Traces, step: int) -> Iterator[Difference]:
     wanted = traces.reference["steps"][step]["norm"]
     for rank, record in traces.records(step):
@@ -56,7 +85,7 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
             continue
         mine, wanted, product = _lengths(traces, step, record["gradient"])
         norm = record["norm"]
-        expected = norm * min(1.0, traces.clip / (norm + 1e-6)) if traces.clip else norm
+        expected = norm * _shortened(traces, norm) if traces.clip else norm
         if not (mine and wanted and math.isfinite(mine * wanted * expected)):
             continue
         sine = math.sqrt(max(0.0, 1.0 - (product / (mine * wanted)) ** 2))

@@ -36,9 +36,11 @@ def compare(tensors: Iterable[tuple[str, Tensor]], wanted: Stored, allowed: Allo
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
         "sums": squares of what this rank has, of what it has whole, of the reference's part, and their product.
+        "parts": by name, squares of what this rank has and of the reference's part, and their product.
         "missing": names on one side only.
     """
     found: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
+    found["parts"] = {}
     sums, seen = [0.0, 0.0, 0.0, 0.0], set()
     for name, tensor in tensors:
         seen.add(name)
@@ -57,7 +59,7 @@ def compare(tensors: Iterable[tuple[str, Tensor]], wanted: Stored, allowed: Allo
             found["equal"] = False
             continue
         theirs = cut(whole, block)
-        _tally(sums, mine, theirs, is_whole(tensor))
+        found["parts"][name] = _tally(sums, mine, theirs, is_whole(tensor))
         _difference(found, name, mine, theirs, block, allowed)
     found["missing"] += [name for name in wanted.names if name not in seen]
     return {**found, "sums": sums}
@@ -80,12 +82,14 @@ def _unlike(name: str, mine: Tensor, theirs: Tensor) -> dict[str, Any]:
     return {"name": name, "values": kinds, "at": [], "difference": math.inf, "allowed": 0.0}
 
 
-def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> None:
+def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list[float]:
+    own, wanted, product = 0.0, 0.0, 0.0
     if mine.is_floating_point():
         for _, a, b in _pieces(mine, theirs):
-            square = float(a @ a)
-            for index, number in enumerate((square, square * whole, float(b @ b), float(a @ b))):
-                sums[index] += number
+            own, wanted, product = own + float(a @ a), wanted + float(b @ b), product + float(a @ b)
+        for index, number in enumerate((own, own * whole, wanted, product)):
+            sums[index] += number
+    return [own, wanted, product]
 
 
 def _difference(found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: Block, allowed: Allowed) -> None:
