@@ -99,6 +99,12 @@ def _check_parameters(model: nn.Module, blocks: Blocks) -> None:
     scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
     if scalars:
         raise ConfigError(f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}; give it the shape [1]")
+    turned = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if turned:
+        raise ConfigError(
+            f"--engine fsdp cannot split {turned[0]}, which is not contiguous (channels_last, or a transposed tensor); "
+            "make it so, or use --engine ddp"
+        )
     inside = {p for block in blocks.modules for p in block.parameters()}
     groups = [list(block.parameters()) for block in blocks.modules]
     groups.append([p for p in model.parameters() if p not in inside])
