@@ -46,4 +46,7 @@ class Wanted:
 
     @property
     def fault_step(self) -> int:
-        return min(2, self.steps - 1) if self.plant_at is None else self.plant_at
+        if self.plant_at is not None:
+            return self.plant_at
+        usual = min(2, self.steps - 1)
+        return max(0, usual - (usual == self.resume))  # not where a resume could be taken for it
