@@ -63,7 +63,8 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
     joined = world or World.join(config.device, config.timeout)
     code: int | None = None
     while code is None:
-        parts = assemble(config, task, joined)
+        with explained(None, joined):
+            parts = assemble(config, task, joined)
         if parts.start >= parts.last:
             say(joined)(_finished(parts))
             code = 0

@@ -235,8 +235,19 @@ def test_out_of_memory_leaves_the_loop_as_one_line():
     made, _ = build(World(), Ragged(), "single")
     with pytest.raises(LockstepError, match="rank 0 ran out of memory on cpu"), explained(made, World()):
         raise ERROR
-    with pytest.raises(ValueError, match="other"), explained(made, World()):
-        raise ValueError("other")
+    for other in (ValueError("other"), RuntimeError("other")):
+        with pytest.raises(type(other), match="other"), explained(made, World()):
+            raise other
+
+
+def test_out_of_memory_of_the_host_is_one_line_with_its_bytes():
+    made, _ = build(World(), Ragged(), "single")
+    line = r"memory on cpu, asking for 909.5 TiB: everything is on the right device"
+    with pytest.raises(LockstepError, match=line), explained(made, World()):
+        torch.empty(10**15, dtype=torch.uint8)
+    line = r"the model is not made yet .* GiB held\); --engine fsdp"
+    with pytest.raises(LockstepError, match=line), explained(None, World()):
+        torch.nn.Linear(10**7, 10**8)
 
 
 def test_every_engine_says_which_options_it_has():

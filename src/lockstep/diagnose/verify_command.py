@@ -178,7 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume-at", type=int, help="save, end and resume before this step (default: half-way; 0: do not)")
     add("--task", default="", metavar="FILE.py:CLASS", help="a task of your own, made without arguments")
     add("--plant", default="", metavar="NAME", help=f"plant a fault and see it found: {', '.join(FAULTS)}")
-    add("--plant-at", type=int, help="the step of a fault that has a moment (default: 2, or 1 where the run resumes there)")
+    add(
+        "--plant-at",
+        type=int,
+        help="the step of a fault that has a moment (default: 2, or 1 where the run resumes there)",
+    )
     add("--skip-unavailable", action="store_true", help="leave out what cannot run here, and say so")
     add("--certificate", default="certificate.json", help="where the proof is written (default: %(default)s)")
     add("--against", default="", metavar="FILE", help="repeat the proof of a certificate, and compare with it")

@@ -1,9 +1,14 @@
 """Out of memory, in one line: first whether something is where it should not be, then what to change, with the bytes.
 
-with explained(engine, world):
-    ...                                     # torch.OutOfMemoryError leaves as a LockstepError
+    with explained(engine, world):
+        ...                                 # running out of memory leaves as a LockstepError
+
+The memory is a GPU's, or the host's where the model trains there.
 """
 
+import os
+import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -30,33 +35,39 @@ class Device(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """The device as it is now; all zeros for one that is no GPU."""
+        """The device as it is now. Of a host's memory all that this process has not counts as free: caches give way."""
         if device.type != "cuda":
-            return cls(0, 0, 0)
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return cls(total, total - own, own)
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 
 
 @contextmanager
-def explained(engine: Engine, world: World) -> Iterator[None]:
-    """Turns running out of the device's memory into a LockstepError of one line."""
+def explained(engine: Engine | None, world: World) -> Iterator[None]:
+    """Turns running out of memory into a LockstepError of one line; `engine` is None while there is none yet."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and "DefaultCPUAllocator" not in str(error):
+            raise
         raise out_of_memory(error, engine, world, Device.of(world.device)) from error
 
 
-def out_of_memory(error: Exception, engine: Engine, world: World, device: Device) -> LockstepError:
+def out_of_memory(error: Exception, engine: Engine | None, world: World, device: Device) -> LockstepError:
     """The error that says what `error` means here."""
     asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+    if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
+        asked = human(int(by_host[1]))
     begin = f"rank {world.rank} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
     return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
 
 
-def _misplaced(engine: Engine, world: World, device: Device) -> str:
+def _misplaced(engine: Engine | None, world: World, device: Device) -> str:
     """What is on the wrong device, if anything."""
-    model = engine.model
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
     # What lies in host memory may have been put there, by CPU offload.
     wrong = [name for name, tensor in named if tensor.device.type != "cpu" and tensor.device != world.device]
     if wrong:
@@ -70,7 +81,12 @@ def _misplaced(engine: Engine, world: World, device: Device) -> str:
     return ""
 
 
-def _advice(engine: Engine, device: Device) -> str:
+def _advice(engine: Engine | None, device: Device) -> str:
+    if engine is None:
+        return (
+            f"the model is not made yet ({human(device.own)} of {human(device.total)} held); --engine fsdp "
+            "--engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
+        )
     held = _held(engine)
     kept = sum(held)
     parts = f"parameters {human(held.parameters)}, gradients {human(held.gradients)}, optimizer {human(held.states)}"
