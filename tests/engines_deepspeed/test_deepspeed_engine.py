@@ -258,3 +258,23 @@ def test_verify_finds_it_healthy_and_its_faults(stage):
     for plant, stage in (("extra-step", "optimizer"), ("unsent-gradient", "reduction")):
         difference = lockstep.verify(Ragged(samples=60), config, plant=plant, plant_at=2, **asked).rows[1].difference
         assert (difference.step, difference.stage) == (2, stage)
+
+
+def _infinite(world):
+    """Per stage: which steps were applied. Rank 1's second loss is infinite, though its gradient is not."""
+    found = []
+    for stage in (0, 2, 3):
+        made, batches = build(world, zero_stage=stage, precision="float32")
+        applied = []
+        for step, micro in batches.from_step(0):
+            for batch in micro:
+                with made.accumulate(batch is micro[-1]):
+                    loss = TASK.loss(made.model, batch.data)
+                    made.backward(loss + float("inf") if step == 1 and world.rank == 1 else loss, 1 / 2000)
+            applied.append(made.step(1.0).applied)
+        found.append(applied[:3])
+    return found
+
+
+def test_an_infinite_loss_on_one_rank_is_left_out_on_all():
+    assert run(_infinite, 2) == [[[True, False, True]] * 3] * 2

@@ -19,6 +19,7 @@ from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.deepspeed_config import Wanted, merged, read_config
 from lockstep.engines.deepspeed_state import SplitState
 from lockstep.engines.replicas import check_launched
+from lockstep.engines.roots import Roots
 from lockstep.engines.update import LossScale, Update
 from lockstep.errors import ConfigError
 from lockstep.world import World
@@ -49,6 +50,7 @@ class DeepSpeed:
         config = merged(given, wanted)
         self._stage = int(config["zero_optimization"]["stage"])
         self._world, self._scaled = world, settings.loss_scaling
+        self._roots = Roots()
         self._ds = _initialised(package, model, made, config)
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
@@ -65,7 +67,7 @@ class DeepSpeed:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._ds.backward(loss * (self._factor() * weight), scale_wrt_gas=False)
+        self._ds.backward(loss * self._roots(loss, self._factor() * weight), scale_wrt_gas=False)
 
     def step(self, factor: float) -> StepResult:
         if self._scaled and not self._split:

@@ -44,6 +44,7 @@ __all__ = ["Job", "own_address", "run"]
 
 _GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
 _KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
+_LEAVE = 0.5  # seconds to tell the other nodes that this one goes
 _POLL = 0.05
 _READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -248,7 +249,7 @@ class _Agent(LocalElasticAgent):
         self._shutdown(signal.SIGKILL)
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
         leaving.start()  # over a link that was cut it would wait for long
-        leaving.join(_GRACE)
+        leaving.join(_LEAVE)
 
 
 def _meeting(job: Job) -> RendezvousHandler:
