@@ -21,7 +21,7 @@ FLOORS = [
     ["errors", "seeds", "schedule", "secrets", "world"],
     ["config", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
     ["models", "data", "tasks", "optim", "transforms", "precision"],
-    ["checkpoint", "engines", "guards", "sinks", "folder", "batchnorm"],
+    ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan"],
     ["parts", "guarded", "bookkeeper", "run", "train_command", "diagnose", "launch", "report"],
     ["cli", "__main__"],

@@ -8,20 +8,15 @@ Only rank 0 writes here, but for logs and the shards of checkpoints. One process
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import re
 import shutil
-import socket
 import tempfile
-import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.secrets import printable
+from lockstep.lock import RunLock
 
 __all__ = ["RunFolder"]
 
@@ -38,7 +33,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.cleared = ""  # the owner whose lock was found without its process
-        self._lock: IO[str] | None = None
+        self._lock = RunLock(self.path / "run.lock")
 
     def check_writable(self, least: int) -> None:
         """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
@@ -58,67 +53,26 @@ class RunFolder:
             )
 
     def claim(self) -> None:
-        """Makes the folder and takes its lock, which the system gives back whenever this process ends.
-
-        The lock is flock's, which also holds between nodes on NFS where its lock service runs. On a file system that
-        has no locks at all the owner's line decides: an owner on another node, or alive on this one, is believed.
+        """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.
 
         Raises:
             ConfigError: another process holds it, or the folder cannot be written to.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = os.fdopen(os.open(self.path / "run.lock", flags, 0o644), "r+", encoding="utf-8")
+            self.cleared = self._lock.take(make=True)
         except OSError as error:
             raise ConfigError(f"--save-dir: cannot write to {self.path}: {error.strerror or error}") from error
-        self.cleared = self._take()  # it ended without a word, or its line would be gone
-        self._lock.seek(0)
-        self._lock.truncate()
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-        self._lock.flush()
 
     def check_free(self) -> None:
         """Raises ConfigError where another process holds the folder now; writes nothing."""
         with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
-            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._lock = os.fdopen(descriptor, "r+", encoding="utf-8")
-            self._take()
-            self.release(mine=False)
+            self._lock.take(make=False)
+            self._lock.release(mine=False)
 
-    def _take(self) -> str:
-        """Takes the lock of the opened file; the line of the owner before, which ended without giving it back."""
-        assert self._lock is not None
-        owner = printable(self._lock.readline(300).strip())
-        if not self._locked(owner):
-            self.release(mine=False)
-            raise ConfigError(
-                f"{self.path} is in use by {owner or 'another process'}; wait for it, or choose another "
-                "--experiment-name"
-            )
-        return owner
-
-    def _locked(self, owner: str) -> bool:
-        """Whether the lock is ours now."""
-        assert self._lock is not None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            return not _lives(owner)  # no locks here
-        return True
-
-    def release(self, mine: bool = True) -> None:
+    def release(self) -> None:
         """Gives the lock back; twice does no harm."""
-        if self._lock:
-            if mine:
-                with contextlib.suppress(OSError):  # a full disk: the next owner says that this one ended silently
-                    self._lock.seek(0)
-                    self._lock.truncate()
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def write_end(self, code: int, step: int) -> None:
         """Leaves word for the launcher that the run saved itself after `step` steps, and ended with `code`."""
@@ -158,17 +112,3 @@ class RunFolder:
     def write_state(self, state: dict[str, Any]) -> None:
         """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""
         self.write("state.json", json.dumps(state, indent=1) + "\n")
-
-
-def _lives(owner: str) -> bool:
-    """Whether the process that a lock's line names may still run: always, for one of another machine."""
-    found = re.fullmatch(r"process (\d{1,9}) on (\S+), started .*", owner)
-    if not found or found[2] != socket.gethostname():
-        return bool(owner)
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -12,69 +12,37 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.guards.preemption import heeds_hangup, leave_terminal
 from lockstep.launch.failure import Failure, first
+from lockstep.launch.job import Job
 from lockstep.launch.leash import LAUNCHER_VARIABLE, private_folder
+from lockstep.launch.meeting import local_address, meeting
 from lockstep.launch.memory import kills
 from lockstep.progress import FOLDER_VARIABLE, Place
-from lockstep.world import listening
 
-__all__ = ["Job", "own_address", "run"]
+__all__ = ["run"]
 
 _GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
 _KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
 _LEAVE = 0.5  # seconds to tell the other nodes that this one goes
 _POLL = 0.05
-_READ = 5  # seconds to wait for the meeting point to answer
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on them
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be started on this node.
-
-    Attributes:
-        command: of each process; `sys.executable` runs it.
-        processes: on this node.
-        nodes: fewest and most.
-        backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
-        is_host: whether this node holds the meeting point.
-        restarts: how often the processes are started again after a failure.
-        environment: set for the processes where the user has not set it.
-    """
-
-    command: list[str]
-    processes: int
-    nodes: tuple[int, int]
-    backend: str
-    endpoint: str
-    options: dict[str, str]
-    run_id: str
-    is_host: bool
-    restarts: int
-    environment: dict[str, str]
 
 
 def run(job: Job) -> tuple[bool, signal.Signals | None]:
@@ -123,10 +91,10 @@ class _Agent(LocalElasticAgent):
             local_world_size=job.processes,
             entrypoint=sys.executable,
             args=tuple(job.command),
-            rdzv_handler=_meeting(job),
+            rdzv_handler=meeting(job),
             max_restarts=job.restarts,
             monitor_interval=_POLL,
-            local_addr=_local_address(job),
+            local_addr=local_address(job),
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
@@ -252,83 +220,9 @@ class _Agent(LocalElasticAgent):
         leaving.join(_LEAVE)
 
 
-def _meeting(job: Job) -> RendezvousHandler:
-    """The rendezvous: torch's own kind, but its store listens on the endpoint's address alone."""
-    host, _, port = job.endpoint.rpartition(":")
-    settings = RendezvousParameters(
-        backend=job.backend,
-        endpoint=job.endpoint,
-        run_id=job.run_id,
-        min_nodes=job.nodes[0],
-        max_nodes=job.nodes[1],
-        local_addr=_local_address(job),
-        **job.options,
-    )
-    if job.backend != "c10d" or not job.is_host:
-        settings.config.setdefault("read_timeout", str(_READ))
-        return _patient(get_rendezvous_handler(settings))
-    listener = listening(host, int(port))
-    if listener is None:
-        raise ConfigError(f"--master-addr {host} is no address of this node, and --node-rank 0 must hold it")
-    settings.endpoint = f"{host}:{listener.getsockname()[1]}"
-    store = TCPStore(
-        host, listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
-
-
-def _patient(handler: RendezvousHandler) -> RendezvousHandler:
-    """A handler that asks for waiting nodes in a thread, every second.
-
-    Over a link that was cut the question takes minutes, and until it was answered nobody would look at the processes,
-    which know better what is wrong.
-    """
-    ask, known = handler.num_nodes_waiting, {"count": 0}
-    asking: list[threading.Thread] = []
-
-    def find() -> None:
-        with contextlib.suppress(RendezvousError):
-            known["count"] = ask()
-        time.sleep(1.0)
-
-    def waiting() -> int:
-        if not asking or not asking[0].is_alive():
-            asking[:] = [threading.Thread(target=find, daemon=True)]
-            asking[0].start()
-        found, known["count"] = known["count"], 0
-        return found
-
-    handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
-    return handler
-
-
-def _local_address(job: Job) -> str:
-    """This node's address on the interface that leads to the meeting point; its host name may lead elsewhere."""
-    host, _, port = job.endpoint.rpartition(":")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect(address)  # sends nothing
-            return str(towards.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"--master-addr {host} cannot be reached from here: {error.strerror or error}") from error
-
-
 def _is_stopped(pid: int) -> bool:
     """Whether the process was stopped by a signal: it will not end by itself, so nobody need wait for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
         return False
-
-
-def own_address(host: str) -> bool:
-    """Whether `host` is an address of this machine. Raises ConfigError where the name does not resolve."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-            tried.bind((host, 0))
-    except socket.gaierror as error:
-        raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
-    except OSError:
-        return False
-    return True

@@ -21,7 +21,9 @@ from lockstep import options
 from lockstep.config import Config
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.folder import RunFolder
-from lockstep.launch.agent import Job, own_address, run
+from lockstep.launch.agent import run
+from lockstep.launch.job import Job
+from lockstep.launch.meeting import own_address
 
 __all__ = ["command"]
 
