@@ -34,6 +34,7 @@ class Ways:
     def __init__(self, folder, made, world):
         self.folder, self.made, self.world, self.number = folder, made, world, 0
         self.saver = checkpoint.Saver(world)
+        self.copies = {name: tensor.detach().cpu().clone() for name, tensor in made.state().items()}
         self.sync = checkpoint.Saver(world, background=False)
 
     def _write(self, share, world):
@@ -46,6 +47,12 @@ class Ways:
     def lockstep_sync(self):
         self.sync.begin(self.made.state(), self._write)
         return self.sync.settle
+
+    def copy_alone(self):
+        """What no save can be faster than that lets the steps go on: every tensor copied once into kept memory."""
+        for name, tensor in self.made.state().items():
+            self.copies[name].copy_(tensor)
+        return lambda: None
 
     def torch_save(self):
         path = self.folder / f"{self.number}.pt"
@@ -97,7 +104,7 @@ def main():
     step(made, data)
     size = sum(tensor.nbytes for tensor in made.state().values())
     folder = Path(tempfile.mkdtemp(dir=given.folder))
-    names = ("lockstep", "lockstep_sync", "torch_save", "dcp_async")
+    names = ("lockstep", "lockstep_sync", "copy_alone", "torch_save", "dcp_async")
     found = {name: [] for name in names}
     try:
         ways = Ways(folder, made, world)

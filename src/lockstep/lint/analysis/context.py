@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
-from lockstep.lint.analysis.index import Module, Scope
+from lockstep.lint.analysis.index import Module, Scope, Site
 
-__all__ = ["Guard", "Loop", "above", "guards", "inside", "loops", "withs"]
+__all__ = ["Guard", "Loop", "above", "apart", "guards", "inside", "loops", "withs"]
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -38,6 +38,12 @@ def above(stmt: ast.stmt, module: Module) -> Iterator[tuple[ast.stmt, str]]:
 def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
     """The loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
     return [node for node, place in above(stmt, module) if isinstance(node, Loop) and place == "body"]
+
+
+def apart(site: Site, other: Site) -> bool:
+    """Whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
+    arms = dict(above(other.stmt, other.module))
+    return any({place, arms.get(node)} == {"body", "orelse"} for node, place in above(site.stmt, site.module))
 
 
 def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import apart, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, last, walk
 from lockstep.lint.analysis.view import View
@@ -50,32 +50,16 @@ def same_function_scaled(view: View, site: Site) -> bool:
     """Whether the function of the clip runs a scaled backward before it and a scaler's step after it, on all paths."""
     scope = site.scope
     before = [s for s in scope.sites if view.steps.backwards(s) and s.line < site.line]
-    if not before or not branch_of(before[-1], site):
+    if not before or apart(site, before[-1]):
         return False
     receiver = before[-1].receiver
     return receiver is not None and any(last(node) == "scale" for node in walk(receiver))
 
 
-def branch_of(earlier: Site, site: Site) -> bool:
-    """Whether both calls run in the same pass: not in two arms of one `if`."""
-    table = site.module.up
-    arms = {}
-    stmt = earlier.stmt
-    while stmt in table:
-        stmt, place = table[stmt]
-        arms[stmt] = place
-    stmt = site.stmt
-    while stmt in table:
-        stmt, place = table[stmt]
-        if stmt in arms and arms[stmt] != place and {arms[stmt], place} == {"body", "orelse"}:
-            return False
-    return True
-
-
 def hasty(view: View, site: Site) -> bool:
     """Whether the gradients were just cleared, and backward comes only after the clip."""
     nest = loops(site.stmt, site.module)
-    same = [s for s in site.scope.sites if loops(s.stmt, site.module) == nest and branch_of(s, site)]
+    same = [s for s in site.scope.sites if loops(s.stmt, site.module) == nest and not apart(s, site)]
     order = sorted((s for s in same if s is site or s.name in ("zero_grad", "backward", "step")), key=lambda s: s.line)
     place = order.index(site)
     return 0 < place < len(order) - 1 and order[place - 1].name == "zero_grad" and order[place + 1].name == "backward"
@@ -86,7 +70,7 @@ def late(view: View, site: Site) -> bool:
     scope: Scope = site.scope
     nest = loops(site.stmt, scope.module)
     same = [s for s in scope.sites if loops(s.stmt, scope.module) == nest]
-    steps = [s for s in same if view.steps.steps_optimizer(s) and s.line < site.line and branch_of(s, site)]
+    steps = [s for s in same if view.steps.steps_optimizer(s) and s.line < site.line and not apart(s, site)]
     if not steps or any(view.steps.steps_optimizer(s) and s.line > site.line for s in same):
         return False
     return (

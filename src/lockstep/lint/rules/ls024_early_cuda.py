@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import apart
 from lockstep.lint.analysis.effects import COLLECTIVES
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import constant, keyword, strings
@@ -45,22 +46,6 @@ def early_cuda(view: View, scope: Scope, device: Site) -> Iterator[Found]:
                 site,
                 f"uses GPU 0 on every rank: line {device.line} chooses the device too late, so call set_device first",
             )
-
-
-def apart(site: Site, other: Site) -> bool:
-    """Whether the calls stand in two arms of one `if`."""
-    table = site.module.up
-    arms = {}
-    stmt = other.stmt
-    while stmt in table:
-        stmt, place = table[stmt]
-        arms[stmt] = place
-    stmt = site.stmt
-    while stmt in table:
-        stmt, place = table[stmt]
-        if stmt in arms and arms[stmt] != place:
-            return True
-    return False
 
 
 def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
