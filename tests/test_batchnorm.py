@@ -1,16 +1,17 @@
 """BatchNorm replay: running statistics with the same bits at every world size, and torch's own but for rounding."""
 
+import math
+
 import pytest
 import torch
 from distributed import run
 from torch import nn
 from torch.nn import functional as F
-from toys import parts as plain_parts
-from toys import train
+from toys import parts, train
 
 from lockstep import checkpoint
-from lockstep.batchnorm import Replayed, replayed
 from lockstep.engines.base import NOTHING, StepResult
+from lockstep.engines.buffers import with_buffers
 from lockstep.errors import ConfigError
 from lockstep.transforms import Chosen, checkpointed, prepare, recorders, recording, synchronised
 from lockstep.world import World
@@ -81,11 +82,6 @@ class Classify:
 
 def fail(line):
     raise AssertionError(line)
-
-
-def parts(world, task, **settings):
-    made, batches = plain_parts(world, task, **settings)
-    return replayed(made, batches, getattr(made, "_module", made.model), world)
 
 
 def statistics(made):
@@ -203,19 +199,20 @@ class Recorder:
 
     def __init__(self, model):
         self.model = model
-        self.backward = self.state = self.restore = None
+        self.state = self.restore = None
 
     def accumulate(self, last):
         return NOTHING
 
-    def step(self, factor):
-        return StepResult(torch.zeros(()), True)
+    def backward(self, loss, weight=1.0):
+        pass
+
+    def step(self, factor=None, limit=math.inf):
+        return StepResult(torch.zeros(()), limit > 0.0)
 
 
 def alone_with(model):
-    made, _ = replayed(Recorder(model), plain_parts(World(), Classify(), size=4, micro=1)[1], model, World())
-    assert isinstance(made, Replayed)
-    return made
+    return with_buffers(Recorder(model), model, World(), exact=False)
 
 
 def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
@@ -223,8 +220,8 @@ def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
     made = alone_with(model)
     model[1].eval()
     made.accumulate(True)
-    model[1](model[0](torch.randn(5, 3)))  # the third is not run
-    made.step(1.0)
+    made.backward(model[1](model[0](torch.randn(5, 3))))  # the third is not run
+    made.step()
     assert [int(layer.num_batches_tracked) for layer in model] == [1, 0, 0]
     assert torch.equal(model[1].running_var, torch.ones(3))
     assert torch.equal(model[2].running_mean, torch.zeros(3))
@@ -233,19 +230,19 @@ def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
 def test_a_nan_of_one_step_is_not_in_the_next():
     model = recording(nn.Sequential(nn.BatchNorm1d(3)), fail)
     made = alone_with(model)
-    for inputs in (torch.full((5, 3), torch.nan), torch.randn(5, 3)):
+    for inputs in (torch.full((5, 3), torch.nan), torch.ones(5, 3)):
         made.accumulate(True)
-        model(inputs)
-        made.step(1.0)
-        if inputs.isnan().any():
-            model[0].reset_running_stats()  # as a rollback would
-    assert model[0].running_mean.isfinite().all()
+        made.backward(model(inputs))
+        made.step(1.0, -math.inf if inputs.isnan().any() else math.inf)
+        model(torch.full((5, 3), torch.nan))  # as the search for a bad batch does, outside of a step
+    assert model[0].running_mean.tolist() == pytest.approx([0.1] * 3)
+    assert int(model[0].num_batches_tracked) == 1
 
 
 def test_a_model_without_batchnorm_costs_nothing():
     model = nn.Linear(3, 3)
-    engine, batches = Recorder(model), object()
-    assert replayed(engine, batches, recording(model, fail), World()) == (engine, batches)
+    engine = Recorder(model)
+    assert with_buffers(engine, recording(model, fail), World(), exact=False) is engine
     untracked = recording(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), fail)
     assert recorders(untracked) == []
 

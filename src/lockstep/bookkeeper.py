@@ -100,7 +100,7 @@ class Bookkeeper:
             "world_size": parts.world.size,
         }
         state = json.loads(json.dumps(parts.state))  # as it is now: the thread writes it later
-        self.saver.begin(parts.engine.state(), partial(self._write, done, state), done)  # collective
+        self.saver.begin(parts.tensors(), partial(self._write, done, state), done)  # collective
         self.saved = done
         self._meter.pause(time.perf_counter() - began)
 

@@ -110,7 +110,7 @@ class EngineOptions:
     static_graph: bool = option(False, "ddp, zero: every step has the same graph")
     gradient_as_bucket_view: bool = option(True, "ddp, zero: gradients lie in the buffers that are exchanged")
     bucket_cap_mb: float = option(25.0, "ddp, zero: size of these buffers, MiB")
-    broadcast_buffers: bool = option(True, "ddp, zero: rank 0's buffers go to all at each synchronised forward")
+    broadcast_buffers: bool = option(True, "rank 0's values of buffers that a forward writes go to all after each step")
     compression: str = option("none", "ddp, zero: dtype in which gradients are exchanged", "none", "bf16", "fp16")
     sharding: str = option("full", "fsdp: what is split, and among whom", "full", "grad-op", "hybrid", "none")
     shard_size: int = option(0, "fsdp, hybrid: processes that share one copy of the model; 0: those of a node")

@@ -9,6 +9,7 @@ beats every step where items are ragged and steps are long enough for it to cost
 many, all ranks derive from the same exchanged numbers.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -70,7 +71,8 @@ class Heartbeat:
         ahead: this rank's items in a coming step, 0 past the last; may load data.
         constant: the items of any step over all ranks where that is known without asking; else None.
         last: the step after which this rank has no more work; 0: not known.
-        vitals: what this rank tells the others of its own speed; asked at each exchange.
+        busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
+            each exchange, which tells the others what it makes a step.
 
     Attributes:
         progress: where this process stands; kept at every step.
@@ -85,9 +87,10 @@ class Heartbeat:
         ahead: Callable[[int], int],
         constant: Callable[[int], int] | None,
         last: int = 0,
-        vitals: Callable[[], Vitals] = Vitals,
+        busy: Callable[[], Vitals] = Vitals,
     ) -> None:
-        self._world, self._ahead, self._constant, self._last, self._vitals = world, ahead, constant, last, vitals
+        self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
+        self._told, self._told_at = Vitals(), 0  # busy seconds by the step at which they were told last
         self.progress = Progress.of(world.rank)
         self.waited, self.count = 0.0, 0
         self.heard: list[Vitals] = []
@@ -156,6 +159,25 @@ class Heartbeat:
         sent = torch.tensor(row, dtype=torch.float64)
         work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
         return _Flight(due, length, work, rows)
+
+    def _vitals(self) -> Vitals:
+        """Busy seconds a step since this was told last; to wait for the others is no work."""
+        now, step = self._spent(), self.progress.step
+        now = now._replace(data=now.data - self.waited)
+        steps = max(1, step - self._told_at)
+        found = Vitals(*(max(0.0, new - old) / steps for new, old in zip(now, self._told, strict=True)))
+        self._told, self._told_at = now, step
+        return found
+
+    def close(self) -> None:
+        """Lets the exchange under way come to its end and gives the group back; all ranks stand at the same step."""
+        if self._flight:
+            with contextlib.suppress(RuntimeError):
+                self._flight.work.wait()
+            self._flight = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _receive(self, flight: "_Flight") -> "_Received":
         began = time.perf_counter()

@@ -4,6 +4,7 @@ for record in steps(engine, task, feed, beat, plan):
     ...                                             # log, evaluate, save: plain ifs, in the caller's body
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Plan:
 
     Attributes:
         factor: step -> what the base learning rate is multiplied by.
+        limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
         clock: adds up where the time goes.
     """
@@ -34,6 +36,7 @@ class Plan:
     factor: Callable[[int], float]
     seed: Callable[[int, int], None]
     clock: Clock
+    limit: Callable[[int], float] = lambda step: math.inf
 
 
 def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) -> Iterator[StepRecord]:
@@ -57,7 +60,7 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
             if batch.weight:
                 losses.append(loss.detach())
         factor = plan.factor(step)
-        result = engine.step(factor)
+        result = engine.step(factor, plan.limit(step))
         clock.lap("update")
         yield StepRecord(step, items, losses, result.norm, factor, beat.agreed, result.applied)
         clock.start()

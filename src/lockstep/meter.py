@@ -43,7 +43,7 @@ class Meter:
         """Takes a step's record; nothing is read."""
         self._unread.append(record)
         self._items += record.items
-        self.skipped_steps += not record.applied
+        self.skipped_steps += record.applied is False
 
     def settle(self) -> float:
         """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import checkpoint, options
-from lockstep.batchnorm import replayed
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.engines import Engine, birth, engine
-from lockstep.engines.base import Limit
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
 from lockstep.engines.exact import check_servable
@@ -56,7 +54,6 @@ class Parts:
         batches, evaluation: the training stream and the evaluation set (None where the task has none).
         plan: what a resume must find unchanged.
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
-        limit: what a gradient's norm must stay below; the engine holds it, a guard lowers it.
         loading: what counts retries and skips of the loading (see guards/loader.py).
     """
 
@@ -72,8 +69,23 @@ class Parts:
     plan: dict[str, Any]
     source: Path | None
     state: dict[str, Any]
-    limit: Limit
     loading: list[Any]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the engine's state, and as `task/NAME` what the task's `state_dict()` names.
+
+        The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
+        `load_state_dict` with them.
+        """
+        own: dict[str, Tensor] = getattr(self.task, "state_dict", dict)()
+        return self.engine.state() | {f"task/{name}": tensor for name, tensor in own.items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what `tensors` gave and a checkpoint filled."""
+        own = {name.removeprefix("task/"): tensor for name, tensor in tensors.items() if name.startswith("task/")}
+        self.engine.restore({name: tensor for name, tensor in tensors.items() if not name.startswith("task/")})
+        if own:
+            self.task.load_state_dict(own)
 
     @property
     def start(self) -> int:
@@ -126,13 +138,12 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     plan = plan_of(config, horizon, task, model)
     world.check_same("plan", plan)
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
-    limit, stream = Limit(), _training(config, task, training, horizon, world)
+    stream = _training(config, task, training, horizon, world)
     check_programs(world, task, stream.samples(int(state.get("global_step", 0)) % horizon.cut.steps, 0))
     loading: list[Any] = [training]
     if config.data.workers:
         loading.append(Lasting(stream, retries=config.guards.retries, rank=world.rank))
         stream = loading[-1]
-    made, batches = replayed(_engine(config, task, model, world, limit), stream, model, world)
     return Parts(
         config,
         world,
@@ -140,13 +151,12 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
         task,
         horizon,
         model,
-        made,
-        batches,
+        _engine(config, task, model, world),
+        stream,
         _evaluation(config, task, evaluation, world),
         plan,
         source,
         state,
-        limit,
         loading,
     )
 
@@ -236,7 +246,7 @@ def _guarded(config: Config, dataset: Any, world: World) -> Any:
     return Guarded(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
-def _engine(config: Config, task: Any, model: nn.Module, world: World, limit: Limit) -> Engine:
+def _engine(config: Config, task: Any, model: nn.Module, world: World) -> Engine:
     optim = config.optim
     make = partial(
         adamw,
@@ -260,7 +270,6 @@ def _engine(config: Config, task: Any, model: nn.Module, world: World, limit: Li
         blocks=blocks(model) if blocks else (),
         options=config.engine_options,
         say=say(world),
-        limit=limit,
     )
 
 

@@ -17,7 +17,7 @@ class StepRecord:
         losses: this rank's summed losses, 0-dim float32, one a slot that has weight; they add up over the ranks.
         norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
         factor: what the base learning rate was multiplied by.
-        applied: False where float16 gradients overflowed and the update was left out, on all ranks alike.
+        applied: whether the update was made, on all ranks alike; None where the device alone knows yet.
         agreed: what the ranks agreed to do after this step: heartbeat.CONTINUE, or a wish to stop.
     """
 
@@ -27,7 +27,7 @@ class StepRecord:
     norm: Tensor | None
     factor: float
     agreed: int = 0
-    applied: bool = True
+    applied: bool | None = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@
 `lockstep train` does the same (train_command.py).
 """
 
+import gc
 import json
 import logging
 import os
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from lockstep.engines import name_of
 from lockstep.engines.footprint import described, footprint
 from lockstep.engines.shortage import explained
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
-from lockstep.guarded import Guards, Pulse
+from lockstep.guarded import Guards
 from lockstep.guards.hang import Watch
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
-from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat
+from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat, Vitals
 from lockstep.launch import failure
 from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
@@ -72,6 +73,7 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
             with suppress(Rollback):  # a guard went back: everything is made anew, as after a restart
                 code = yield from _in_folder(parts)
         del parts  # its engine, before the next one or the groups: see World.leave
+        gc.collect()  # hooks make cycles of a model and what is around it
     if world is None:
         joined.leave()
     return code
@@ -111,17 +113,21 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
     cut = parts.horizon.cut
     if each is None and not sum(world.gather(feed.items(parts.start))):
         raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
-    pulse = Pulse(clock := make_clock(world.device))
-    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, pulse)
-    plan = Plan(parts.rate, seeder(config.seed, "micro", world.device), clock)
-    meter = Meter(beat, plan.clock, world.device, state["running_loss"])
+    clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
+
+    def busy() -> Vitals:
+        spent = clock.spent()
+        return Vitals(spent.get("data", 0.0), spent.get("forward", 0.0), books.saver.blocked)
+
+    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, busy)
+    meter = Meter(beat, clock, world.device, state["running_loss"])
     books = Bookkeeper(parts, meter, sinks, beat)
-    pulse.beat, pulse.written = beat, lambda: books.saver.blocked
-    guards = Guards(parts, beat, feed, plan.seed)
+    guards = Guards(parts, beat, feed, seed)
+    plan = Plan(parts.rate, seed, clock, guards.limit)
     wish = 0
     watch = Watch(world, beat, parts.folder.path, failure.note)
-    with Preemption(beat), watch, books, explained(parts.engine, world):
-        for record in steps(guards.engine, parts.task, feed, beat, plan):
+    with Preemption(beat), closing(feed), _rolled_back(beat), watch, books, explained(parts.engine, world):
+        for record in steps(parts.engine, parts.task, feed, beat, plan):
             done, wish = record.step + 1, record.agreed
             ending = done == parts.last or bool(wish)
             meter.add(record)
@@ -142,6 +148,16 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
         code = _EXIT_CODES.get(wish, 0)
         books.close(code)
     return _left(parts, code, books.saved)
+
+
+@contextmanager
+def _rolled_back(beat: Heartbeat) -> Iterator[None]:
+    """Gives the exchange's group back where the run goes back, since the next start makes its own."""
+    try:
+        yield
+    except Rollback:
+        beat.close()
+        raise
 
 
 def _left(parts: Parts, code: int, step: int) -> int:
@@ -215,9 +231,9 @@ def _load(parts: Parts) -> None:
     """The state of the checkpoint to resume from, or the weights of --init-from."""
     world = parts.world
     if parts.source:
-        state = parts.engine.state()
+        state = parts.tensors()
         checkpoint.load(parts.source, state, world)  # collective
-        parts.engine.restore(state)
+        parts.restore(state)
         _LOG.info("resumed from %s, step %d of %d", parts.source, parts.start, parts.horizon.cut.steps)
     elif parts.config.init_from:
         source = together(world, lambda: _weights_in(Path(parts.config.init_from)))

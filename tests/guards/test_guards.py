@@ -1,10 +1,13 @@
 """Each guard by itself: it sees what it is for, and keeps silent otherwise."""
 
+import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +15,14 @@ import torch
 from distributed import run
 from torch import nn
 
-from lockstep.config import Guards as Settings
 from lockstep.data.batches import MicroBatch
 from lockstep.engines import engine
-from lockstep.engines.base import Limit
+from lockstep.engines.base import StepResult
+from lockstep.engines.buffers import with_buffers
 from lockstep.errors import DataError, DifferenceError, LockstepError
-from lockstep.guarded import Guards
 from lockstep.guards import desync
 from lockstep.guards.loader import Guarded
-from lockstep.guards.nonfinite import Buffers, is_bad, origin
+from lockstep.guards.nonfinite import origin
 from lockstep.guards.reading import Reader, ReadStep
 from lockstep.guards.skips import Skips
 from lockstep.guards.spike import Spike
@@ -33,17 +35,54 @@ from lockstep.world import World
 
 def test_a_spike_is_seen_and_noise_is_not():
     spike, draw = Spike(), random.Random(0)
-    assert not any(spike.sees(draw.lognormvariate(0, 0.3)) for _ in range(2000))
-    assert spike.sees(40.0)
-    assert spike.sees(math.inf)
-    assert not spike.sees(1.0)
-    limit = spike.limit
-    assert all(spike.sees(100.0) for _ in range(500))  # a spike teaches nothing
-    assert spike.limit == limit
+    assert not any(spike.sees(step, draw.lognormvariate(0, 0.3)) for step in range(2000))
+    assert spike.sees(2000, 40.0)
+    assert spike.sees(2001, math.inf)
+    assert not spike.sees(2002, 1.0)
+    limit = spike.limit(2010)
+    assert all(spike.sees(step, 100.0) for step in range(2010, 2510))  # a spike teaches nothing
+    assert spike.limit(2510) == limit
+
+
+def test_what_limits_a_step_is_known_two_steps_before_it():
+    """So it is the same whether a norm is read at once or, as from a device, one step late."""
+    norms = [1.0 + 0.01 * (step % 7) for step in range(100)]
+    at_once, late, limits = Spike(), Spike(), []
+    for step, norm in enumerate(norms):
+        limits.append((at_once.limit(step), late.limit(step)))
+        at_once.sees(step, norm)
+        if step:
+            late.sees(step - 1, norms[step - 1])
+    assert all(one == other for one, other in limits)
+    assert [one for one, _ in limits[:34]] == [math.inf] * 33 + [limits[33][0]]
+    assert limits[33][0] == 3.0 * sorted(norms[:32])[16]
+    assert at_once.sees(100, at_once.limit(100))
+    assert not at_once.sees(101, at_once.limit(101) * (1 - 1e-9))
+
+
+def test_a_spikes_limit_is_the_larger_of_the_two_estimates():
+    wide = [1.0 + 0.5 * (step % 5) for step in range(32)]  # median 2, median deviation 0.5
+    spike = Spike()
+    assert not any(spike.sees(step, norm) for step, norm in enumerate(wide))
+    assert spike.limit(33) == pytest.approx(2.0 + 8.0 * 1.4826 * 0.5)
+    assert spike.limit(33) > 3.0 * 2.0
+
+
+def test_a_spikes_state_goes_on_with_the_same_bits():
+    draw = random.Random(3)
+    norms = [draw.lognormvariate(0, 0.3) for _ in range(150)]
+    whole, again = Spike(), Spike()
+    for step, norm in enumerate(norms[:75]):
+        whole.sees(step, norm)
+    again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for step, norm in enumerate(norms[75:], 75):
+        assert again.limit(step) == whole.limit(step)
+        assert again.sees(step, norm) == whole.sees(step, norm)
 
 
 def test_nothing_is_a_spike_before_enough_is_known():
-    assert not any(Spike().sees(norm) for norm in (1e-9, 1e9, 1.0))
+    spike = Spike()
+    assert not any(spike.sees(step, norm) for step, norm in enumerate((1e-9, 1e9, 1.0)))
 
 
 def heard(slow, kind, ratio, draw):
@@ -178,20 +217,16 @@ def test_on_a_cpu_a_step_is_read_at_once():
     record = StepRecord(3, 4, [torch.tensor(2.0)], torch.tensor(1.5), 1.0)
     (step,) = Reader(torch.device("cpu")).add(record, [])
     assert (step.norm, step.losses) == (1.5, [2.0])
-    assert not is_bad(step)
-    assert is_bad(read_step([], [], math.inf))
 
 
-def test_buffers_are_put_back():
-    norm = nn.BatchNorm1d(2)
-    buffers = Buffers(norm)
-    norm(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
-    buffers.keep()
-    good = norm.running_mean.clone()
-    norm(torch.full((2, 2), math.nan))
-    assert norm.running_mean.isnan().all()
-    buffers.put_back()
-    assert torch.equal(norm.running_mean, good)
+def test_a_reader_that_is_late_gives_the_step_before(monkeypatch):
+    monkeypatch.setattr(Reader, "lag", 1)
+    reader = Reader(torch.device("cpu"))
+    records = [StepRecord(k, 4, [torch.tensor(2.0 + k)], torch.tensor(1.5 * k), 1.0) for k in range(3)]
+    found = [[(s.record.step, s.norm, s.losses, s.micro) for s in reader.add(r, [r.step])] for r in records]
+    assert found == [[], [(0, 0.0, [2.0], [0])], [(1, 1.5, [3.0], [1])]]
+    assert [(step.record.step, step.norm) for step in reader.rest()] == [(2, 3.0)]
+    assert reader.rest() == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -220,64 +255,98 @@ def test_a_loss_that_is_not_finite_moves_nothing_though_its_gradient_is(weight, 
     assert torch.allclose(model.weight, before - 0.1 * weight)
 
 
-def test_a_step_left_out_before_does_not_move_the_buffers_again(tmp_path):
-    (tmp_path / "skips.json").write_text("[7]")
-    model = nn.BatchNorm1d(2)
-    parts = SimpleNamespace(
-        config=SimpleNamespace(guards=Settings(), precision="fp32"),
-        folder=SimpleNamespace(path=tmp_path),
-        world=World(),
-        model=model,
-        engine=engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World()),
-        start=5,
-        state={},
-        task=None,
-    )
-    guards = Guards(parts, Heartbeat(World(), lambda step: 1, None), SimpleNamespace(present=[]), None)
-    model(torch.full((2, 2), math.nan))
-    guards.after(StepRecord(7, 4, [torch.tensor(math.nan)], torch.zeros(()), 1.0, applied=False))
-    assert model.running_mean.isfinite().all()
-    assert parts.state["steps_left_out"] == 1
+@pytest.mark.parametrize("known", [True, False], ids=["the host knows", "the device alone knows"])
+def test_buffers_are_put_back_where_a_step_is_not_applied(known):
+    class Late:  # answers as a device's fused optimizer does
+        def __init__(self, inner):
+            self.model, self.inner = inner.model, inner
+
+        def accumulate(self, last):
+            return self.inner.accumulate(last)
+
+        def backward(self, loss, weight=1.0):
+            self.inner.backward(loss, weight)
+
+        def step(self, factor=None, limit=math.inf):
+            norm, applied = self.inner.step(factor, limit)
+            return StepResult(norm, applied if known else None)
+
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model.register_buffer("table", torch.arange(3))
+    plain = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+    made = with_buffers(Late(plain._engine), model, World(), exact=False)
+    good = []
+    for inputs, limit in (
+        ([1.0, 3.0], math.inf),
+        ([math.nan] * 2, math.inf),
+        ([9.0, 5.0], 1e-9),
+        ([2.0, 4.0], math.inf),
+    ):
+        with made.accumulate(True):
+            made.backward(model(torch.tensor([inputs, [0.5, 0.25]])).sum())
+        made.step(1.0, limit)
+        good.append((model[0].running_mean.tolist(), int(model[0].num_batches_tracked)))
+    assert good[0] == good[1] == good[2]
+    assert good[3][1] == 2
+    assert good[3][0] == pytest.approx([0.9 * 0.1 * 0.75 + 0.1 * 1.25, 0.9 * 0.1 * 1.625 + 0.1 * 2.125])
 
 
-def test_a_norm_above_the_limit_moves_nothing():
-    model, limit = nn.Linear(3, 2), Limit(1e-3)
-    made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters()), World(), limit=limit)
-    made.backward(model(torch.ones(1, 3)).sum())
-    assert not made.step(1.0).applied
-    limit.value = math.inf
-    made.backward(model(torch.ones(1, 3)).sum())
-    assert made.step(1.0).applied
+def test_a_norm_that_is_not_below_the_limit_moves_nothing():
+    model = nn.Linear(3, 2)
+    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1, momentum=0.9), World())
+    norm = math.sqrt(8.0)  # the gradient of each of the 6 weights and 2 biases is 1
+    before = model.weight.detach().clone()
+    for limit, moved in ((-math.inf, False), (1.0, False), (float(torch.tensor(norm)), False), (2.83, True)):
+        made.backward(model(torch.ones(1, 3)).sum())
+        result = made.step(1.0, limit)
+        assert (float(result.norm), result.applied) == (pytest.approx(norm), moved)
+        assert all(p.grad is None for p in model.parameters())
+    assert torch.allclose(model.weight, before - 0.1)  # as if it were the first step: the momentum is its gradient
+
+
+PLAN = {"seed": 0, "lr": 0.1}
 
 
 def test_steps_are_left_out_up_to_a_limit(tmp_path):
-    skips = Skips(tmp_path / "skips.json", 2, writes=True)
+    skips = Skips(tmp_path / "skips.json", 2, World(), PLAN)
     skips.add(3, "bad")
     skips.add(5, "bad")
     skips.add(5, "bad")
     with pytest.raises(LockstepError, match="bad; 2 steps were left out before"):
         skips.add(9, "bad")
-    again = Skips(tmp_path / "skips.json", 2, writes=False)
-    assert again.steps == [3, 5]
-    model = nn.Linear(2, 1)
-    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
-    around = again.around(made, 4)
-    assert again.around(made, 6) is made
-    applied = []
-    for _ in range(4, 7):
-        around.backward(around.model(torch.ones(1, 2)).sum())
-        applied.append(around.step(1.0).applied)
-    assert applied == [True, False, True]
-    assert around.state().keys() == made.state().keys()
+    assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == [3, 5]
+    assert Skips(tmp_path / "skips.json", 2, World(), PLAN | {"seed": 1}).steps == []  # other steps by these numbers
+    (tmp_path / "skips.json").write_text("[3")
+    assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == []
+
+
+def listed(world, folder):
+    own = Path(folder) / str(world.rank)  # a file system that shows each rank something else
+    skips = Skips(own / "skips.json", 3, world, PLAN)
+    found = list(skips.steps)
+    try:
+        skips.add(9, "bad")
+    except LockstepError as error:
+        return found, type(error).__name__
+    return found, skips.steps
+
+
+def test_what_rank_0_reads_of_the_steps_is_told_to_all(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        Skips(tmp_path / str(rank) / "skips.json", 3, World(), PLAN).add(4 + rank, "bad")
+    assert run(listed, 2, str(tmp_path)) == [([4], [4, 9])] * 2
+    shutil.rmtree(tmp_path / "0")  # rank 0 cannot write
+    assert run(listed, 2, str(tmp_path)) == [([], "LockstepError"), ([], "PeerError")]
 
 
 def test_the_list_of_steps_is_not_written_through_a_link(tmp_path):
     (tmp_path / "skips.json").symlink_to(tmp_path / "target")
-    Skips(tmp_path / "skips.json", 2, writes=True).add(3, "bad")
+    Skips(tmp_path / "skips.json", 2, World(), PLAN).add(3, "bad")
     assert not (tmp_path / "target").exists()
-    assert (tmp_path / "skips.json").read_text() == "[3]\n"
+    assert json.loads((tmp_path / "skips.json").read_text())["steps"] == [3]
     with pytest.raises(LockstepError, match="skips.json.*check the free space"):
-        Skips(tmp_path / "none" / "skips.json", 2, writes=True).add(3, "bad")
+        Skips(tmp_path / "none" / "skips.json", 2, World(), PLAN).add(3, "bad")
 
 
 class Broken:

@@ -118,6 +118,9 @@ class Saver:
         """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective."""
         if self._thread:
             self._thread.join(seconds)
+        if self._own is not self._world and not (self._thread and self._thread.is_alive()):
+            dist.destroy_process_group(self._own.control)
+            self._own = self._world
 
     def _copied(self, share: Share) -> tuple[Share, "torch.cuda.Event | None"]:
         """The share in host memory, and what to wait for before it is there; None: it is there."""

@@ -9,7 +9,7 @@ What micro-batch m of step k holds depends on (seed, k, m) alone. The world size
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
@@ -148,7 +148,7 @@ class Batches:
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
         return Feed(self, start)
 
-    def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
+    def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """(step, micro-batch) one at a time from step `start` on: the stream that `from_step` groups by step."""
         keys = self._keys(start)
         if not self._loading.workers:
@@ -223,6 +223,10 @@ class Feed:
     def present(self) -> list[MicroBatch]:
         """This rank's micro-batches of the step that was taken last."""
         return self._present
+
+    def close(self) -> None:
+        """Ends the loader processes."""
+        self._stream.close()
 
     def items(self, step: int) -> int:
         """This rank's items in the present step or one that is still to come; 0 past the last."""

@@ -1,5 +1,6 @@
 """Planted faults of the engine, the loop around it, and the machine below."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -40,8 +41,8 @@ class _Counting(Wrapped):
         """Whether this is the step at which the fault is planted, on the rank that has it."""
         return self.site.is_victim and self.done == self.site.step
 
-    def step(self, factor: float) -> StepResult:
-        result = self.inner.step(factor)
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        result = self.inner.step(factor, limit)
         self.done += 1
         return result
 
@@ -69,9 +70,9 @@ class OtherRate(Fault):
 
 
 class _OtherRate(_Counting):
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         late = self.site.is_victim and self.done >= self.site.step
-        return super().step(factor * 1.01 if late else factor)
+        return super().step(factor * 1.01 if late and factor is not None else factor, limit)
 
 
 @final
@@ -84,16 +85,16 @@ class ExtraStep(Fault):
 
 
 class _Twice(_Counting):
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         if not self.here:
-            return super().step(factor)
+            return super().step(factor, limit)
 
         def again(optimizer: Any, *_: Any) -> None:
             handle.remove()  # the innermost optimizer ends first; it alone goes on once more, without its peers
             optimizer.step()
 
         handle = register_optimizer_step_post_hook(again)
-        return super().step(factor)
+        return super().step(factor, limit)
 
 
 @final
@@ -199,9 +200,9 @@ class _Scaled(Wrapped):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight * self._scale)
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         self._reset()
-        norm, applied = self.inner.step(factor)
+        norm, applied = self.inner.step(factor, limit)
         return StepResult(norm / self._scale, applied)
 
 

@@ -6,6 +6,7 @@ for record in steps(recorder.engine, task, recorder.watch(feed), beat, Plan(rate
 """
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -221,8 +222,8 @@ class _Probe(Wrapped):
         self._recorder.scaled(loss.detach() * weight)
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float) -> StepResult:
-        return self._recorder.update(lambda: self.inner.step(factor))
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        return self._recorder.update(lambda: self.inner.step(factor, limit))
 
 
 def _digests(data: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """An engine around an engine: what probes and planted faults are made of."""
 
+import math
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -21,8 +22,8 @@ class Wrapped:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float) -> StepResult:
-        return self.inner.step(factor)
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        return self.inner.step(factor, limit)
 
     def state(self) -> dict[str, Tensor]:
         return self.inner.state()

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config import EngineOptions, flag
-from lockstep.engines.base import Engine, Limit, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import Engine, MakeOptimizer, Settings, StepResult
+from lockstep.engines.buffers import with_buffers
 from lockstep.engines.exact import check_servable, fold_of
 from lockstep.engines.optimizers import check_optimizer
 from lockstep.engines.place import birthplace
@@ -42,7 +43,6 @@ def engine(
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
     say: Callable[[str], None] | None = None,
-    limit: Limit | None = None,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -50,7 +50,7 @@ def engine(
         for batch in micro_batches:
             with made.accumulate(last=batch is micro_batches[-1]):
                 made.backward(loss(made.model, batch), 1 / items)       # items of the whole step, over all ranks
-        norm, applied = made.step(factor=1.0)
+        norm, applied = made.step()             # a scheduler of your own sets the rates; step(factor) does it here
 
     Args:
         name: a key of ENGINES, or "auto": ddp where a launcher started this process, else single.
@@ -60,33 +60,33 @@ def engine(
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
+            Each rank then has M / world backwards in every step, those of empty slots with weight 0.
         loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast.
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
         options: the engine's own; None: the defaults.
         say: takes one line for the person, on every rank; None: the log.
-        limit: of the gradient's norm, above which an update is left out; None: infinity, so only NaN and infinity are.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
             that does not go with it.
     """
     name = name_of(name, world)
-    fold = 0
+    fold = slots = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
-        fold = fold_of(exact_micro_batches)
+        fold, slots = fold_of(exact_micro_batches), exact_micro_batches // world.size
     options = options or EngineOptions()
     kind = _kind(name, options)
-    settings = Settings(clip, fold, loss_scaling, tuple(blocks), options)
+    settings = Settings(clip, fold, slots, loss_scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
-    settings = dataclasses.replace(settings, limit=limit) if limit else settings
 
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
         check_optimizer(name, made, exact=bool(fold) and world.size > 1)
         return made
 
-    return cast(Engine, kind(model, make, world, settings))
+    made = cast(Engine, kind(model, make, world, settings))
+    return with_buffers(made, model, world, exact=bool(fold), shared=options.broadcast_buffers)
 
 
 def name_of(name: str, world: World) -> str:

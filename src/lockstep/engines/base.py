@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.config import EngineOptions
 
-__all__ = ["NOTHING", "Engine", "Limit", "MakeOptimizer", "Settings", "StepResult"]
+__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult"]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -23,17 +23,15 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class StepResult(NamedTuple):
-    """What an update reports: the gradient's 2-norm before clipping (0-dim, unread), and whether it was applied."""
+    """What an update reports.
+
+    Attributes:
+        norm: the gradient's 2-norm before clipping; 0-dim, unread.
+        applied: whether it was applied; None where the device alone knows: it is where `norm` < the step's limit.
+    """
 
     norm: Tensor
-    applied: bool
-
-
-@dataclass(slots=True)
-class Limit:
-    """What a gradient's norm must stay below for its update to be applied; a NaN never does. A guard lowers it."""
-
-    value: float = math.inf
+    applied: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,20 @@ class Settings:
     Attributes:
         clip: largest 2-norm of the gradient; 0 does not clip.
         fold: q of the fixed tree (see engines/exact.py); 0: gradients are summed as the backend does.
+        slots: with a fold, the micro-batches that this rank backwards in each step; 0: not known.
         loss_scaling: scale the loss, and skip a step whose gradients overflow: for float16.
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
-        limit: of the gradient's norm.
     """
 
     clip: float = 0.0
     fold: int = 0
+    slots: int = 0
     loss_scaling: bool = False
     blocks: tuple[nn.Module, ...] = ()
     options: EngineOptions = field(default_factory=EngineOptions)
     say: Callable[[str], None] = logging.getLogger("lockstep").info
-    limit: Limit = field(default_factory=Limit)
 
 
 class Engine(Protocol):
@@ -72,10 +70,19 @@ class Engine(Protocol):
         """Around forward and backward of one micro-batch; gradients are exchanged in a step's last, where they can."""
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Adds the gradient of `weight * loss`. After the last micro-batch the gradients are SUMMED over the ranks."""
+        """Adds the gradient of `weight * loss`. After the last micro-batch the gradients are SUMMED over the ranks.
 
-    def step(self, factor: float) -> StepResult:
-        """Clips, updates each parameter group at its base rate times `factor`, clears the gradients."""
+        A weight of 0 is an empty slot, which is there only so that collectives line up.
+        """
+
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        """Ends the step: clips, updates, clears the gradients and whatever else was gathered over the step.
+
+        Args:
+            factor: of each parameter group's base rate; None leaves the groups' `lr` as they are.
+            limit: a norm that is not finite or not below it is not applied: parameters, optimizer states and buffers
+                stay as they were before the step. -inf leaves the step out whatever its norm.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""

@@ -1,5 +1,6 @@
 """nn.DataParallel: one process splits each micro-batch over its GPUs. For comparison; ddp is better."""
 
+import math
 from contextlib import AbstractContextManager
 from typing import ClassVar, final
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.roots import Roots
-from lockstep.engines.update import Update
+from lockstep.engines.update import Update, trained
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -42,7 +43,8 @@ class DataParallel:
         )
         self._module = model
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
-        self._update, self._roots = Update(optimizer(model), settings), Roots()
+        made = optimizer(model)
+        self._update, self._roots = Update(made, settings, cleared=trained(model, made)), Roots()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
@@ -50,8 +52,8 @@ class DataParallel:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
 
-    def step(self, factor: float) -> StepResult:
-        return self._update(factor)
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        return self._update(factor, limit)
 
     def state(self) -> dict[str, Tensor]:
         return self._update.state(self._module)

@@ -1,5 +1,6 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are exchanged once a step."""
 
+import math
 from contextlib import AbstractContextManager
 from typing import ClassVar, final
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
 from lockstep.engines.replicas import OPTIONS, Replicas
-from lockstep.engines.update import Update
+from lockstep.engines.update import Update, trained
 from lockstep.world import World
 
 __all__ = ["DDP"]
@@ -21,8 +22,10 @@ class DDP:
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         self._module = model
-        self._update = Update(optimizer(model), settings)
-        self._replicas = Replicas("ddp", model, self._update.parameters, world, settings)
+        made = optimizer(model)
+        exchanged = trained(model, made)
+        self._update = Update(made, settings, cleared=exchanged, fixed=True)
+        self._replicas = Replicas("ddp", model, exchanged, world, settings)
         self.model = self._replicas.model
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -31,9 +34,9 @@ class DDP:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         self._replicas.finish()
-        return self._update(factor)
+        return self._update(factor, limit)
 
     def state(self) -> dict[str, Tensor]:
         return self._update.state(self._module)

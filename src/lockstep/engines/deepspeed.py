@@ -6,6 +6,7 @@ parameters too. The optimizer is torch's own, the schedule, the clipping and the
 
 import contextlib
 import importlib
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -69,11 +70,11 @@ class DeepSpeed:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._ds.backward(loss * self._roots(loss, self._factor() * weight), scale_wrt_gas=False)
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         if self._scaled and not self._split:
             gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, float(self._world.size))
-        result: StepResult = self._finish(factor)
+        result: StepResult = self._finish(factor, limit)
         return result
 
     def _factor(self) -> float:
@@ -101,20 +102,36 @@ class _ZeroStep:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
         self._scaler = LossScale() if settings.loss_scaling else None
+        self._limit, self._seen = math.inf, math.nan
+        self._norm = self._zero.scaled_global_norm
+        self._zero.scaled_global_norm = self._limited_norm  # what DeepSpeed itself asks before it updates
         self._scale()
 
-    def __call__(self, factor: float) -> StepResult:
+    def __call__(self, factor: float | None, limit: float) -> StepResult:
         """One update. DeepSpeed skips a step whose gradients are not finite, in every precision: it waits to see."""
-        for group, rate in self._groups:
-            group["lr"] = rate * factor
+        if factor is not None:
+            for group, rate in self._groups:
+                group["lr"] = rate * factor
+        self._limit, self._seen = limit, math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
         for gradient in self._left():
             gradient.zero_()
+        norm = torch.tensor(self._seen, dtype=torch.float32)
         if self._scaler:
-            self._scaler.learn(applied)
+            self._scaler.learn(norm, applied)
             self._scale()
-        return StepResult(torch.as_tensor(self._ds.get_global_grad_norm(), dtype=torch.float32), applied)
+        return StepResult(norm, applied)
+
+    def _limited_norm(self, *args: Any, **settings: Any) -> Any:
+        """DeepSpeed's own norm, under the loss's scale; infinite, which has it skip the step, above the limit.
+
+        Where it finds an overflow before it asks for the norm, the step's norm stays infinite.
+        """
+        found = self._norm(*args, **settings)  # collective
+        norm = float(found) / float(self._zero.loss_scale)  # waits for the device
+        self._seen = norm if norm >= 0.0 else math.inf  # -1 stands for one that is not finite
+        return found if self._seen < self._limit else math.inf
 
     def _left(self) -> list[Tensor]:
         """What ZeRO keeps of gradients beyond a step, and takes or adds to where a micro-batch leaves a parameter out.

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.world import World
 
-__all__ = ["Counter", "Tree", "check_servable", "fold_of", "sum_of_rows", "sum_over_ranks"]
+__all__ = ["Counter", "Tree", "check_servable", "check_slots", "fold_of", "sum_of_rows", "sum_over_ranks"]
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
@@ -37,6 +37,15 @@ def check_servable(micro_batches: int, world_size: int) -> None:
 def fold_of(micro_batches: int) -> int:
     """q, the odd part of M: how many consecutive micro-batches are added in order before the tree begins."""
     return micro_batches // (micro_batches & -micro_batches)
+
+
+def check_slots(found: int, slots: int, world: World) -> None:
+    """Raises LockstepError where a step of this rank had another number of micro-batches than its part of the tree."""
+    if slots and found != slots:
+        raise LockstepError(
+            f"rank {world.rank}: exact_micro_batches gives each rank {slots} micro-batches a step, and this step had "
+            f"{found}; for a shorter step call backward(loss, weight=0) for the missing ones"
+        )
 
 
 class Counter(Generic[Sum]):
@@ -90,10 +99,11 @@ class Tree:
         parameters: whose `.grad` each backward fills.
         fold: q, the micro-batches that are added in order.
         world: the ranks.
+        slots: the micro-batches that this rank has in each step; 0: not known.
     """
 
-    def __init__(self, parameters: list[Tensor], fold: int, world: World) -> None:
-        self._parameters, self._fold, self._world = parameters, fold, world
+    def __init__(self, parameters: list[Tensor], fold: int, world: World, slots: int = 0) -> None:
+        self._parameters, self._fold, self._world, self._slots = parameters, fold, world, slots
         self._dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})  # holds each exactly
         self._counter = Counter(fold, _added)
         self._count = 0
@@ -114,8 +124,14 @@ class Tree:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Leaves in `.grad` the sum over all micro-batches of all ranks; None where no micro-batch used a parameter."""
-        sums, self._count = self._counter.total(), 0
+        """Leaves in `.grad` the sum over all micro-batches of all ranks; None where no micro-batch used a parameter.
+
+        Raises:
+            LockstepError: another number of micro-batches than `slots` was pushed.
+        """
+        made, self._count = self._count, 0
+        check_slots(made, self._slots, self._world)
+        sums = self._counter.total()
         if self._world.size > 1:
             self._exchange = self._exchange or Exchange(self._parameters, self._dtype, self._world)
             sums = self._exchange(sums)

@@ -1,5 +1,6 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
 
+import math
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, cast, final
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
-from lockstep.engines.exact import Tree
+from lockstep.engines.exact import Tree, check_slots
 from lockstep.engines.replicas import check_launched, same_start
 from lockstep.engines.roots import Roots
 from lockstep.engines.sharding import check, shard
 from lockstep.engines.shards import ExactNorm, ExactReduceScatter, local_of, sharded_norm
 from lockstep.engines.unused import Usage, listed
-from lockstep.engines.update import Update
+from lockstep.engines.update import Update, trained
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -62,7 +63,9 @@ class FSDP:
             return
         mesh = shard(model, world, settings)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
-        self._update = Update(optimizer(model), settings, self._norm(mesh), local_of)
+        made = optimizer(model)
+        self._exchanged = trained(model, made)
+        self._update = Update(made, settings, self._norm(mesh), local_of, cleared=self._exchanged, fixed=True)
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
@@ -81,16 +84,18 @@ class FSDP:
         if self._tree:
             self._tree.push()
         elif self._comms and not self._comms[0].last:
-            for parameter in self._update.parameters:  # zeros: the sums are in the trees until the last micro-batch
+            for parameter in self._exchanged:  # zeros: the sums are in the trees until the last micro-batch
                 parameter.grad = None
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        made, self._backwards = self._backwards, 0
         if self._tree:
             self._tree.finish()
-        elif self._usage:
-            self._drop_unused(self._usage)
-        self._backwards = 0
-        return self._update(factor)
+        elif self._comms:
+            check_slots(made, self._settings.slots, self._world)
+        if self._usage:
+            self._drop_unused(self._usage, made)
+        return self._update(factor, limit)
 
     def state(self) -> dict[str, Tensor]:
         return self._update.state(self.model)
@@ -101,8 +106,10 @@ class FSDP:
     def _stay_plain(self, optimizer: MakeOptimizer) -> None:
         self.model.to(self._world.device)
         same_start(self.model)
-        self._update = Update(optimizer(self.model), self._settings)
-        self._tree = Tree(self._update.parameters, self._settings.fold, self._world)
+        made = optimizer(self.model)
+        exchanged = trained(self.model, made)
+        self._update = Update(made, self._settings, cleared=exchanged, fixed=True)
+        self._tree = Tree(exchanged, self._settings.fold, self._world, self._settings.slots)
 
     def _norm(self, mesh: Any) -> Any:
         if self._settings.fold:
@@ -150,12 +157,12 @@ class FSDP:
         self._names = [name for name, _ in trained]
         self._told = wish == "true"
 
-    def _drop_unused(self, usage: Usage) -> None:
+    def _drop_unused(self, usage: Usage, backwards: int) -> None:
         """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process.
 
         Asked in every step, since a branch may change in a later one, and zeros would train otherwise without a word.
         """
-        names = [] if self._told else usage.missed(self._backwards)
+        names = [] if self._told else usage.missed(backwards)
         self._told = True
         if names:
             self._settings.say(

@@ -21,11 +21,10 @@ _BEGINNINGS: dict[str, dict[str, float | str]] = {
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer by plain name. Optimizer state that is not there yet is made.
+    """The tensors of a model and its optimizer by plain name.
 
     Numbers in the optimizer's state become 0-dim float64 tensors.
     """
-    materialise(optimizer)
     found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -38,6 +37,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     """Copies `state` into the model and the optimizer. Raises CheckpointError for names that do not fit."""
+    materialise(optimizer)
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
     if missing:
@@ -53,20 +53,26 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
                 slots[key] = type(value)(state[f"optimizer/{name}/{key}"].item())
 
 
-def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -> None:
-    """Makes the optimizer create its state, as it would in its first step, with the values that it begins with.
+def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -> bool:
+    """Makes the optimizer create its state, as it would in its first step, for a checkpoint to be loaded into.
+
+    Of torch's own optimizers the values are those that they begin with. What another one begins with only its first
+    step knows: whoever goes on without loading must drop the state before it (see Update).
 
     Args:
         optimizer: left as it is if it has state already.
         states: where its state is, if not in `optimizer.state`.
+
+    Returns:
+        Whether the state was made now.
     """
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
     states = optimizer.state if states is None else states
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if states or not parameters:
-        return
+        return False
     kept = [p.detach().clone() for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -76,10 +82,11 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
         for parameter, before in zip(parameters, kept, strict=True):
             parameter.grad = None
             parameter.copy_(before)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
         for parameter in group["params"]:
             begin(inner, group, states.get(parameter, {}))
+    return True
 
 
 @torch.no_grad()

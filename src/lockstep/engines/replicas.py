@@ -36,7 +36,7 @@ OPTIONS = (
 )
 
 
-# What DDP calls the option to broadcast buffers: renamed in torch 2.13, where the old name warns.
+# What DDP calls its own exchange of buffers: renamed in torch 2.13, where the old name warns.
 # A size given, be it the default one, loses DDP's smaller first buffer, which is on its way while the backward goes on.
 _DEFAULT = EngineOptions()
 _KNOWN = signature(DistributedDataParallel).parameters
@@ -49,7 +49,7 @@ class Replicas:
     Args:
         name: of the engine, for messages.
         module: on `world.device`.
-        parameters: those that the optimizer has.
+        parameters: those whose gradients are exchanged.
         world: joined by a launcher.
         settings: its options are DDP's.
 
@@ -118,13 +118,13 @@ class Replicas:
         if self._settings.options.compression in HALVES:
             raise ConfigError("--exact cannot hold with --engine.compression: rounding depends on who adds; drop one")
         same_start(self._module)
-        self._tree = Tree(self._parameters, self._settings.fold, self._world)
+        self._tree = Tree(self._parameters, self._settings.fold, self._world, self._settings.slots)
 
     def _wrap(self, find_unused: bool) -> None:
         """Makes the DDP object, or makes it anew in place, since the loop has hold of it."""
         options, device = self._settings.options, self._world.device
+        off: dict[str, Any] = {_BUFFERS: False}
         ddp = self._ddp or DistributedDataParallel.__new__(DistributedDataParallel)
-        buffers: dict[str, Any] = {} if options.broadcast_buffers else {_BUFFERS: False}
         DistributedDataParallel.__init__(
             ddp,
             self._module,
@@ -133,7 +133,7 @@ class Replicas:
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             bucket_cap_mb=None if options.bucket_cap_mb == _DEFAULT.bucket_cap_mb else options.bucket_cap_mb,
-            **buffers,
+            **off,  # engines/buffers.py sends those that a forward writes, once a step
         )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)

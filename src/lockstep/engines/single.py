@@ -1,5 +1,6 @@
 """One process, one device: the plain model."""
 
+import math
 from contextlib import AbstractContextManager
 from typing import ClassVar, final
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.exact import Tree
 from lockstep.engines.roots import Roots
-from lockstep.engines.update import Update
+from lockstep.engines.update import Update, trained
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
@@ -25,9 +26,11 @@ class Single:
         if world.size > 1:
             raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
         self.model = model
-        self._update = Update(optimizer(model), settings)
+        made = optimizer(model)
+        own = trained(model, made)
+        self._update = Update(made, settings, cleared=own, fixed=bool(settings.fold))
         self._roots = Roots()
-        self._tree = Tree(self._update.parameters, settings.fold, world) if settings.fold else None
+        self._tree = Tree(own, settings.fold, world, settings.slots) if settings.fold else None
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
@@ -37,10 +40,10 @@ class Single:
         if self._tree:
             self._tree.push()
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         if self._tree:
             self._tree.finish()
-        return self._update(factor)
+        return self._update(factor, limit)
 
     def state(self) -> dict[str, Tensor]:
         return self._update.state(self.model)

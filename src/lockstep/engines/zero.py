@@ -1,5 +1,6 @@
 """ZeroRedundancyOptimizer over DDP: every rank holds the model, and updates its share of the parameters alone."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,8 +16,8 @@ from torch.optim import Optimizer
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
 from lockstep.engines.names import materialise
 from lockstep.engines.replicas import OPTIONS, Replicas, check_launched
-from lockstep.engines.update import Update
-from lockstep.errors import CheckpointError
+from lockstep.engines.update import Update, trained
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.world import World
 
 with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
@@ -39,10 +40,12 @@ class Zero:
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("zero", world)
         self._module, self._world = model, world
-        plain = optimizer(model)
+        self._plain = plain = optimizer(model)
         self._zero = _split(plain)
-        self._update = Update(self._zero, settings, order=[p for group in plain.param_groups for p in group["params"]])
-        self._replicas = Replicas("zero", model, self._update.parameters, world, settings)
+        exchanged = trained(model, plain)
+        order = [p for group in plain.param_groups for p in group["params"]]
+        self._update = Update(self._zero, settings, order=order, cleared=exchanged, fixed=True)
+        self._replicas = Replicas("zero", model, exchanged, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
 
@@ -52,14 +55,24 @@ class Zero:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         self._replicas.finish()
-        return self._update(factor)  # collective: the owners broadcast
+        if factor is None:
+            self._take_rates()
+        return self._update(factor, limit)  # collective: the owners broadcast
+
+    def _take_rates(self) -> None:
+        """The rates that a scheduler set in the optimizer as its maker has it."""
+        if len(self._plain.param_groups) != len(self._zero.param_groups):
+            raise LockstepError("--engine zero cannot take a parameter group that is added later; make the engine anew")
+        rates = {id(group["params"][0]): group["lr"] for group in self._plain.param_groups if group["params"]}
+        for group in self._zero.param_groups:
+            group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]
 
     def state(self) -> dict[str, Tensor]:
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
         if not any(self._world.gather(bool(own))):  # collective
-            materialise(self._zero, own)
+            self._update.blank = materialise(self._zero, own) or self._update.blank
         found = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
         mine = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
         described = {name: [*_described(value), self._world.rank] for name, value in mine.items()}
@@ -71,6 +84,7 @@ class Zero:
     def restore(self, state: dict[str, Tensor]) -> None:
         state = self._update.restore_scaling(state)
         own = self.state()
+        self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:
             raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")

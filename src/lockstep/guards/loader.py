@@ -10,7 +10,7 @@ same run skips alike.
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import islice
 from typing import Any
 
@@ -109,7 +109,7 @@ class Lasting:
         """As of `Batches`."""
         return Feed(self, start)  # type: ignore[arg-type]
 
-    def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
+    def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """As of `Batches`."""
         step, taken = start, 0
         while True:

@@ -2,8 +2,8 @@
 
     found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
-The engine has left the step's update out already, on the device and in the same step. Here the micro-batches are run
-again, without gradients, to find the first module whose output is not finite.
+The engine has left the step out already, on the device and in the same step. Here the micro-batches are run again,
+without gradients, to find the first module whose output is not finite; the model's buffers are left as they are.
 """
 
 import math
@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.buffers import unmoved
 from lockstep.guards.reading import ReadStep
 from lockstep.world import World
 
-__all__ = ["Buffers", "is_bad", "origin"]
-
-
-def is_bad(step: ReadStep) -> bool:
-    """Whether the step's gradient, the same on every rank, is not finite, in a step without a loss scale's doing."""
-    return not math.isfinite(step.norm)
+__all__ = ["origin"]
 
 
 def origin(
@@ -42,12 +38,13 @@ def origin(
     """
     mine: list[Any] | None = None
     losses = iter(step.losses)
-    for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
-        seed(step.record.step, batch.index)
-        module, finite = _first(plain, loss_of, batch)
-        before = not batch.weight or math.isfinite(next(losses))
-        if mine is None and batch.weight and (module or not finite or not before):
-            mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
+    with unmoved(plain):
+        for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
+            seed(step.record.step, batch.index)
+            module, finite = _first(plain, loss_of, batch)
+            before = not batch.weight or math.isfinite(next(losses))
+            if mine is None and batch.weight and (module or not finite or not before):
+                mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
     found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
     if not found:
         return "the losses are finite: the backward made it"
@@ -94,24 +91,3 @@ def _finite(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_finite(item) for item in value)
     return True
-
-
-class Buffers:
-    """A model's floating buffers as they were after the last good step: a bad batch's forward has moved them already.
-
-    Costs nothing for a model without such buffers, else one copy of them a step.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_meta]
-        self._good = [buffer.clone() for buffer in self._held]
-
-    def keep(self) -> None:
-        """The step was good."""
-        if self._held:
-            torch._foreach_copy_(self._good, self._held)
-
-    def put_back(self) -> None:
-        """The step was not."""
-        if self._held:
-            torch._foreach_copy_(self._held, self._good)

@@ -1,27 +1,25 @@
 """Steps that are not to be applied, and the way back to a checkpoint from before them.
 
-    skips = Skips(folder)
-    skips.add(412)                          # at most `limit` in a run
-    engine = skips.around(engine, start)    # drops the gradients of those steps
-    raise Rollback(412)                     # run.py starts again from the newest checkpoint
+    skips = Skips(folder / "checkpoints" / "skips.json", limit, world, plan)
+    skips.add(412, "why")                   # at most `limit` in a run
+    412 in skips.steps                      # the loop's limit for it is -inf: the engine leaves it out
+    raise Rollback("why")                   # run.py starts again from the newest checkpoint
 
-The list stands in the run's folder (skips.json), since the checkpoint gone back to does not know of it.
+The list stands beside the checkpoints, since the one that is gone back to does not know of it: whoever moves them away
+moves it too.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import final
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from lockstep.checkpoint.files import refusal, write_file
-from lockstep.engines.base import Engine, StepResult
 from lockstep.errors import LockstepError
+from lockstep.world import World
 
 __all__ = ["Rollback", "Skips"]
 
@@ -31,74 +29,53 @@ class Rollback(LockstepError):
 
 
 class Skips:
-    """The steps that are left out of a run. Every rank holds the same list; rank 0 writes it.
+    """The steps that are left out of a run. Rank 0 reads and writes the file, and tells the others.
 
     Args:
-        path: of the file; what is in it is taken over.
+        path: of the file; what is in it is taken over where it was written for the same plan.
         limit: how many steps may be left out in all.
-        writes: whether this rank writes.
+        world: its ranks make one together, and call `add` together.
+        plan: what the steps' numbers mean: a run with another one has other steps.
+
+    Attributes:
+        steps: in the order in which they were found.
     """
 
-    def __init__(self, path: Path, limit: int, writes: bool) -> None:
-        self._path, self._limit, self._writes = path, limit, writes
-        self.steps: list[int] = []
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            self.steps = [int(step) for step in json.loads(path.read_text(encoding="utf-8"))]
+    def __init__(self, path: Path, limit: int, world: World, plan: dict[str, Any]) -> None:
+        self._path, self._limit, self._world = path, limit, world
+        self._plan = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+        self.steps: list[int] = world.gather(self._read() if world.is_main else [])[0]  # collective
 
     def add(self, step: int, why: str) -> None:
-        """Leaves `step` out from now on.
+        """Leaves `step` out from now on. Collective.
 
         Raises:
             LockstepError: that would be one too many, or the file cannot be written.
         """
-        if step not in self.steps:
-            if len(self.steps) >= self._limit:
-                raise LockstepError(
-                    f"{why}; {self._limit} steps were left out before (--guards.limit): lower --lr or clean the data"
-                )
-            self.steps.append(step)
-            if self._writes:
-                self._write()
+        if step in self.steps:
+            return
+        if len(self.steps) >= self._limit:
+            raise LockstepError(
+                f"{why}; {self._limit} steps were left out before (--guards.limit): lower --lr or clean the data"
+            )
+        self.steps.append(step)
+        error = self._write() if self._world.is_main else None
+        self._world.check(error)  # collective
 
-    def _write(self) -> None:
+    def _read(self) -> list[int]:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if found["plan"] == self._plan:
+                return [int(step) for step in found["steps"]]
+        return []
+
+    def _write(self) -> LockstepError | None:
         part = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        content = {"steps": self.steps, "plan": self._plan}
         try:
-            write_file(part, [json.dumps(self.steps).encode() + b"\n"])
+            write_file(part, [json.dumps(content).encode() + b"\n"])
             os.replace(part, self._path)  # whole or not at all: without it a rollback would meet the step again
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise LockstepError(refusal(error)) from error
-
-    def around(self, engine: Engine, start: int) -> Engine:
-        """The engine, its updates left out in these steps; itself where there are none to come."""
-        coming = frozenset(step for step in self.steps if step >= start)
-        return _Skipping(engine, coming, start) if coming else engine
-
-
-@final
-class _Skipping:
-    """An engine that applies no update in some steps; `step` is called once a step from `start` on."""
-
-    def __init__(self, inner: Engine, steps: frozenset[int], start: int) -> None:
-        self.model: nn.Module = inner.model
-        self._inner, self._steps, self._next = inner, steps, start
-
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._inner.accumulate(last)
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._inner.backward(loss, weight)
-
-    def step(self, factor: float) -> StepResult:
-        self._next += 1
-        if self._next - 1 not in self._steps:
-            return self._inner.step(factor)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        return StepResult(torch.zeros(()), False)
-
-    def state(self) -> dict[str, Tensor]:
-        return self._inner.state()
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self._inner.restore(state)
+            return LockstepError(refusal(error))
+        return None

@@ -1,42 +1,63 @@
 """A gradient's norm far above what is usual for the run.
 
 spike = Spike()
-if spike.sees(norm): ...        # above median + 8 robust deviations, and above three times the median
-spike.limit                     # what the next step's norm must stay below; infinite while too little is known
+limit = spike.limit(step)           # what the step's norm must stay below; infinite while too little is known
+if spike.sees(step, norm): ...      # above median + 8 robust deviations, and above three times the median
 """
 
 import math
 from collections import deque
+from typing import Any
 
 __all__ = ["Spike"]
 
 _WINDOW, _LEAST, _EVERY = 128, 32, 16
 _DEVIATIONS, _TIMES = 8.0, 3.0
 _NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
+_LATE = 2  # steps after which an estimate holds: a device tells a step's norm when the next step has begun
 
 
 class Spike:
     """A running estimate that one value cannot move: the median and the median deviation of the last 128 norms.
 
-    Attributes:
-        limit: above it a norm is a spike.
+    What limits a step depends on the norms up to the last but one alone, so that it is the same whether norms are read
+    at once or a step late. The state belongs into checkpoints: it decides which steps are applied.
     """
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._count = 0
-        self.limit = math.inf
+        self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the present one, and the next
 
-    def sees(self, norm: float) -> bool:
-        """Whether `norm` is a spike; only what is not is learnt from. Costs a microsecond; every 16th step ten."""
-        if norm > self.limit:
+    def limit(self, step: int) -> float:
+        """Above it the norm of `step` is a spike."""
+        return next((limit for first, limit in reversed(self._limits) if step >= first), math.inf)
+
+    def sees(self, step: int, norm: float) -> bool:
+        """Whether the norm of `step` is a spike; only what is not is learnt from. Steps come in order.
+
+        Costs a microsecond; every 16th step ten.
+        """
+        if not norm < self.limit(step):
             return True
-        if math.isfinite(norm) and norm > 0:
+        if norm > 0:
             self._norms.append(norm)
             self._count += 1
             if self._count >= _LEAST and self._count % _EVERY == 0:
-                self.limit = self._estimate()
+                self._limits.append((step + _LATE, self._estimate()))
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, which JSON keeps to the last bit."""
+        return {"norms": list(self._norms), "count": self._count, "limits": [list(pair) for pair in self._limits]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        self._norms.clear()
+        self._norms.extend(state["norms"])
+        self._count = state["count"]
+        self._limits.clear()
+        self._limits.extend((first, limit) for first, limit in state["limits"])
 
     def _estimate(self) -> float:
         ordered = sorted(self._norms)
