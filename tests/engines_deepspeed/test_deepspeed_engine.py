@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -278,3 +279,27 @@ def _infinite(world):
 
 def test_an_infinite_loss_on_one_rank_is_left_out_on_all():
     assert run(_infinite, 2) == [[[True, False, True]] * 3] * 2
+
+
+def _limited(world, stage):
+    """(applied, norm) of five steps, the second over the limit, the fourth left out."""
+    name = "deepspeed" if world.size > 1 else "single"
+    options = {"zero_stage": stage} if world.size > 1 else {}
+    made, batches = build(world, name=name, count=5, **options)
+    found, limits = [], [math.inf, 1e-3, math.inf, -math.inf, math.inf]
+    for step, micro in batches.from_step(0):
+        for batch in micro:
+            with made.accumulate(batch is micro[-1]):
+                made.backward(TASK.loss(made.model, batch.data), batch.weight / 50)
+        result = made.step(1.0, limits[step])
+        found.append((result.applied, float(result.norm)))
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_over_the_limit_is_left_out_on_all_ranks(stage):
+    one, two = run(_limited, 2, stage)
+    assert one == two
+    assert [applied for applied, _ in one] == [True, False, True, False, True]
+    wanted = _limited(World(), 0)
+    close([norm for _, norm in one], [norm for _, norm in wanted])

@@ -37,7 +37,7 @@ class DeepSpeed:
             that is not served, or that DeepSpeed itself refuses.
     """
 
-    options: ClassVar[tuple[str, ...]] = ("config", "zero_stage", "cpu_offload")
+    options: ClassVar[tuple[str, ...]] = ("config", "zero_stage", "cpu_offload", "broadcast_buffers")
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("deepspeed", world)
@@ -56,7 +56,7 @@ class DeepSpeed:
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
         if self._split:
-            self._finish: Any = _ZeroStep(self._ds, settings, world)
+            self._finish: Any = _ZeroStep(self._ds, self._stage, settings, world)
             self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
         else:
             self._finish = Update(made, settings)
@@ -98,13 +98,14 @@ class DeepSpeed:
 class _ZeroStep:
     """The end of a step under ZeRO: DeepSpeed's own, with lockstep's rates and loss scale."""
 
-    def __init__(self, ds: Any, settings: Settings, world: World) -> None:
+    def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
         self._scaler = LossScale() if settings.loss_scaling else None
         self._limit, self._seen = math.inf, math.nan
-        self._norm = self._zero.scaled_global_norm
-        self._zero.scaled_global_norm = self._limited_norm  # what DeepSpeed itself asks before it updates
+        asked = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # what DeepSpeed asks before it updates
+        self._norm = getattr(self._zero, asked)
+        setattr(self._zero, asked, self._limited_norm)
         self._scale()
 
     def __call__(self, factor: float | None, limit: float) -> StepResult:
@@ -129,9 +130,12 @@ class _ZeroStep:
         Where it finds an overflow before it asks for the norm, the step's norm stays infinite.
         """
         found = self._norm(*args, **settings)  # collective
-        norm = float(found) / float(self._zero.loss_scale)  # waits for the device
-        self._seen = norm if norm >= 0.0 else math.inf  # -1 stands for one that is not finite
-        return found if self._seen < self._limit else math.inf
+        groups = [float(norm) for norm in (found if isinstance(found, list) else [found])]  # waits for the device
+        # -1 stands for a norm that is not finite
+        self._seen = math.inf if min(groups) < 0.0 else math.hypot(*groups) / float(self._zero.loss_scale)
+        if self._seen < self._limit:
+            return found
+        return [found[0] * math.inf] if isinstance(found, list) else math.inf
 
     def _left(self) -> list[Tensor]:
         """What ZeRO keeps of gradients beyond a step, and takes or adds to where a micro-batch leaves a parameter out.

@@ -38,6 +38,7 @@ class FSDP:
     places: ClassVar[bool] = True  # the model on the device, block by block
     options: ClassVar[tuple[str, ...]] = (
         "find_unused_parameters",
+        "broadcast_buffers",
         "sharding",
         "shard_size",
         "accumulate",
