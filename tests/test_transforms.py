@@ -238,6 +238,68 @@ def test_prepare_applies_the_order_and_says_what_it_chose():
     assert {p.dtype for p in ready(GPT(SHAPE), precision="bf16-true").parameters()} == {torch.bfloat16}
 
 
+class Kinds(nn.Module):
+    """A tensor of each kind that a precision may or may not cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.base = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        self.packed = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+        self.fourier = nn.Parameter(torch.ones(2, dtype=torch.complex64) * 1j)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("rotary", torch.polar(torch.ones(2), torch.arange(2.0)))
+        self.register_buffer("frequencies", torch.tensor([1 / 3]), persistent=False)
+        self.register_buffer("position", torch.arange(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("precision", "real", "imaginary", "table"),
+    [
+        ("float32", "float32", "complex64", "float32"),
+        ("bf16", "float32", "complex64", "float32"),
+        ("fp16", "float32", "complex64", "float32"),
+        ("bf16-true", "bfloat16", "complex64", "float32"),
+        ("float64", "float64", "complex128", "float64"),
+    ],
+)
+def test_what_a_precision_casts(precision, real, imaginary, table):
+    said = []
+    made = ready(Kinds(), precision=precision, say=said.append)
+    found = {name: str(t.dtype).removeprefix("torch.") for name, t in (*made.named_parameters(), *made.named_buffers())}
+    assert found == {
+        "trained": real,
+        "frozen": real,
+        "base": "bfloat16",
+        "wide": "float64",
+        "packed": "uint8",
+        "fourier": imaginary,
+        "mean": real,
+        "rotary": imaginary,
+        "frequencies": table,
+        "position": "int64",
+    }
+    assert torch.equal(made.rotary, torch.polar(torch.ones(2), torch.arange(2.0)).to(made.rotary.dtype))
+    assert torch.equal(made.fourier, torch.full((2,), 1j, dtype=made.fourier.dtype))
+    assert all(p.requires_grad is (name in ("trained", "fourier")) for name, p in made.named_parameters())
+    wanted = {"float32": [2], "float64": [1], "bf16-true": [1, 1]}.get(precision, [])  # tensors that each line counts
+    assert [int(line.split()[0]) for line in said] == wanted
+    if precision == "float32":
+        assert said[0].startswith("2 frozen parameters stay as they were made, beside float32: base (bfloat16) and 1 m")
+
+
+def test_a_cast_model_keeps_its_ties_and_its_place():
+    with torch.device("meta"):
+        model = Network(dtype=torch.float32)
+    model.register_parameter("base", nn.Parameter(torch.ones(1, dtype=torch.float16, device="meta"), False))
+    made = ready(model, move=False, precision="float64")
+    assert made.head.weight is made.embedding.weight
+    assert made.head.weight.dtype is torch.float64
+    assert (made.base.dtype, made.base.is_meta) == (torch.float16, True)
+
+
 def test_a_model_on_the_meta_device_stays_there():
     with torch.device("meta"):
         model = Network()

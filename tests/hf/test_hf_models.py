@@ -13,6 +13,7 @@ from lockstep import checkpoint
 from lockstep.errors import ConfigError
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.tasks.causal_lm import summed_cross_entropy
+from lockstep.transforms import prepare
 
 IDS = torch.arange(24).reshape(2, 12) * 11 % 300
 
@@ -58,6 +59,26 @@ def test_a_model_takes_the_dtype_and_another_vocabulary(model_folder, tmp_path):
     model = opened(model_folder, tmp_path).build(vocab_size=270, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert logits_of(model, IDS % 270).shape == (2, 12, 270)
+
+
+def test_rotary_frequencies_are_not_rounded(tmp_path):
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=300, architectures=["LlamaForCausalLM"], **shape).save_pretrained(tmp_path / "llama")
+    model, wanted = (
+        prepare(
+            opened(tmp_path / "llama", tmp_path).build(vocab_size=300, dtype=dtype),
+            precision=precision,
+            compile_model=False,
+            device=torch.device("cpu"),
+        )
+        for dtype, precision in ((torch.bfloat16, "bf16-true"), (torch.float32, "float32"))
+    )
+    tables = dict(wanted.named_buffers())
+    assert tables
+    assert all(torch.equal(tables[name], table) for name, table in model.named_buffers())
+    assert logits_of(model, IDS).dtype is torch.bfloat16
 
 
 def pretrained_bits(world, folder, cache):

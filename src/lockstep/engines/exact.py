@@ -104,7 +104,7 @@ class Tree:
 
     def __init__(self, parameters: list[Tensor], fold: int, world: World, slots: int = 0) -> None:
         self._parameters, self._fold, self._world, self._slots = parameters, fold, world, slots
-        self._dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})  # holds each exactly
+        self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
         self._counter = Counter(fold, _added)
         self._count = 0
         self._exchange: Exchange | None = None
@@ -115,7 +115,7 @@ class Tree:
         if self._count % self._fold:  # until then autograd adds the micro-batches of this fold in order
             return
         # One layout for all, since the order in which a norm is summed may follow it.
-        gradients = [None if p.grad is None else p.grad.to(self._dtype).contiguous() for p in self._parameters]
+        gradients = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
         present = [g for g in gradients if g is not None]
         if present and self._fold > 1:  # where a micro-batch misses one, fsdp adds zeros and autograd nothing: x + 0
             torch._foreach_add_(present, 0.0)
@@ -133,10 +133,21 @@ class Tree:
         check_slots(made, self._slots, self._world)
         sums = self._counter.total()
         if self._world.size > 1:
-            self._exchange = self._exchange or Exchange(self._parameters, self._dtype, self._world)
+            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
             sums = self._exchange(sums)
         for parameter, found in zip(self._parameters, sums, strict=True):
-            parameter.grad = None if found is None else found.to(parameter.dtype)
+            parameter.grad = None if found is None else _like(parameter, found)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, which add alike; any other as it is."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _like(parameter: Tensor, found: Tensor) -> Tensor:
+    if parameter.is_complex():
+        return torch.view_as_complex(found.to(_real(parameter).dtype))
+    return found.to(parameter.dtype)
 
 
 class Exchange:

@@ -34,6 +34,12 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     name = type(optimizer).__name__
     if engine in engines:
         raise ConfigError(f"--engine {engine} does not go with {name}: {why}; use AdamW, or see docs/engines.md")
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if engine == "zero" and len(dtypes) > 1:
+        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(f"--engine zero: the parameters are {shown}, and it splits those of one dtype; use ddp")
+    if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
+        raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
     if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
         # Its first step takes the whole gradient; under ZeRO the momentum is there before, as zeros.
         raise ConfigError(f"--engine deepspeed does not go with the dampening of {name}; use dampening=0, or ddp")

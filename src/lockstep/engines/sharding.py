@@ -105,6 +105,13 @@ def _check_parameters(model: nn.Module, blocks: Blocks) -> None:
             f"--engine fsdp cannot split {turned[0]}, which is not contiguous (channels_last, or a transposed tensor); "
             "make it so, or use --engine ddp"
         )
+    # AdamW and its kin update `view_as_real` of a parameter; of a shard that is a copy, and the shard stays as it was.
+    complexes = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+    if complexes:
+        raise ConfigError(
+            f"--engine fsdp cannot train the complex parameter {complexes[0]}: torch's optimizers do not move shards "
+            "of such; hold it as real numbers (torch.view_as_complex in the forward), or use --engine ddp"
+        )
     inside = {p for block in blocks.modules for p in block.parameters()}
     groups = [list(block.parameters()) for block in blocks.modules]
     groups.append([p for p in model.parameters() if p not in inside])

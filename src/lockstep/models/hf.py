@@ -73,7 +73,7 @@ class HubModel:
 
         Args:
             vocab_size: rows of the token table of a drawn model; a pretrained one keeps its own.
-            dtype: of parameters and buffers.
+            dtype: of the parameters.
 
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
@@ -82,7 +82,10 @@ class HubModel:
             if pretrained:
                 with _once_per_node(self.name, self._cache, self._say):
                     return self._read(dtype).train()
-            return self._drawn(vocab_size).to(dtype).train()
+            model = self._drawn(vocab_size)
+            for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
+                parameter.data = parameter.data.to(dtype)
+            return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
         """The commit whose files were taken: the package keeps each commit's in a folder of that name."""

@@ -79,7 +79,7 @@ def prepare(
         say(line)
     model = attention(model, chosen.attention, blocks)
     model = checkpointed(model, chosen.activation_checkpointing, blocks)
-    model = parameters_in(model, dtype)
+    model = parameters_in(model, dtype, mixes=precision in AUTOCAST, say=say)
     if move:
         model = model.to(device)
     if precision in AUTOCAST:

@@ -1,9 +1,9 @@
 """In which dtype parameters lie and products are computed, and what is compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["AUTOCAST", "PARAMETERS", "autocast", "compiled", "parameters_in"]
 
@@ -16,11 +16,68 @@ PARAMETERS = {
     "float64": torch.float64,
 }
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DEFAULTS = (torch.float32, torch.complex64)  # what a maker gets without asking: they follow the precision
 
 
-def parameters_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Floating-point parameters and buffers in `dtype`."""
-    return model.to(dtype)
+def parameters_in(
+    model: nn.Module, dtype: torch.dtype, *, mixes: bool = False, say: Callable[[str], None] = lambda line: None
+) -> nn.Module:
+    """The model's floating-point parameters and buffers in `dtype`, in place. Three kinds of tensors are no plain case:
+
+    - complex ones stay complex: complex128 beside float64, complex64 beside every other dtype;
+    - a frozen parameter in another dtype than torch's defaults was put there on purpose, and stays as it is;
+    - beside bfloat16 a floating-point buffer that is no state (persistent=False) stays as it is: it is a table, such as
+      rotary frequencies, which bfloat16 would round to other positions.
+
+    Args:
+        mixes: autocast will bring the dtypes together, so nothing needs to be said.
+        say: takes a line for the person where the model mixes dtypes that torch may refuse to multiply.
+    """
+    frozen = {
+        name: p
+        for name, p in model.named_parameters()
+        if not p.requires_grad and p.dtype not in _DEFAULTS and (p.is_floating_point() or p.is_complex())
+    }
+    tables = _tables(model) if dtype is torch.bfloat16 else {}
+    kept = {*frozen.values(), *tables.values()}
+    wide = torch.complex128 if dtype is torch.float64 else torch.complex64
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor in kept:
+            return tensor
+        if tensor.is_complex():
+            return tensor.to(wide)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    model._apply(cast)  # type: ignore[no-untyped-call]  # as nn.Module.to does it
+    if not mixes:
+        _tell("frozen parameters", {name: p for name, p in frozen.items() if p.dtype is not dtype}, dtype, say)
+        _tell("buffers that are no state", {name: b for name, b in tables.items() if b.dtype is not dtype}, dtype, say)
+    return model
+
+
+def _tables(model: nn.Module) -> dict[str, Tensor]:
+    """The floating-point buffers that no checkpoint keeps."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point()
+    }
+
+
+def _tell(what: str, tensors: dict[str, Tensor], dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    if tensors:
+        first, tensor = next(iter(tensors.items()))
+        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        say(
+            f"{len(tensors)} {what} stay as they were made, beside {_name(dtype)}: {first} ({_name(tensor.dtype)})"
+            f"{more}; where torch refuses to multiply the two, cast in the forward, or use --precision bf16"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Module:
