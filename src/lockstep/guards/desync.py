@@ -2,8 +2,9 @@
 
     check(engine.state(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
 
-A fingerprint of every tensor (xxh3 over its bytes, so that order counts) is compared between ranks that hold the same
-part of the same tensors: all of them under ddp, the copies of a shard under hybrid sharding, none under full sharding.
+A fingerprint of every tensor (xxh3 over its bytes, so that order counts) is compared between the ranks that hold the
+same part of it: all ranks for what is replicated, be it one buffer beside sharded parameters; the copies of a shard
+under hybrid sharding. What one rank alone holds is not read.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["check", "fingerprints"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
+_CHUNK = 1 << 24  # words at a time: their places take 128 MiB
 
 
 def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
@@ -44,53 +46,89 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def _on_device(local: Tensor) -> Tensor:
-    """Sum of each word times an odd number that depends on its place, modulo 2**64. 0-dim int64."""
+    """Sum of each word times an odd number that depends on its place, modulo 2**64. 0-dim int64.
+
+    A chunk of words at a time, so that it needs no more memory than two int64 vectors of a chunk.
+    """
     flat = local.detach().contiguous().reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
-    places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * _ODD | 1
-    return (words * places).sum()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        places = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
+        total += places.mul_(_ODD).bitwise_or_(1).mul_(chunk).sum()
+    return total
 
 
 def check(state: dict[str, Tensor], world: World, step: int) -> None:
-    """Compares the replicas' states after `step` steps. Every rank calls it. Collective.
+    """Compares the replicas' states after `step` steps. Every rank calls it. Collective: one exchange of a digest for
+    each set of ranks that hold the same parts, and one of the fingerprints where digests differ.
 
     Raises:
         DifferenceError: on every rank, naming the first tensor that differs, and the rank where most ranks agree.
     """
     if world.size == 1:
         return
-    mine = fingerprints(state)
-    parts = xxhash.xxh3_64_hexdigest(repr([(name, part) for name, (part, _) in mine.items()]).encode())
-    whole = xxhash.xxh3_64_hexdigest(repr([value for _, value in mine.values()]).encode())
-    gathered = world.gather([parts, whole])  # collective
-    if len({part for part, _ in gathered}) == len({(part, value) for part, value in gathered}):
-        return
-    others = world.gather(mine)  # collective
-    raise DifferenceError(_described(others, step))
+    known: dict[Any, list[int]] = {}
+    holders = {name: _holders(tensor, world, known) for name, tensor in state.items()}
+    mine = fingerprints({name: tensor for name, tensor in state.items() if len(holders[name]) > 1})
+    digests: dict[str, Any] = {}
+    for name, value in mine.items():  # in the order of names, on every rank
+        digests.setdefault(_key(holders[name]), xxhash.xxh3_64()).update(repr((name, value)).encode())
+    gathered = world.gather({ranks: digest.hexdigest() for ranks, digest in digests.items()})  # collective
+    found = {ranks: [gathered[int(rank)].get(ranks) for rank in ranks.split()] for each in gathered for ranks in each}
+    odd = {ranks for ranks, values in found.items() if len(set(values)) > 1}
+    if odd:
+        shown = {name: value for name, value in mine.items() if _key(holders[name]) in odd}
+        raise DifferenceError(_described(world.gather(shown), step))  # collective
+
+
+def _holders(tensor: Tensor, world: World, known: dict[Any, list[int]]) -> list[int]:
+    """The ranks that hold the same part of a tensor as this rank; [] where it holds none.
+
+    Args:
+        known: what was found before, by mesh and placement.
+    """
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    placements: Any = tuple(getattr(tensor, "placements", ()))
+    if (mesh, placements) not in known:
+        ranks = list(range(world.size))
+        if mesh is not None:
+            at = mesh.get_coordinate()
+            ranks = [] if at is None else _copies(mesh.mesh, placements, at)
+        known[mesh, placements] = ranks
+    return known[mesh, placements]
+
+
+def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
+    """Of a mesh's ranks those that differ from the one at `at` in replicated dimensions alone."""
+    same = [slice(None) if type(kind).__name__ == "Replicate" else i for kind, i in zip(placements, at, strict=True)]
+    return sorted(ranks[tuple(same)].reshape(-1).tolist())
+
+
+def _key(ranks: list[int]) -> str:
+    return " ".join(map(str, ranks))
 
 
 def _described(ranks: list[dict[str, list[Any]]], step: int) -> str:
-    for name in ranks[0] | {name: None for each in ranks for name in each}:
-        by_part: dict[str, dict[int, str]] = {}
-        for rank, each in enumerate(ranks):
-            if name in each:
-                by_part.setdefault(repr(each[name][0]), {})[rank] = each[name][1]
-        for values in by_part.values():
-            if len(set(values.values())) > 1:
-                count = sum(_differs(other, name) for other in _names(ranks)) - 1
-                more = f" (and {count} more tensors)" if count else ""
-                return f"after step {step} {_odd(values)} in {name}{more}; go back to a checkpoint, and check memory"
-    return f"after step {step} the replicas differ in which tensors they hold; start all ranks alike"
+    names = list(dict.fromkeys(name for each in ranks for name in each))
+    odd = [(name, values) for name in names if (values := _differing(ranks, name))]
+    if odd:
+        more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
+        return f"after step {step} {_odd(odd[0][1])} in {odd[0][0]}{more}; go back to a checkpoint, and check memory"
+    few = next((name for name in names if len({repr(each.get(name, [""])[0]) for each in ranks}) > 1), "in number")
+    return f"after step {step} the replicas differ in which tensors they hold, beginning with {few}; start all alike"
 
 
-def _names(ranks: list[dict[str, list[Any]]]) -> list[list[str]]:
-    """For each tensor that all ranks hold whole or in the same part: its fingerprints by rank."""
-    shared = [name for name in ranks[0] if all(name in each and each[name][0] == ranks[0][name][0] for each in ranks)]
-    return [[each[name][1] for each in ranks] for name in shared]
-
-
-def _differs(values: list[str], _: str) -> bool:
-    return len(set(values)) > 1
+def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
+    """rank -> fingerprint, of the ranks that hold the same part of a tensor with different bits; {} for none such."""
+    by_part: dict[str, dict[int, str]] = {}
+    for rank, each in enumerate(ranks):
+        if name in each:
+            by_part.setdefault(repr(each[name][0]), {})[rank] = each[name][1]
+    return next((values for values in by_part.values() if len(set(values.values())) > 1), {})
 
 
 def _odd(values: dict[int, str]) -> str:

@@ -1,0 +1,140 @@
+"""Under every engine what several ranks hold is compared, part by part: one flipped bit is named with its rank."""
+
+import pytest
+import torch
+from distributed import run
+from support import build
+from toys import train
+
+from lockstep.checkpoint.layout import local_of
+from lockstep.errors import DifferenceError
+from lockstep.guards import desync
+
+CASES = [
+    # engine, its options, ranks, tensor in which a bit flips
+    ("ddp", {}, 3, "optimizer/last.weight/exp_avg_sq"),
+    ("ddp", {}, 3, "model/offset"),
+    ("zero", {}, 3, "model/last.bias"),
+    ("zero", {}, 3, "model/offset"),
+    ("fsdp", {}, 3, "model/offset"),
+    ("fsdp", {}, 3, "optimizer/first.weight/step"),
+    ("fsdp", {"sharding": "hybrid", "shard_size": 2}, 4, "model/offset"),
+    ("fsdp", {"sharding": "none"}, 3, "model/first.weight"),
+]
+
+
+class Shifted(torch.nn.Module):
+    """Two Linears and a buffer between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
+        self.register_buffer("offset", torch.ones(8))
+
+    def forward(self, x):
+        return self.last((self.first(x) + self.offset).relu())
+
+
+class Squares:
+    def model(self):
+        return Shifted().double()
+
+    def dataset(self, split):
+        rows = torch.randn(48, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return torch.utils.data.TensorDataset(rows)
+
+    def collate(self, samples):
+        return torch.stack([sample[0] for sample in samples])
+
+    def count(self, batch):
+        return len(batch)
+
+    def loss(self, model, batch):
+        return model(batch).square().sum()
+
+
+def flip(tensor):
+    """The lowest bit of the last number that this rank holds."""
+    local = local_of(tensor).reshape(-1)
+    words = local.view(torch.int64 if local.element_size() == 8 else torch.int32)
+    words[-1] ^= 1
+
+
+def said(world, made):
+    try:
+        desync.check(made.state(), world, 3)
+    except DifferenceError as error:
+        return str(error)
+    return ""
+
+
+def flipped(world, engine, options, cases):
+    """What the guard says of a healthy run, and after the flip of a bit on rank 1 of each of the tensors in turn."""
+    made, batches = build(world, Squares(), engine, size=12, count=3, **options)
+    train(world, made, batches, Squares())
+    found = [said(world, made)]
+    for name in cases:
+        for _ in range(2):  # the second flip puts it back
+            state = made.state()  # collective under zero
+            if world.rank == 1:
+                flip(state[name])
+            found.append(said(world, made))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "size"), list(dict.fromkeys((c[0], tuple(c[1].items()), c[2]) for c in CASES))
+)
+def test_one_bit_of_what_several_ranks_hold_is_named(engine, options, size):
+    names = [case[3] for case in CASES if (case[0], tuple(case[1].items()), case[2]) == (engine, options, size)]
+    ranks = run(flipped, size, engine, dict(options), names)
+    assert all(found == ranks[0] for found in ranks)
+    healthy, *rest = ranks[0]
+    assert healthy == ""
+    for name, (wrong, back) in zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True):
+        assert (
+            wrong
+            == f"after step 3 rank 1 differs from the other ranks in {name}; go back to a checkpoint, and check memory"
+        )
+        assert back == ""
+
+
+def shards(world):
+    """A bit of a shard that ranks 1 and 3 hold, flipped on rank 1; then one of the optimizer's state for it."""
+    made, batches = build(world, Squares(), "fsdp", size=8, count=3, sharding="hybrid", shard_size=2)
+    train(world, made, batches, Squares())
+    found = []
+    for name in ("model/first.weight", "optimizer/first.weight/exp_avg"):
+        if world.rank == 1:
+            flip(made.state()[name])
+        found.append(said(world, made))
+    return found
+
+
+def test_a_copy_of_a_shard_is_compared_with_its_copies_alone():
+    for first, both in run(shards, 4):
+        assert first.startswith(
+            "after step 3 rank 1 and rank 3 differ (no majority says which is right) in model/first.w"
+        )
+        assert " in model/first.weight (and 1 more tensors); " in both
+
+
+def exchanges(world):
+    """How often the ranks spoke in a check of a healthy state, and which tensors were read."""
+    made, batches = build(world, Squares(), "fsdp", size=8, count=1)
+    train(world, made, batches, Squares())
+    state, read, gathered = made.state(), [], []
+    kept, gather = desync.fingerprints, world.gather
+    desync.fingerprints = lambda held: read.extend(held) or kept(held)
+    type(world).gather = lambda self, value: gathered.append(1) or gather(value)
+    desync.check(state, world, 1)
+    return len(gathered), sorted(read)
+
+
+def test_a_check_speaks_once_and_reads_no_part_that_one_rank_alone_holds():
+    count, read = run(exchanges, 2)[0]
+    assert count == 1
+    assert read == [
+        "model/offset",
+        *(f"optimizer/{layer}.{kind}/step" for layer in ("first", "last") for kind in ("bias", "weight")),
+    ]

@@ -1,0 +1,79 @@
+"""The fingerprint of a tensor on a device: every bit and place counts, in bounded memory."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.guards import desync
+
+DTYPES = [
+    torch.uint8,
+    torch.bool,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def plainly(tensor):
+    """The sum of each word times an odd number of its place, in Python's own numbers."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    words = tensor.contiguous().reshape(-1).view(kind).tolist()
+    return sum(word * (place * 0x9E3779B97F4A7C15 | 1) for place, word in enumerate(words)) % (1 << 64)
+
+
+def values(dtype, count):
+    drawn = torch.randn(count, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 50
+    return torch.view_as_complex(drawn).to(dtype) if dtype.is_complex else drawn[:, 0].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 24])
+def test_a_fingerprint_is_the_same_in_chunks_of_any_size(dtype, chunk, monkeypatch):
+    monkeypatch.setattr(desync, "_CHUNK", chunk)
+    for count in (0, 1, 7, 64, 65):
+        tensor = values(dtype, count)
+        assert int(desync._on_device(tensor)) % (1 << 64) == plainly(tensor)
+
+
+def test_each_bit_counts_and_numbers_that_are_equal_but_not_the_same():
+    zeros = torch.zeros(5)
+    assert desync._on_device(zeros) != desync._on_device(-zeros)
+    tensor = values(torch.float32, 5)
+    seen = {int(desync._on_device(tensor))}
+    for place in range(5):
+        for bit in range(32):
+            other = tensor.clone()
+            other.view(torch.int32)[place] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
+            seen.add(int(desync._on_device(other)))
+    assert len(seen) == 1 + 5 * 32
+    nan = torch.full((3,), torch.nan)
+    assert desync.fingerprints({"a": nan}) == desync.fingerprints({"a": nan.clone()})
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that lay in tensors made within it, at one time, and how large the largest was."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        before = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in before:
+            self.largest = max(self.largest, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_fingerprint_takes_no_more_memory_than_a_chunks_places(dtype, monkeypatch):
+    monkeypatch.setattr(desync, "_CHUNK", 1 << 10)
+    tensor = values(dtype, 1 << 16)
+    with Largest() as memory:
+        desync._on_device(tensor)
+    assert 0 < memory.largest <= 8 << 10
