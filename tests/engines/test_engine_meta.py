@@ -1,8 +1,10 @@
-"""Models that `--engine.meta-init` cannot make."""
+"""What fsdp holds of a model while it is made, and models that `--engine.meta-init` cannot make."""
 
 import pytest
 import torch
 from distributed import run
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep.config import EngineOptions
 from lockstep.engines import birth, engine
@@ -32,3 +34,47 @@ def test_a_plain_tensor_that_meta_init_would_leave_without_values_is_named():
     for line, code in run(_untold, 2):
         assert "--engine.meta-init: scale of the model is a plain tensor" in line
         assert code == 2
+
+
+class Deep(torch.nn.Module):
+    """Six blocks of one size and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+        self.head = torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+
+
+def _gathered(world, meta_init):
+    """The most bytes of whole parameters on this rank at one time after sharding; the names that are watched, and those
+    that one backward missed, and two would have."""
+    options = EngineOptions(meta_init=meta_init)
+    with birth("fsdp", world, options).where:
+        model = Deep()
+    most, unshard = [0], FSDPModule.unshard
+
+    def watched(self, async_op=False):
+        handle = unshard(self, async_op)
+        most[0] = max(most[0], sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor)))
+        return handle
+
+    FSDPModule.unshard = watched
+    made = engine("fsdp", model, sgd, world, blocks=list(model.blocks), options=options)
+    FSDPModule.unshard = unshard
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    made.backward(made.model(torch.ones(2, 32)).square().sum())
+    return most[0], made._usage.names, made._usage.missed(1), made._usage.missed(2)
+
+
+@pytest.mark.parametrize("meta_init", [False, True])
+def test_while_hooks_are_set_one_block_is_whole_at_a_time(meta_init):
+    unit = 4 * (32 * 32 + 32)
+    for most, names, missed, more in run(_gathered, 4, meta_init):
+        assert 0 < most <= 2 * unit
+        assert sorted(names) == sorted(name for name, _ in Deep().named_parameters())
+        assert (missed, more) == ([], names)  # each is counted once

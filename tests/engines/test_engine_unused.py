@@ -10,6 +10,25 @@ from toys import train
 from lockstep.world import World
 
 
+def _told(world, name):
+    """The lines of a run in which each rank uses the extra layer in one of its two micro-batches."""
+    task, lines = Plain("always"), []
+    made, batches = build(world, task, name, size=4, count=2, lines=lines)
+    module, calls = next(m for m in made.model.modules() if isinstance(m, Three)), iter(range(1000))
+    module.wanted = lambda x: bool(next(calls) % 2)
+    train(world, made, batches, task)
+    return [line for line in lines if "not used by every micro-batch" in line]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero", "fsdp"])
+def test_a_parameter_used_by_one_of_two_backwards_is_told(name):
+    for lines in run(_told, 2, name):
+        assert len(lines) == 1
+        assert lines[0].startswith(
+            f"--engine {name}: 2 parameters are not used by every micro-batch (extra.weight, extra"
+        )
+
+
 def _left_out(world, name, settings):
     """The state after five steps; in the third no micro-batch uses the extra layer, in all others each does."""
     task = Plain("always")

@@ -1,6 +1,7 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, cast, final
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.exact import Tree, check_slots
@@ -149,14 +151,17 @@ class FSDP:
         if wish == "false":
             return
         root.set_reduce_scatter_unused_params(True)
-        for unit in self._units:
-            unit.unshard()
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self._usage = Usage(trained, self._world)
-        for unit in self._units:
-            unit.reshard()
-        self._names = [name for name, _ in trained]
+        self._usage = Usage(self._trained(), self._world)
         self._told = wish == "true"
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter) of what is trained. A unit is gathered for its own alone, and given back after."""
+        for unit in self._units:
+            unit.unshard()  # collective
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    yield name, parameter
+            unit.reshard()
 
     def _drop_unused(self, usage: Usage, backwards: int) -> None:
         """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process.
@@ -173,7 +178,7 @@ class FSDP:
         unused = usage.unused()  # collective
         if any(unused):
             held = dict(self.model.named_parameters())
-            for name, missed in zip(self._names, unused, strict=True):
+            for name, missed in zip(usage.names, unused, strict=True):
                 if missed:
                     held[name].grad = None
 

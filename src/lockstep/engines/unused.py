@@ -21,23 +21,28 @@ class Usage:
     """Counts, for each parameter, the backwards that gave it a gradient.
 
     Args:
-        named: the parameters that are trained, in the same order on every rank.
+        named: the parameters that are trained, in the same order on every rank; each is hooked before the next is asked
+            for, so that a generator may hold one at a time.
         world: the ranks.
+
+    Attributes:
+        names: of these parameters, in that order.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], world: World) -> None:
-        pairs = list(named)
-        self._names = [name for name, _ in pairs]
+        self.names: list[str] = []
         self._world = world
-        self._counts = [0] * len(pairs)
+        self._counts: list[int] = []
         self._handles: list[Any] = []
-        for index, (_, tensor) in enumerate(pairs):
+        for index, (name, tensor) in enumerate(named):
             parameter: Any = tensor
             self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._counts, index)))
+            self._counts.append(0)
+            self.names.append(name)
 
     def missed(self, backwards: int) -> list[str]:
         """The parameters that were not used by each of this rank's `backwards`, on any rank."""
-        return [name for name, count in zip(self._names, self._over_ranks(backwards), strict=True) if count[0]]
+        return [name for name, count in zip(self.names, self._over_ranks(backwards), strict=True) if count[0]]
 
     def unused(self) -> list[bool]:
         """For each parameter, whether no backward of any rank used it. Begins to count anew."""
