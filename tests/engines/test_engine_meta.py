@@ -1,5 +1,8 @@
 """What fsdp holds of a model while it is made, and models that `--engine.meta-init` cannot make."""
 
+import gc
+import warnings
+
 import pytest
 import torch
 from distributed import run
@@ -7,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import EngineOptions
-from lockstep.engines import birth, engine
+from lockstep.engines import birth, engine, sharding
 from lockstep.errors import LockstepError
 
 
@@ -48,6 +51,44 @@ class Deep(torch.nn.Module):
         for block in self.blocks:
             x = x + block(x).relu()
         return self.head(x)
+
+
+def _held():
+    """Bytes of all plain tensors of this process, each piece of memory once."""
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor) and not thing.is_meta:
+            found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def _made(world):
+    """The most bytes that this rank holds whenever a unit was sharded, or gathered, while the engine is made."""
+    options = EngineOptions(meta_init=True)
+    with birth("fsdp", world, options).where:
+        model = Deep()
+    before, seen = _held(), []
+
+    def watched(function):
+        def call(*given, **named):
+            result = function(*given, **named)
+            seen.append(_held() - before)
+            return result
+
+        return call
+
+    sharding.fully_shard = watched(sharding.fully_shard)
+    FSDPModule.unshard = watched(FSDPModule.unshard)
+    warnings.filterwarnings("ignore")  # of deprecated things that the collector knows
+    engine("fsdp", model, sgd, world, blocks=list(model.blocks), options=options)
+    return len(seen), max(seen)
+
+
+def test_a_model_is_never_whole_while_it_is_made_block_by_block():
+    unit, whole = 4 * (32 * 32 + 32), sum(p.nbytes for p in Deep().parameters())
+    for count, most in run(_made, 4)[1:]:  # rank 0 has drawn it
+        assert count == 14
+        assert most <= whole / 4 + 2 * unit
 
 
 def _gathered(world, meta_init):

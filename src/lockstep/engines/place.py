@@ -2,7 +2,7 @@
 
     with birthplace("fsdp", options, world):    rank 0 on the host, the others on the meta device, for `meta_init`
         model = task.model()
-    place(module, world, everywhere=False)      the module's tensors on the device, rank 0's values on every rank
+    place(modules, world, send=True)            their tensors on the device, rank 0's values on every rank
 
 With `meta_init` the weights are those that a single process draws, whatever the world size: rank 0 alone draws them,
 and sends them on a tensor at a time, block by block, as the blocks are sharded. So one host process holds the model
@@ -48,14 +48,16 @@ def check_placeable(model: nn.Module, world: World) -> None:
     world.check(None)
 
 
-def place(modules: list[nn.Module], world: World, *, send: bool, memo: dict[Tensor, nn.Parameter]) -> None:
+def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
     """Puts the own tensors of each module (not of its children) on `world.device`.
 
     Args:
-        modules: the same on every rank.
+        modules: of one unit, the same on every rank.
         send: whether rank 0's values go to all; without it every rank keeps its own.
-        memo: meta parameter -> what took its place, so that tied parameters stay tied; the same dict in each call.
     """
+    # What took a parameter's place, so that tied ones stay tied: none is tied across units (see find_blocks). Kept any
+    # longer, it would hold every unit whole.
+    memo: dict[Tensor, nn.Parameter] = {}
     with torch.no_grad():
         for module in modules:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

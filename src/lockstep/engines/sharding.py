@@ -4,7 +4,7 @@ import os
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -61,12 +61,11 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         "reshard_after_forward": False if options.sharding == "grad-op" else None,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
-    memo: dict[Tensor, nn.Parameter] = {}
     for block in blocks.modules:
-        place(list(block.modules()), world, send=options.meta_init, memo=memo)
+        place(list(block.modules()), world, send=options.meta_init)
         fully_shard(block, mp_policy=_precision(options, whole=False), **policies)
     inside = {part for block in blocks.modules for part in block.modules()}
-    place([part for part in model.modules() if part not in inside], world, send=options.meta_init, memo=memo)
+    place([part for part in model.modules() if part not in inside], world, send=options.meta_init)
     fully_shard(model, mp_policy=_precision(options, whole=True), **policies)
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, options, mesh, settings)
