@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The CUDA build of torch where an NVIDIA GPU is visible, else the pinned build that CI tests.
 TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help train check chaos test test-full test-gpu clean
+.PHONY: help train check chaos mutants test test-full test-gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test-full: .venv/ready ## the slow tests too
 chaos: .venv/ready ## every planted fault against real runs, then the table in docs/reliability.md (long)
 	$(BIN)/python -m pytest tests/chaos tests/guards
 	$(BIN)/python bench/chaos.py --write
+
+mutants: .venv/ready ## plausible mistakes put into a copy of the core: do the tests notice? (long; ARGS="--only loop --count 4")
+	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

@@ -1,0 +1,244 @@
+"""Would the tests notice? Puts plausible mistakes into the core, one at a time, and runs the tests that matter.
+
+    make mutants
+    PYTHONPATH=src:tests python -m mutants.run --only engines --count 3 --seed 7        two may run at once
+
+Mistakes are drawn evenly over the areas, the same for the same seed and sources, and are put into a copy of the tree.
+A mistake is found where a test fails, or hangs, that passes without it; it survives where all pass. One that does not
+import is not counted, nor one that stands in equal.txt with the reason why nobody could notice. Ends with 1 where fewer
+than 85 % were found.
+"""
+
+import argparse
+import difflib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants.kinds import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST = 0.85  # of the mistakes that count
+NOT_COPIED = (".git", ".venv", "outputs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
+
+WHOLE = "test_loop*.py test_run*.py"
+GUARDS = "guards/test_guards*.py"
+# (area, its modules under src/lockstep, the tests that matter to them, cheapest first; patterns of files)
+TABLE = [
+    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate.py test_worlds.py {WHOLE}"),
+    ("data", "data/order.py", "test_order.py test_batches*.py"),
+    ("data", "data/batches*.py", f"test_batches*.py data/*.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
+    ("data", "data/hub*.py", "hf/test_hub_data.py data/*.py"),
+    ("data", "data/*.py", "test_text.py data/*.py test_batches*.py hf/test_hub_data.py"),
+    ("engines", "engines/deepspeed*.py", "engines_deepspeed/*.py"),
+    ("engines", "engines/*.py", f"engines/test_*.py test_worlds.py {GUARDS} test_batchnorm*.py"),
+    ("checkpoint", "checkpoint/export*.py", "test_export.py"),
+    ("checkpoint", "checkpoint/*.py", f"checkpoint/test_*.py engines/test_engine_checkpoints.py {WHOLE} guards/*.py"),
+    ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_*.py {WHOLE}"),
+    ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
+    ("diagnose", "diagnose/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
+    ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
+    ("batchnorm", "batchnorm.py transforms/batchnorm.py", "test_batchnorm*.py"),
+    ("bookkeeper", "bookkeeper.py meter.py", f"test_bookkeeper*.py {WHOLE} guards/test_saver.py"),
+    ("run", "run.py", f"{WHOLE} test_command.py {GUARDS}"),
+    ("parts", "parts.py plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
+]
+
+
+class Site(NamedTuple):
+    """A mistake in a file, and the tests that are to notice it."""
+
+    area: str
+    path: Path  # from the tree's root
+    mutant: Mutant
+    tests: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    """found, survived, uncounted or unsure, and by which test or why."""
+
+    verdict: str
+    detail: str
+
+
+def sites(root: Path, table: list[tuple[str, str, str]]) -> dict[str, list[Site]]:
+    """area -> every mistake that can be put into its modules; a module counts in the first row that has it."""
+    found, seen = defaultdict(list), set()
+    for area, modules, tests in table:
+        chosen = [p for pattern in tests.split() for p in sorted((root / "tests").glob(pattern))]
+        names = tuple(dict.fromkeys(str(p.relative_to(root)) for p in chosen if p.name.startswith("test_")))
+        for path in (p for pattern in modules.split() for p in sorted(root.glob(f"src/*/{pattern}"))):
+            if path not in seen:
+                seen.add(path)
+                made = mutants(path.read_text(encoding="utf-8"))
+                found[area] += [Site(area, path.relative_to(root), mutant, names) for mutant in made]
+    return found
+
+
+def drawn(found: dict[str, list[Site]], seed: int) -> Iterator[Site]:
+    """All mistakes, area after area in turn; in an area a kind is drawn, then one of it. One a line."""
+    queues = [_queue(found[area], random.Random(f"{seed} {area}")) for area in found]
+    while queues:
+        for queue in list(queues):
+            site = next(queue, None)
+            if site is None:
+                queues.remove(queue)
+            else:
+                yield site
+
+
+def _queue(all_of_it: list[Site], draw: random.Random) -> Iterator[Site]:
+    kinds, lines = defaultdict(list), set()
+    for site in all_of_it:
+        kinds[site.mutant.kind].append(site)
+    for group in kinds.values():
+        draw.shuffle(group)
+    while kinds:
+        kind = draw.choice(sorted(kinds))
+        site = kinds[kind].pop()
+        if not kinds[kind]:
+            del kinds[kind]
+        if (site.path, site.mutant.line) not in lines:
+            lines.add((site.path, site.mutant.line))
+            yield site
+
+
+class Copy:
+    """A copy of the tree, in which tests run with one mistake at a time.
+
+    Args:
+        root: of the tree.
+        limit: seconds after which a run of tests counts as hung.
+    """
+
+    def __init__(self, root: Path, folder: Path, limit: float) -> None:
+        self.root, self._limit, self._temporary = folder / "tree", limit, folder / "tmp"
+        shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+        self._now = time.time()
+        self._healthy: dict[str, bool] = {}
+
+    def tried(self, site: Site) -> Outcome:
+        """What becomes of one mistake."""
+        path = self.root / site.path
+        before = path.read_text(encoding="utf-8")
+        self._write(path, site.mutant.put_into(before))
+        try:
+            module = ".".join(site.path.with_suffix("").parts[1:])
+            if self._python("-c", f"import {module}")[0]:
+                return Outcome("uncounted", "does not import")
+            code, said = self._pytest(*site.tests)
+        finally:
+            self._write(path, before)
+        if code in (0, 5):
+            return Outcome("survived", "")
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
+        if code is None or not failed:
+            return Outcome("found", "a test hangs" if code is None else f"pytest ended with {code}")
+        test = failed[1]
+        if test not in self._healthy:
+            self._healthy[test] = self._pytest(test)[0] == 0
+        return Outcome("found" if self._healthy[test] else "unsure", test)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        self._now += 2  # compiled files are told apart by whole seconds
+        os.utime(path, (self._now, self._now))
+
+    def _pytest(self, *tests: str) -> tuple[int | None, str]:
+        options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={self._temporary}", "--timeout=120")
+        return self._python("-m", "pytest", *options, "-m", "not slow and not gpu", *tests)
+
+    def _python(self, *command: str) -> tuple[int | None, str]:
+        """(exit code, None where it took too long; what it printed)."""
+        environment = os.environ | {"PYTHONPATH": str(self.root / "src"), "COLUMNS": "400"}
+        with subprocess.Popen(
+            [sys.executable, *command], cwd=self.root, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                said = process.communicate(timeout=self._limit)[0]
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # pytest ends what its tests started
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=5)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                return None, ""
+        return process.returncode, said
+
+
+def difference(root: Path, site: Site) -> str:
+    """The lines that the mistake changes."""
+    before = (root / site.path).read_text(encoding="utf-8")
+    lines = difflib.unified_diff(before.splitlines(), site.mutant.put_into(before).splitlines(), n=0, lineterm="")
+    return "\n".join(f"    {line}" for line in lines if line[:2] not in ("--", "++", "@@"))
+
+
+def key(root: Path, site: Site) -> str:
+    """How a mistake is named in equal.txt: `path: the line as it is -> as the mistake makes it`."""
+    changed = [line.strip() for line in difference(root, site).splitlines()]
+    old, new = ([line[1:].strip() for line in changed if line[0] == sign] for sign in "-+")
+    return f"{Path(*site.path.parts[2:])}: {' '.join(old)} -> {' '.join(new)}"
+
+
+def equal(path: Path) -> set[str]:
+    """The mistakes that cannot be noticed: lines of equal.txt, each before its reason (a line that begins with #)."""
+    return {line for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"}
+
+
+def report(results: list[tuple[Site, Outcome]], seconds: float) -> float:
+    """Prints the share by area, and returns the whole."""
+    counted = [(site.area, outcome.verdict) for site, outcome in results if outcome.verdict in ("found", "survived")]
+    print(f"\n{'area':<12}{'mistakes':>9}{'found':>7}{'share':>7}")
+    for area in (*dict.fromkeys(area for area, _ in counted), "all"):
+        mine = [verdict for each, verdict in counted if area in (each, "all")]
+        share = mine.count("found") / max(len(mine), 1)
+        print(f"{area:<12}{len(mine):>9}{mine.count('found'):>7}{share:>7.0%}")
+    print(f"in {seconds:.0f} s")
+    return share
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tuple[str, str, str]] = TABLE) -> int:
+    parser = argparse.ArgumentParser(description="Puts plausible mistakes into a copy of the core; do tests notice?")
+    parser.add_argument("--count", type=int, default=48, help="mistakes that count (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
+    parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/order.py")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds a mistake (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="show what would be tried, and try nothing")
+    asked = parser.parse_args(arguments)
+    known = equal(Path(__file__).with_name("equal.txt"))
+    areas = {
+        area: [s for s in chosen if asked.only in ("", area) or str(s.path).endswith(f"/{asked.only}")]
+        for area, chosen in sites(root, table).items()
+    }
+    queue = (site for site in drawn({a: s for a, s in areas.items() if s}, asked.seed) if key(root, site) not in known)
+    results, counted, began = [], 0, time.monotonic()
+    print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(root, Path(folder), asked.limit)
+        while counted < asked.count and (site := next(queue, None)):
+            outcome = Outcome("listed", "") if asked.list else copy.tried(site)
+            results.append((site, outcome))
+            counted += outcome.verdict not in ("uncounted", "unsure")
+            where = f"{site.path}:{site.mutant.line}"
+            print(f"{outcome.verdict:<10}{where}  {site.mutant.kind}  {outcome.detail}", flush=True)
+            if outcome.verdict != "found":
+                print(difference(root, site), flush=True)
+    if asked.list:
+        return 0
+    return int(report(results, time.monotonic() - began) < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
