@@ -52,3 +52,13 @@ def test_deepspeed_refuses_dampening():
     damped = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9, dampening=0.5)
     with pytest.raises(ConfigError, match="--engine deepspeed does not go with the dampening of SGD; use dampening=0"):
         check_optimizer("deepspeed", damped, exact=False)
+
+
+def test_one_fused_group_is_enough_to_be_refused_under_exact_fsdp():
+    pairs = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    groups = [{"params": [pairs[0]], "fused": True}, {"params": [pairs[1]]}]
+    for mixed in (torch.optim.AdamW(groups, lr=0.1), torch.optim.AdamW(groups[::-1], lr=0.1)):
+        with pytest.raises(ConfigError, match="--exact with --engine fsdp: the fused AdamW rounds"):
+            check_optimizer("fsdp", mixed, exact=True)
+        check_optimizer("fsdp", mixed, exact=False)
+        check_optimizer("ddp", mixed, exact=True)

@@ -303,3 +303,55 @@ def test_a_step_over_the_limit_is_left_out_on_all_ranks(stage):
     assert [applied for applied, _ in one] == [True, False, True, False, True]
     wanted = _limited(World(), 0)
     close([norm for _, norm in one], [norm for _, norm in wanted])
+
+
+class Line(torch.nn.Module):
+    """y = 0.5 a - 0.25 b: numbers that float16 holds exactly, so that its results can be written down."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            self.line.weight.copy_(torch.tensor([[0.5, -0.25]]))
+
+    def forward(self, x):
+        return self.line(x)
+
+
+def _halves(world, cases):
+    """(norms, weight) of two steps under float16 and SGD for each (stage, clip)."""
+    warnings.simplefilter("ignore")  # the package's own
+    found = []
+    for stage, clip in cases:
+        made = engine(
+            "deepspeed",
+            autocast(Line(), torch.float16, "cpu"),
+            lambda held: torch.optim.SGD(held.parameters(), lr=0.5),
+            world,
+            clip=clip,
+            loss_scaling=True,
+            options=EngineOptions(zero_stage=stage),
+        )
+        data, norms = torch.tensor([[0.25, 0.5], [0.75, 0.0], [1.25, 1.0], [0.75, 2.5]]), []
+        for _ in range(2):
+            rows = data.chunk(world.size)[world.rank].split(1)
+            for number, row in enumerate(rows):
+                with made.accumulate(number == len(rows) - 1):
+                    made.backward(made.model(row).float().sum(), 0.25)
+            norms.append(float(made.step(1.0).norm))
+        with torch.no_grad():  # each rank may hold a part: what the model answers shows the whole
+            found.append((norms, [made.model(torch.tensor([row])).item() for row in ([1.0, 0.0], [0.0, 1.0])]))
+    return found
+
+
+def test_float16_in_numbers():
+    """The gradient is (0.75, 1), its norm 1.25; two steps at a rate of 0.5, clipped to half of it or not.
+
+    Under AdamW a gradient that is wrong by a constant factor trains the same.
+    """
+    cases = [(1, 0.0), (2, 0.625), (3, 0.625)]
+    for found in run(_halves, 2, cases):
+        for (_, clip), (norms, weight) in zip(cases, found, strict=True):
+            part = 0.5 if clip else 1.0
+            assert norms == pytest.approx([1.25, 1.25], rel=1e-5)
+            assert weight == pytest.approx([0.5 - 0.75 * part, -0.25 - part], rel=1e-3)
