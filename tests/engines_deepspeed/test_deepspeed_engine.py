@@ -349,7 +349,7 @@ def test_float16_in_numbers():
 
     Under AdamW a gradient that is wrong by a constant factor trains the same.
     """
-    cases = [(1, 0.0), (2, 0.625), (3, 0.625)]
+    cases = [(0, 0.0), (1, 0.0), (2, 0.625), (3, 0.625)]
     for found in run(_halves, 2, cases):
         for (_, clip), (norms, weight) in zip(cases, found, strict=True):
             part = 0.5 if clip else 1.0
