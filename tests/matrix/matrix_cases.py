@@ -1,0 +1,127 @@
+"""The factors of the matrix, which combinations are runs, and a set of them that has every pair.
+
+    for case in covering(): ...         # each pair of two factors' values that a run can have is in one of them
+    case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after")
+
+A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
+"""
+
+import itertools
+import random
+from typing import NamedTuple
+
+__all__ = ["FACTORS", "Case", "covering", "everything", "pairs", "parse", "reference", "refusal", "sample", "valid"]
+
+
+class Case(NamedTuple):
+    """One combination. Its line, `str(case)`, names it."""
+
+    engine: str
+    sums: str
+    world: int
+    model: str
+    workers: int
+    fault: str
+    policy: str
+    precision: str
+    reader: str
+    resume: str
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in self)
+
+    @property
+    def exact(self) -> bool:
+        return self.sums == "exact"
+
+    @property
+    def stops(self) -> bool:
+        """Whether the fault ends the run."""
+        return self.fault == "nan" and self.policy == "stop"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the step of the fault is left out of the run."""
+        return self.fault in ("nan", "spike") and self.policy != "stop"
+
+
+FACTORS: dict[str, tuple[object, ...]] = {
+    "engine": ("single", "ddp", "zero", "fsdp"),
+    "sums": ("plain", "exact"),
+    "world": (1, 2, 3, 4),
+    "model": ("mlp", "batchnorm", "buffer", "tied", "rotary"),
+    "workers": (0, 2),
+    "fault": ("none", "nan", "spike", "error", "killed"),
+    "policy": ("stop", "skip", "rollback"),
+    "precision": ("float32", "bf16", "fp16"),
+    "reader": ("now", "late"),
+    "resume": ("none", "before", "after"),
+}
+assert tuple(FACTORS) == Case._fields
+
+
+def refusal(case: Case) -> str:
+    """What the error's line must say where the combination is refused; "" where it is not."""
+    if case.engine == "single" and case.world > 1:
+        return "single"
+    if case.exact and case.world == 3:
+        return "exact"
+    if case.exact and case.model == "buffer":
+        return "buffer"
+    return ""
+
+
+def valid(case: Case) -> bool:
+    """Whether the combination is a run, to its end or to the fault that ends it."""
+    never_after = case.stops and case.resume == "after"  # there is no after
+    return not refusal(case) and not never_after
+
+
+def reference(case: Case) -> Case:
+    """The exact run whose bits the exact run `case` must have: what is not to matter is at its simplest."""
+    policy = "skip" if case.leaves_out else "stop"  # a step left out is left out, whether in its place or by a rollback
+    fault = "none" if case.fault == "killed" else case.fault
+    return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none")
+
+
+def parse(line: str) -> Case:
+    """The case that a line names. Raises ValueError for one that is none."""
+    words = line.strip().split("-")
+    known = [{str(value): value for value in values} for values in FACTORS.values()]
+    if len(words) != len(known) or any(word not in values for word, values in zip(words, known, strict=True)):
+        raise ValueError(f"{line!r} names no case: it is ten words, one of each of {FACTORS}")
+    return Case(*(values[word] for word, values in zip(words, known, strict=True)))  # type: ignore[arg-type]
+
+
+def everything() -> list[Case]:
+    """All runs."""
+    return [case for values in itertools.product(*FACTORS.values()) if valid(case := Case(*values))]  # type: ignore[arg-type]
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Its 45 pairs of (factor, value)."""
+    return set(itertools.combinations(zip(Case._fields, case, strict=True), 2))
+
+
+def covering(seed: int = 0, tries: int = 60) -> list[Case]:
+    """Runs that have every pair which any run has: greedily, the best of a few runs with a pair that is still missing."""
+    draw, runs = random.Random(seed), everything()
+    having: dict[object, list[Case]] = {}
+    for case in draw.sample(runs, len(runs)):
+        for pair in pairs(case):
+            having.setdefault(pair, []).append(case)
+    missing, chosen = dict.fromkeys(sorted(having, key=repr)), []
+    while missing:
+        rarest = min(missing, key=lambda pair: len(having[pair]))
+        few = draw.sample(having[rarest], min(tries, len(having[rarest])))
+        best = max(few, key=lambda case: len(pairs(case) & missing.keys()))
+        chosen.append(best)
+        for pair in pairs(best):
+            missing.pop(pair, None)
+    return chosen
+
+
+def sample(count: int, seed: int) -> list[Case]:
+    """So many runs, drawn from all."""
+    runs = everything()
+    return random.Random(seed).sample(runs, min(count, len(runs)))

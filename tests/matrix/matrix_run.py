@@ -1,0 +1,180 @@
+"""Runs the cases of the matrix on real processes: many cases in one group of processes for each world size.
+
+    found = play([parse("..."), ...], folder)       # {case: [what each of its starts said, by rank]}
+
+A case is one to three starts of `lockstep.train`: up to where it is stopped or killed, and on to its end.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from distributed import RankError, run
+from matrix_cases import Case
+from matrix_oracle import CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
+from matrix_subject import BAD, BATCH, MICRO, STEPS, Subject
+
+import lockstep
+from lockstep.config import Checkpoint, Config, Data, Guards, Optim
+from lockstep.errors import LockstepError
+from lockstep.guards import spike
+from lockstep.guards.reading import Reader
+
+__all__ = ["NAME", "Start", "folder_of", "play", "starts"]
+
+NAME = "run"
+_STOPS = {"before": 5, "after": BAD + 1}
+_BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world begins
+_SECONDS = 20.0  # that a rank may be without progress
+_SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
+
+
+class Start(NamedTuple):
+    """One start of a case's run.
+
+    Attributes:
+        number: 0 for the first of its case.
+        world: the number of ranks.
+        stop_at: 0: to the end.
+        kills: the last rank is killed after the step BAD.
+    """
+
+    case: Case
+    number: int
+    world: int
+    stop_at: int
+    kills: bool
+
+
+def starts(case: Case) -> list[Start]:
+    """The starts of a case, in order. Half of those that are stopped began on another number of ranks."""
+    other = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
+    first = _BEFORE[case.world] if other else case.world
+    found = [(case.world, 0, False)]
+    if case.resume == "after":
+        found.insert(0, (first, _STOPS["after"], False))
+    if case.fault == "killed":
+        found.insert(0, (case.world, 0, True))
+    if case.resume == "before":
+        found.insert(0, (first, _STOPS["before"], False))
+    return [Start(case, number, *each) for number, each in enumerate(found)]
+
+
+def folder_of(root: Path, case: Case) -> Path:
+    return root / str(case)
+
+
+def play(cases: list[Case], root: Path) -> None:
+    """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
+    todo = [start for case in dict.fromkeys(cases) for start in starts(case)]
+    for case in dict.fromkeys(start.case for start in todo if start.kills):
+        mine = [start for start in todo if start.case == case]
+        last = next(place for place, start in enumerate(mine) if start.kills)
+        _group(case.world, mine[: last + 1], root)
+        todo = [start for start in todo if start not in mine[: last + 1]]
+    for world in sorted({start.world for start in todo}):
+        _group(world, [start for start in todo if start.world == world], root)
+
+
+def _group(world: int, todo: list[Start], root: Path) -> None:
+    """These starts, one after the other in the same processes; in new ones after a start that broke them."""
+    while todo:
+        try:
+            run(_all, world, todo, root, timeout=60.0 + 10.0 * len(todo))
+            return
+        except RankError as error:
+            done = [start for start in todo if all(_said(root, start, rank).exists() for rank in range(world))]
+            broken = next(start for start in todo if start not in done)
+            if not broken.kills:
+                (folder_of(root, broken.case) / f"{broken.number}-broken.txt").write_text(str(error))
+            todo = todo[todo.index(broken) + 1 :]
+
+
+def _said(root: Path, start: Start, rank: int) -> Path:
+    return folder_of(root, start.case) / f"{start.number}-{rank}.json"
+
+
+def _all(world, todo, root):
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    world.timeout = _SECONDS
+    # A few norms are enough to judge a spike: the runs are short.
+    spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
+    for start in todo:
+        folder = folder_of(root, start.case)
+        folder.mkdir(parents=True, exist_ok=True)
+        world.barrier()
+        found = _one(world, start, folder)
+        _said(root, start, world.rank).write_text(json.dumps(found))
+        gc.collect()
+
+
+def _one(world, start, folder):
+    """One start: {"taken": steps, "error": line}; the model's buffers after the last step in buffers-RANK.pt."""
+    case, taken, error = start.case, [], ""
+    torch.use_deterministic_algorithms(False)
+    task = Subject(case.model, case.fault, folder)
+    _late(case.reader == "late")
+    try:
+        for record in lockstep.train(settings(start, folder), task, world):
+            taken.append(record.step)
+            if start.kills and record.step == BAD and world.rank == world.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if record.step == STEPS - 1:
+                buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
+                torch.save(buffers, folder / f"buffers-{world.rank}.pt")
+    except LockstepError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return {"taken": taken, "error": error}
+
+
+def settings(start: Start, folder: Path) -> Config:
+    case = start.case
+    return Config(
+        experiment_name=NAME,
+        save_dir=str(folder),
+        num_epochs=1,
+        stop_at=start.stop_at,
+        lr=LR,
+        batch_size=BATCH,
+        micro_batch_size=MICRO,
+        log_freq=4,
+        ckpt_freq=3,
+        engine=case.engine,
+        precision=case.precision,
+        exact=case.exact,
+        timeout=_SECONDS,
+        data=Data(workers=case.workers),
+        optim=Optim(clip=CLIP, warmup_steps=WARMUP, floor=FLOOR, weight_decay=WEIGHT_DECAY),
+        checkpoint=Checkpoint(keep=10),
+        guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
+    )
+
+
+def _late(late: bool) -> None:
+    """Whether a step's numbers arrive a step late, as from a device."""
+    if hasattr(Reader, "lag"):
+        Reader.lag = 1 if late else None
+        return
+    global _ADD, _REST
+    if not late:
+        Reader.add, Reader.rest = _ADD, _REST
+        return
+
+    def add(self, record, micro):
+        self._flying.append(_ADD(self, record, micro)[0])
+        return [self._flying.popleft()] if len(self._flying) > 1 else []
+
+    def rest(self):
+        return [self._flying.popleft() for _ in range(len(self._flying))]
+
+    Reader.add, Reader.rest = add, rest
+
+
+_ADD, _REST = Reader.add, Reader.rest

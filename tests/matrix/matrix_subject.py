@@ -1,0 +1,191 @@
+"""What is trained in the matrix: five small models, one data set with one bad sample, and the loss.
+
+Nothing in here knows of lockstep but `order`, its documented order of samples, and `noise`, its documented seed of a
+sample: the oracle trains the same models on the same samples in a loop of its own.
+"""
+
+import os
+import random
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.data.order import Shuffled
+from lockstep.seeds import derive
+
+__all__ = ["BAD", "BATCH", "MICRO", "SAMPLES", "STEPS", "Subject", "loss_sum", "make", "order", "seeded"]
+
+BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
+STEPS = 10
+SAMPLES = STEPS * BATCH - MICRO  # the last step is short
+BAD = 7  # the step of the fault, 0-based; the sample lies in its last micro-batch
+_INPUTS, _WIDTH, _OUTPUTS = 6, 8, 5
+
+
+def order():
+    """The samples in the order of the run, which has one epoch."""
+    return [int(sample) for sample in Shuffled(SAMPLES, 0).at(0, SAMPLES)[1]]
+
+
+def seeded(sample):
+    """Seeds every generator as a data set finds it where `sample` is asked for, in the first epoch."""
+    key = derive(0, "sample", 0, sample)
+    torch.manual_seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(_INPUTS, _WIDTH), nn.Linear(_WIDTH, _OUTPUTS)
+
+    def forward(self, x, token):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class BatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(_INPUTS, _WIDTH, bias=False)  # with a bias its gradient would be rounding alone
+        self.norm = nn.BatchNorm1d(_WIDTH)
+        self.last = nn.Linear(_WIDTH, _OUTPUTS)
+
+    def forward(self, x, token):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class Moving(Mlp):
+    """Its forward moves two buffers, which the loss does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(_WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, token):
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(hidden.float().mean(0), alpha=0.1)
+                self.count += 1
+        return self.last(hidden)
+
+
+class Tied(nn.Module):
+    """The head is the embedding, and a layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(_OUTPUTS, _WIDTH)
+        self.frozen, self.middle = nn.Linear(_INPUTS, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.head = nn.Linear(_WIDTH, _OUTPUTS, bias=False)
+        self.head.weight = self.embedding.weight  # drawn larger than a Linear's: in float16 the spike overflows here
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, token):
+        return self.head(torch.tanh(self.middle(self.embedding(token) + self.frozen(x))))
+
+
+class Rotary(Mlp):
+    """A complex table turns pairs of features by the token's angle."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(float(_OUTPUTS)), 2.0 ** -torch.arange(_WIDTH // 2))
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, x, token):
+        pairs = torch.view_as_complex(self.first(x).float().view(-1, _WIDTH // 2, 2))
+        return self.last(torch.tanh(torch.view_as_real(pairs * self.table[token]).flatten(1)))
+
+
+_MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}
+
+
+def make(name):
+    """The model, always with the same weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return _MODELS[name]()
+
+
+def loss_sum(model, batch):
+    """The summed square error of the outputs that are kept; small, so that float16 can hold its scaled gradient."""
+    error = model(batch["x"], batch["token"]).float() - batch["target"]
+    return 0.05 * (error.square() * batch["kept"]).sum()
+
+
+def collate(samples):
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class Samples(torch.utils.data.Dataset):
+    """Ragged: of each sample's outputs one to five are kept. With the fault "error" a sample draws noise, and the bad
+    one then raises, once in all processes and starts of the run.
+
+    Args:
+        fault: as in the case.
+        raised: the file that says that it has raised.
+    """
+
+    def __init__(self, fault, raised=None):
+        draw = torch.Generator().manual_seed(11)
+        self.x = torch.randn(SAMPLES, _INPUTS, generator=draw)
+        self.token = torch.randint(_OUTPUTS, (SAMPLES,), generator=draw)
+        self.target = 0.3 * torch.randn(SAMPLES, _OUTPUTS, generator=draw)
+        self.kept = torch.arange(_OUTPUTS) < torch.randint(1, _OUTPUTS + 1, (SAMPLES, 1), generator=draw)
+        self.bad = order()[(BAD + 1) * BATCH - 2]
+        self.kept[self.bad] = True
+        self.draws_random, self.raised = fault == "error", raised
+        if fault == "nan":
+            self.x[self.bad, 2] = torch.nan
+        if fault == "spike":
+            self.target[self.bad] = 60.0
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        if self.draws_random:
+            x = x + 0.1 * torch.randn(_INPUTS) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+            if index == self.bad and self.raised and _first(self.raised):
+                raise OSError(5, "Input/output error", f"{index}.png")
+        return {"x": x, "token": self.token[index], "target": self.target[index], "kept": self.kept[index]}
+
+
+def _first(path):
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+class Subject:
+    """The task, as a user writes it."""
+
+    def __init__(self, model, fault, folder):
+        self.name, self.fault, self.folder = model, fault, Path(folder)
+        self.made = lambda: None
+
+    def model(self):
+        made = make(self.name)
+        self.made = weakref.ref(made)  # to look at; whoever trains it holds it
+        return made
+
+    def dataset(self, split):
+        return Samples(self.fault, self.folder / "raised") if split == "train" else None
+
+    def collate(self, samples):
+        return collate(samples)
+
+    def count(self, batch):
+        return int(batch["kept"].sum())
+
+    def loss(self, model, batch):
+        return loss_sum(model, batch)

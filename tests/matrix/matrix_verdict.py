@@ -1,0 +1,134 @@
+"""What is wrong with a case that was played: nothing, or lines that say what was expected and what was found.
+
+    problems = verdict(case, folder)        # [] is a pass
+    state, buffers = final(case, folder)
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from matrix_cases import Case, reference
+from matrix_oracle import oracle
+from matrix_run import NAME, Start, folder_of, starts
+from matrix_subject import BAD, BATCH, MICRO, STEPS
+
+from lockstep import checkpoint
+from lockstep.errors import CheckpointError
+
+__all__ = ["verdict"]
+
+# The largest difference, as a share of the largest element of a tensor.
+_TOLERANCE = {"float32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
+
+
+def verdict(case: Case, root: Path) -> list[str]:
+    """The case's problems; the exact run that it is compared with must have been played too."""
+    folder = folder_of(root, case)
+    said = {start: _said(folder, start) for start in starts(case)}
+    broken = [file.read_text() for file in sorted(folder.glob("*-broken.txt"))]
+    if broken:
+        return [f"broken: {broken[0]}"]
+    problems = [line for start, each in said.items() for line in _starts_well(start, each)]
+    if problems:
+        return problems
+    done = BAD - 1 if case.stops else STEPS  # the newest checkpoint before the fault is that after step 6
+    found, problems = _state(case, folder, done)
+    if problems:
+        return problems
+    problems = _compared(case, found, _wanted(case, done)[0])
+    problems += [] if case.stops else _buffers(case, folder)
+    if case.exact and case != reference(case):
+        other, missing = _state(reference(case), folder_of(root, reference(case)), done)
+        if missing:
+            return [*problems, *(f"the reference {reference(case)}: {line}" for line in missing)]
+        differ = [name for name in found if _bits(found[name]) != _bits(other[name])]
+        problems += [f"other bits than {reference(case)} in {', '.join(differ)}"] if differ else []
+    return problems + _silent(case, folder)
+
+
+def _said(folder: Path, start: Start) -> list[dict[str, object]]:
+    files = [folder / f"{start.number}-{rank}.json" for rank in range(start.world)]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def _starts_well(start: Start, said: list[dict[str, object]]) -> list[str]:
+    """What each start must have said: no error, or that of the bad step; and that it came to its end."""
+    where = f"start {start.number} on {start.world}"
+    if start.kills:
+        return []  # what the survivors say is looked at where processes die by the hundred: tests/chaos
+    if len(said) < start.world:
+        return [f"{where}: {len(said)} ranks came to its end"]
+    errors, ends = {str(each["error"]) for each in said}, {tuple(each["taken"])[-1:] for each in said}
+    if len(ends) > 1:
+        return [f"{where}: the ranks ended in different steps, {ends}"]
+    if start.case.stops and start.stop_at != 5:
+        bad = [e for e in errors if not e.startswith("LockstepError: ") or f"step {BAD}" not in e or "\n" in e]
+        return [f"{where}: expected one line that names step {BAD}, found {bad or 'none'}"] if bad or not errors else []
+    if errors != {""}:
+        return [f"{where}: expected no error, found {sorted(errors)}"]
+    last = (start.stop_at or STEPS) - 1
+    return [] if ends == {(last,)} else [f"{where}: ended in step {ends}, not in {last}"]
+
+
+def _state(case: Case, folder: Path, done: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    path = folder / NAME
+    lines: list[str] = []
+    newest = checkpoint.newest(path, say=lines.append) if path.exists() else None
+    if newest is None or newest != checkpoint.path_of(path, done):
+        return {}, [f"the newest checkpoint is {newest and newest.name}, not that of step {done} {lines}"]
+    wanted = {name: torch.empty_like(tensor) for name, tensor in _wanted(case, done)[0].items()}
+    try:
+        checkpoint.load(newest, wanted, None)
+    except CheckpointError as error:
+        return {}, [f"{type(error).__name__}: {error}"]
+    return wanted, []
+
+
+def _wanted(case: Case, done: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    fault = "none" if case.fault == "killed" else case.fault
+    moved = -(-(BATCH // MICRO) // case.world)  # the micro-batches of rank 0
+    return oracle(case.model, fault, case.leaves_out, case.precision, done, moved)
+
+
+def _compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors beyond the tolerance; counters and float16's scale must be equal."""
+    problems = []
+    for name, expected in wanted.items():
+        equal = name.startswith("scaler/") or name.endswith("/step") or not expected.is_floating_point()
+        size = float(expected.abs().max()) if expected.numel() else 0.0
+        worst = float((found[name].double() - expected.double()).abs().max())
+        if not worst <= (0.0 if equal else _TOLERANCE[case.precision] * size):
+            problems.append(f"{name} differs by {worst:.3g} of {size:.3g}")
+    return problems
+
+
+def _buffers(case: Case, folder: Path) -> list[str]:
+    """Every rank's buffers, in the model itself: the same bits on all, and the oracle's but for rounding."""
+    held = [torch.load(folder / f"buffers-{rank}.pt") for rank in range(case.world)]
+    problems = []
+    for name, expected in _wanted(case, STEPS)[1].items():
+        mine = held[0].get(name)
+        if mine is None or mine.dtype != expected.dtype:
+            problems.append(f"buffer {name} is {mine if mine is None else mine.dtype}, not {expected.dtype}")
+            continue
+        if any(_bits(other[name]) != _bits(mine) for other in held):
+            problems.append(f"buffer {name} differs between the ranks")
+        worst = float((mine - expected).abs().max())
+        if not worst <= _TOLERANCE[case.precision] * float(expected.abs().max()):
+            problems.append(f"buffer {name} on rank 0 differs by {worst:.3g} of {float(expected.abs().max()):.3g}")
+    return problems
+
+
+def _silent(case: Case, folder: Path) -> list[str]:
+    """A run without a fault warns of nothing."""
+    if case.fault != "none":
+        return []
+    lines = [line for log in folder.glob(f"{NAME}/logs/rank-*.log") for line in log.read_text().splitlines()]
+    return [f"a healthy run says {line!r}" for line in lines if " WARNING " in line or " ERROR " in line]
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(whole.numpy().tobytes()).hexdigest()}"
