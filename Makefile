@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The CUDA build of torch where an NVIDIA GPU is visible, else the pinned build that CI tests.
 TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help train check chaos mutants test test-full test-gpu clean
+.PHONY: help train check chaos matrix mutants test test-full test-gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: .venv/ready ## every test that needs no GPU, except the slow ones
 
 test-full: .venv/ready ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
+
+matrix: .venv/ready ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
+	$(BIN)/python -m pytest tests/matrix
 
 chaos: .venv/ready ## every planted fault against real runs, then the table in docs/reliability.md (long)
 	$(BIN)/python -m pytest tests/chaos tests/guards

@@ -7,6 +7,7 @@ A case is one to three starts of `lockstep.train`: up to where it is stopped or 
 
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -79,7 +80,7 @@ def play(cases: list[Case], root: Path) -> None:
         _group(case.world, mine[: last + 1], root)
         todo = [start for start in todo if start not in mine[: last + 1]]
     for world in sorted({start.world for start in todo}):
-        _group(world, [start for start in todo if start.world == world], root)
+        _group(world, [start for start in todo if start.world == world and not _broken(root, start.case)], root)
 
 
 def _group(world: int, todo: list[Start], root: Path) -> None:
@@ -93,7 +94,11 @@ def _group(world: int, todo: list[Start], root: Path) -> None:
             broken = next(start for start in todo if start not in done)
             if not broken.kills:
                 (folder_of(root, broken.case) / f"{broken.number}-broken.txt").write_text(str(error))
-            todo = todo[todo.index(broken) + 1 :]
+            todo = [start for start in todo[todo.index(broken) + 1 :] if start.case != broken.case]
+
+
+def _broken(root: Path, case: Case) -> bool:
+    return any(folder_of(root, case).glob("*-broken.txt"))
 
 
 def _said(root: Path, start: Start, rank: int) -> Path:
@@ -103,6 +108,9 @@ def _said(root: Path, start: Start, rank: int) -> Path:
 def _all(world, todo, root):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # As under a launcher: loader processes are forked, which a daemon may not do.
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
     world.timeout = _SECONDS
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
