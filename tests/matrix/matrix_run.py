@@ -1,6 +1,6 @@
 """Runs the cases of the matrix on real processes: many cases in one group of processes for each world size.
 
-    found = play([parse("..."), ...], folder)       # {case: [what each of its starts said, by rank]}
+    play([parse("..."), ...], folder)       # what each start said, and what it trained, lies in folder
 
 A case is one to three starts of `lockstep.train`: up to where it is stopped or killed, and on to its end.
 """
@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,8 @@ __all__ = ["NAME", "Start", "folder_of", "play", "starts"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
-_BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world begins
+_BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world and its engine begins
+_ANOTHER = {"single": "ddp", "ddp": "fsdp", "fsdp": "zero", "zero": "ddp"}
 _SECONDS = 20.0  # that a rank may be without progress
 _SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
 
@@ -41,7 +44,7 @@ class Start(NamedTuple):
 
     Attributes:
         number: 0 for the first of its case.
-        world: the number of ranks.
+        world, engine: the number of ranks, and what splits the model among them.
         stop_at: 0: to the end.
         kills: the last rank is killed after the step BAD.
     """
@@ -49,21 +52,23 @@ class Start(NamedTuple):
     case: Case
     number: int
     world: int
+    engine: str
     stop_at: int
     kills: bool
 
 
 def starts(case: Case) -> list[Start]:
-    """The starts of a case, in order. Half of those that are stopped began on another number of ranks."""
-    other = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
-    first = _BEFORE[case.world] if other else case.world
-    found = [(case.world, 0, False)]
+    """The starts of a case, in order. Half of those that are stopped began on other ranks, under another engine."""
+    moves = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
+    here = (case.world, case.engine)
+    there = (_BEFORE[case.world], _ANOTHER[case.engine]) if moves else here
+    found = [(*here, 0, False)]
     if case.resume == "after":
-        found.insert(0, (first, _STOPS["after"], False))
+        found.insert(0, (*there, _STOPS["after"], False))
     if case.fault == "killed":
-        found.insert(0, (case.world, 0, True))
+        found.insert(0, (*here, 0, True))
     if case.resume == "before":
-        found.insert(0, (first, _STOPS["before"], False))
+        found.insert(0, (*there, _STOPS["before"], False))
     return [Start(case, number, *each) for number, each in enumerate(found)]
 
 
@@ -73,14 +78,32 @@ def folder_of(root: Path, case: Case) -> Path:
 
 def play(cases: list[Case], root: Path) -> None:
     """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
-    todo = [start for case in dict.fromkeys(cases) for start in starts(case)]
-    for case in dict.fromkeys(start.case for start in todo if start.kills):
-        mine = [start for start in todo if start.case == case]
-        last = next(place for place, start in enumerate(mine) if start.kills)
-        _group(case.world, mine[: last + 1], root)
-        todo = [start for start in todo if start not in mine[: last + 1]]
-    for world in sorted({start.world for start in todo}):
-        _group(world, [start for start in todo if start.world == world and not _broken(root, start.case)], root)
+    cases = list(dict.fromkeys(cases))
+    with ThreadPoolExecutor(2) as pool:  # who waits for the end of the killed leaves a core free
+        for each in [pool.submit(_in_turn, _together(cases), root), pool.submit(_in_turn, _killed(cases), root)]:
+            each.result()
+
+
+def _together(cases: list[Case]) -> list[list[Start]]:
+    """All starts of the cases in which nobody is killed, in one group of processes for each world size."""
+    found = [start for case in cases if case.fault != "killed" for start in starts(case)]
+    return [[start for start in found if start.world == world] for world in sorted({start.world for start in found})]
+
+
+def _killed(cases: list[Case]) -> list[list[Start]]:
+    """Two groups for each of the others: up to the kill, and on."""
+    found = []
+    for case in cases:
+        if case.fault == "killed":
+            mine = starts(case)
+            after = 1 + next(place for place, start in enumerate(mine) if start.kills)
+            found += [mine[:after], mine[after:]]
+    return found
+
+
+def _in_turn(groups: list[list[Start]], root: Path) -> None:
+    for todo in groups:
+        _group(todo[0].world, [start for start in todo if not _broken(root, start.case)], root)
 
 
 def _group(world: int, todo: list[Start], root: Path) -> None:
@@ -125,7 +148,7 @@ def _all(world, todo, root):
 
 def _one(world, start, folder):
     """One start: {"taken": steps, "error": line}; the model's buffers after the last step in buffers-RANK.pt."""
-    case, taken, error = start.case, [], ""
+    case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
     task = Subject(case.model, case.fault, folder)
     _late(case.reader == "late")
@@ -139,7 +162,7 @@ def _one(world, start, folder):
                 torch.save(buffers, folder / f"buffers-{world.rank}.pt")
     except LockstepError as problem:
         error = f"{type(problem).__name__}: {problem}"
-    return {"taken": taken, "error": error}
+    return {"taken": taken, "error": error, "seconds": time.monotonic() - began}
 
 
 def settings(start: Start, folder: Path) -> Config:
@@ -154,7 +177,7 @@ def settings(start: Start, folder: Path) -> Config:
         micro_batch_size=MICRO,
         log_freq=4,
         ckpt_freq=3,
-        engine=case.engine,
+        engine=start.engine,
         precision=case.precision,
         exact=case.exact,
         timeout=_SECONDS,
