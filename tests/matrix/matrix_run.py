@@ -151,7 +151,7 @@ def _one(world, start, folder):
     case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
     task = Subject(case.model, case.fault, folder)
-    _late(case.reader == "late")
+    Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     try:
         for record in lockstep.train(settings(start, folder), task, world):
             taken.append(record.step)
@@ -186,26 +186,3 @@ def settings(start: Start, folder: Path) -> Config:
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
     )
-
-
-def _late(late: bool) -> None:
-    """Whether a step's numbers arrive a step late, as from a device."""
-    if hasattr(Reader, "lag"):
-        Reader.lag = 1 if late else None
-        return
-    global _ADD, _REST
-    if not late:
-        Reader.add, Reader.rest = _ADD, _REST
-        return
-
-    def add(self, record, micro):
-        self._flying.append(_ADD(self, record, micro)[0])
-        return [self._flying.popleft()] if len(self._flying) > 1 else []
-
-    def rest(self):
-        return [self._flying.popleft() for _ in range(len(self._flying))]
-
-    Reader.add, Reader.rest = add, rest
-
-
-_ADD, _REST = Reader.add, Reader.rest
