@@ -383,6 +383,15 @@ def test_another_number_of_micro_batches_than_the_tree_has_is_refused(kind):
     assert run(uneven, 2, kind, 4) == ["", ""]
 
 
+def test_a_loop_without_accumulate_puts_buffers_back_too():
+    model = nn.Sequential(Average(), nn.Linear(4, 1))
+    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+    for value, kept in ((1.0, 0.1), (math.nan, 0.1), (1.0, 0.19), (math.inf, 0.19)):
+        made.backward(model(torch.full((2, 4), value)).sum())
+        made.step()
+        assert model[0].mean.tolist() == pytest.approx([kept] * 4)
+
+
 class Anchored(torch.optim.Optimizer):
     """Keeps where each parameter began, and counts in its group, as some optimizers do."""
 

@@ -47,6 +47,7 @@ class Buffered:
         self.model: nn.Module = engine.model
         self._engine, self._replay, self._buffers = engine, replay, buffers
         self._within = False  # between a step's first micro-batch and its end
+        self._buffers.begin()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         if not self._within:
@@ -62,12 +63,14 @@ class Buffered:
             self._replay.take(weight)
 
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        self._within = False
+        told, self._within = self._within, False
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
         result = self._engine.step(factor, limit)
         self._buffers.end(result, limit)  # collective
+        if not told:  # a loop that does without `accumulate`: the next step begins here
+            self._buffers.begin()
         return result
 
     def state(self) -> dict[str, Tensor]:
