@@ -383,6 +383,44 @@ def test_another_number_of_micro_batches_than_the_tree_has_is_refused(kind):
     assert run(uneven, 2, kind, 4) == ["", ""]
 
 
+@pytest.mark.parametrize("first", [Average, lambda: nn.BatchNorm1d(4)])
+def test_an_empty_slot_moves_no_buffer(first):
+    found = []
+    for slots in ([(1.0, 1.0), (2.0, 1.0), (9.0, 0.0), (7.0, 0.0)], [(1.0, 1.0), (2.0, 1.0)], [(5.0, 0.0)]):
+        model = nn.Sequential(first(), nn.Linear(4, 1))
+        made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+        for value, weight in slots:
+            with made.accumulate(value == slots[-1][0]):
+                made.backward(model(torch.full((2, 4), value)).sum(), weight)
+        made.step()
+        found.append([buffer.tolist() for buffer in model.buffers()])
+    assert found[0] == found[1]
+    assert found[2] == [buffer.tolist() for buffer in first().buffers()]
+
+
+class Replacing(nn.Module):
+    """Puts a new tensor in its buffer's place, which may come to lie where the old one was."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x
+
+
+def test_a_buffer_that_is_replaced_is_put_back_too():
+    model = nn.Sequential(Replacing(), nn.Linear(4, 1))
+    made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
+    for limit, wanted in ((math.inf, 4), (-math.inf, 4), (math.inf, 8), (-math.inf, 8)):
+        for slot in range(4):
+            with made.accumulate(slot == 3):
+                made.backward(model(torch.ones(2, 4)).sum())
+        made.step(1.0, limit)
+        assert int(model[0].count) == wanted
+
+
 def test_a_loop_without_accumulate_puts_buffers_back_too():
     model = nn.Sequential(Average(), nn.Linear(4, 1))
     made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())

@@ -55,10 +55,13 @@ class Buffered:
             self._buffers.begin()
             if self._replay:
                 self._replay.begin()
+        self._buffers.begin_slot()
         return self._engine.accumulate(last)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._engine.backward(loss, weight)
+        if weight == 0.0:
+            self._buffers.undo_slot()
         if self._replay:  # after the backward, which may compute the forward again
             self._replay.take(weight)
 
@@ -86,8 +89,8 @@ class _Place:
     Attributes:
         replayed: BatchNorm's replay alone writes it.
         silent: a kernel may write it without torch's counter of writes knowing.
-        kept: its values at the step's begin.
-        seen: what it was known by then.
+        kept, before: its values at the step's begin; at the micro-batch's, None where they are still the same.
+        seen: the tensor that was there then, and torch's count of its writes.
     """
 
     def __init__(self, owner: nn.Module, key: str, name: str) -> None:
@@ -95,7 +98,8 @@ class _Place:
         self.replayed = isinstance(owner, Recording)
         self.silent = isinstance(owner, nn.modules.batchnorm._NormBase)
         self.kept: Tensor | None = None
-        self.seen: tuple[int, int] | None = None
+        self.before: Tensor | None = None
+        self.seen: tuple[Tensor, int] | None = None
 
     @property
     def now(self) -> Tensor:
@@ -105,15 +109,10 @@ class _Place:
         return found
 
     @property
-    def mark(self) -> tuple[int, int]:
-        """Changes with each write that torch counts, and where another tensor takes its place."""
-        present = self.now
-        return id(present), present._version
-
-    @property
     def written(self) -> bool:
-        """Whether it may have changed since the step's begin."""
-        return self.silent or self.mark != self.seen
+        """Whether it may have changed since the step's begin: written in place, or another tensor in its place."""
+        present = self.now
+        return self.silent or self.seen is None or present is not self.seen[0] or present._version != self.seen[1]
 
     @property
     def fits(self) -> bool:
@@ -132,6 +131,7 @@ class _Moving:
             for key, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
+        self._forward = [place for place in self._places if not place.replayed]  # which a forward itself may write
         self._steps = 0
         self._shared: list[_Place] = []  # written by forwards, and rank 0's after each step
         self._before: set[str] = set()  # those that were written in the first step
@@ -145,7 +145,19 @@ class _Moving:
         for place in changed:
             if not place.fits:
                 place.kept = place.now.detach().clone()
-            place.seen = place.mark
+            place.seen = (place.now, place.now._version)
+
+    @torch.no_grad()
+    def begin_slot(self) -> None:
+        """Keeps what a forward may move now, should its micro-batch turn out to be an empty slot."""
+        for place in self._forward:
+            place.before = place.now.clone() if place.written else None
+
+    @torch.no_grad()
+    def undo_slot(self) -> None:
+        """The forward was an empty slot's, which moves nothing."""
+        pairs = [(p.now, p.kept if p.before is None else p.before) for p in self._forward if p.written and p.fits]
+        _copy([(present, before) for present, before in pairs if before is not None])
 
     def check(self) -> None:
         """Sees which buffers the forwards of a first step write, the same on every rank. Collective, in two steps.
