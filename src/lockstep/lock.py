@@ -7,28 +7,34 @@ import os
 import re
 import socket
 import time
+import weakref
 from pathlib import Path
-from typing import IO
 
 from lockstep.errors import ConfigError
 from lockstep.secrets import printable
 
 __all__ = ["RunLock"]
 
+_LINGER = 10.0  # seconds that the children of a dead owner may need to end
+_LOOK = 0.05
+
 
 class RunLock:
     """A file with its owner's line.
 
     The lock is flock's, which also holds between nodes on NFS where its lock service runs. On a file system that has no
-    locks at all the owner's line decides: an owner on another node, or alive on this one, is believed.
+    locks at all the owner's line decides: an owner on another node, or alive on this one, is believed. A process forked
+    from the owner does not keep the file, or the lock would outlive the owner.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[str] | None = None
+        self._handle: int | None = None
 
     def take(self, *, make: bool) -> str:
         """Takes the lock; the line of the owner before where it ended without giving it back, else "".
+
+        Where the owner is dead and its lock is not, what it started still ends: that is waited for, some seconds.
 
         Args:
             make: make the file, and write our line into it; False: neither.
@@ -38,41 +44,68 @@ class RunLock:
             OSError: the file cannot be opened, or is a link.
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
-        self._file = os.fdopen(os.open(self._path, flags, 0o644), "r+", encoding="utf-8")
-        owner = printable(self._file.readline(300).strip())
-        if not self._locked(self._file, owner):
+        self._handle = os.open(self._path, flags, 0o644)
+        _HELD.add(self)
+        got, owner = self._locked(self._handle)
+        if not got:
             self.release(mine=False)
+            left = "what is left of " if owner and not _lives(owner) else ""
             raise ConfigError(
-                f"{self._path.parent} is in use by {owner or 'another process'}; wait for it, or choose another "
+                f"{self._path.parent} is in use by {left}{owner or 'another process'}; wait for it, or choose another "
                 "--experiment-name"
             )
         if make:
-            self._file.seek(0)
-            self._file.truncate()
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-            self._file.flush()
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
         return owner  # it ended without a word, or its line would be gone
 
     def release(self, mine: bool = True) -> None:
         """Gives the lock back, with our line taken out where it is ours; twice does no harm."""
-        if self._file:
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk: the next owner says that this one ended silently
             if mine:
-                with contextlib.suppress(OSError):  # a full disk: the next owner says that this one ended silently
-                    self._file.seek(0)
-                    self._file.truncate()
-            self._file.close()
-            self._file = None
+                os.ftruncate(self._handle, 0)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # whoever else still has the file open
+        self.forget()
 
-    def _locked(self, file: IO[str], owner: str) -> bool:
-        """Whether the lock is ours now."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            return not _lives(owner)  # no locks here
-        return True
+    def forget(self) -> None:
+        """Closes the file, and leaves the lock to the process that took it: what a forked child does."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
+
+    __del__ = forget
+
+    def _locked(self, handle: int) -> tuple[bool, str]:
+        """Whether the lock is ours now, and the line of the owner before or of the one that holds it."""
+        deadline = time.monotonic() + _LINGER
+        while True:
+            lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
+            owner = printable(lines[0].strip()) if lines else ""
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return not _lives(owner), owner  # no locks here
+                if not owner or _lives(owner) or time.monotonic() > deadline:
+                    return False, owner
+                time.sleep(_LOOK)
+            else:
+                return True, owner
+
+
+_HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _lives(owner: str) -> bool:

@@ -64,6 +64,14 @@ def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tm
     assert run.state["restarts"] == 1
 
 
+def test_r1_a_killed_rank_with_loader_processes_comes_back(data, tmp_path, whole):
+    """Rank 0 holds the run's lock, and its loader processes were forked with it."""
+    fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
+    run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
+    assert run.code == 0, run.said
+    assert run.mark() == whole
+
+
 def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
     run = launch(data, tmp_path, *LONG, faults=[{"rank": 1, "step": 6, "at": BEAT, "do": "usr1"}])
     assert run.code == 75, run.said

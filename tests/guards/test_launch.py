@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -214,6 +215,84 @@ def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
     folder.release()
     other.claim()
     assert other.cleared == ""
+    other.release()
+
+
+_LOADS = """
+import sys, time
+import torch
+from lockstep.data.batches import Batches, Cut, Loading
+from lockstep.data.order import Sequential
+from lockstep.folder import RunFolder
+from lockstep.world import World
+
+class Task:
+    draws_random = False
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index:
+            print(f"loads {index}", flush=True)
+            time.sleep(60)
+        return torch.ones(2)
+    def collate(self, samples):
+        return torch.stack(samples)
+    def count(self, batch):
+        return len(batch)
+
+folder = RunFolder(sys.argv[1], "r")
+folder.claim()
+task = Task()
+batches = Batches(task, task, Sequential(8), Cut(1, 1, 8), World(), seed=0, loading=Loading(2, 1))
+next(batches.from_step(0))
+print("first batch", flush=True)
+time.sleep(60)
+"""
+
+
+def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lock_nor_its_pipes(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", _LOADS, str(tmp_path)], stdout=subprocess.PIPE) as rank:
+        seen = {rank.stdout.readline() for _ in range(3)}
+        assert seen == {b"first batch\n", b"loads 1\n", b"loads 2\n"}  # both sit in a sample for a minute
+        rank.kill()
+        began = time.monotonic()
+        assert rank.stdout.read() == b""  # closed when the last process that holds it is gone
+        assert time.monotonic() - began < 20
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    assert f"process {rank.pid} on" in folder.cleared
+    folder.release()
+
+
+def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
+    code = "import os, sys, time; from lockstep.folder import RunFolder; folder = RunFolder(sys.argv[1], 'r')"
+    code += "; folder.claim(); os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
+        child = int(owner.stdout.readline())
+        owner.kill()
+    monkeypatch.setattr("lockstep.lock._LINGER", 0.0)
+    folder = RunFolder(str(tmp_path), "r")
+    try:
+        folder.claim()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    folder.release()
+
+
+def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatch):
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
+    (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
+    other = RunFolder(str(tmp_path), "r")
+    monkeypatch.setattr("lockstep.lock._LINGER", 0.1)
+    with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
+        other.claim()
+    monkeypatch.setattr("lockstep.lock._LINGER", 60.0)
+    ending = threading.Timer(0.2, folder.release)
+    ending.start()
+    other.claim()
+    ending.join()
     other.release()
 
 

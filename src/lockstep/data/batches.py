@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lockstep.data.worker import end_with_parent
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 from lockstep.world import World
@@ -324,6 +325,7 @@ def _as_is(value: Any) -> Any:
 
 def _one_thread(_: int) -> None:
     """Run in each loader process: its libraries must not take the cores that other ranks compute on."""
+    end_with_parent()
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
     if "cv2" in sys.modules:
