@@ -244,7 +244,8 @@ folder = RunFolder(sys.argv[1], "r")
 folder.claim()
 task = Task()
 batches = Batches(task, task, Sequential(8), Cut(1, 1, 8), World(), seed=0, loading=Loading(2, 1))
-next(batches.from_step(0))
+feed = batches.from_step(0)
+next(feed)
 print("first batch", flush=True)
 time.sleep(60)
 """
@@ -289,7 +290,7 @@ def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
         other.claim()
     monkeypatch.setattr("lockstep.lock._LINGER", 60.0)
-    ending = threading.Timer(0.2, folder.release)
+    ending = threading.Timer(0.2, folder._lock.forget)
     ending.start()
     other.claim()
     ending.join()
