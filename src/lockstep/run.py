@@ -6,9 +6,13 @@
 """
 
 import gc
+import inspect
 import json
 import logging
 import os
+import sys
+import traceback
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -42,6 +46,7 @@ from lockstep.world import World
 __all__ = ["train"]
 
 _LOG = logging.getLogger("lockstep")
+_LAST: "list[weakref.ref[Generator[StepRecord, None, int]]]" = []  # the run that began last in this process
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
 
 
@@ -52,6 +57,9 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
     early ends the run without a further checkpoint; every rank must leave it at the same step. The generator's value
     is the command's exit code.
 
+    A process trains one run at a time, and as many as it likes one after the other. A run that was left in the middle
+    and is still there (an error in a notebook's cell keeps it) is ended when the next one begins.
+
     Args:
         config: everything but the task.
         task: what is trained; None: what the config names.
@@ -61,22 +69,54 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
+    own: list[weakref.ref[Generator[StepRecord, None, int]]] = []  # no reference, or `break` would not close it
+    run = _train(config, task, world, own)
+    own.append(weakref.ref(run))
+    return run
+
+
+def _train(config: Config, task: Any, world: World | None, own: list[Any]) -> Generator[StepRecord, None, int]:
+    _take_turn(own[0])
     joined = world or World.join(config.device, config.timeout)
     code: int | None = None
-    while code is None:
-        with explained(None, joined):
-            parts = assemble(config, task, joined)
-        if parts.start >= parts.last:
-            say(joined)(_finished(parts))
-            code = 0
-        else:
-            with suppress(Rollback):  # a guard went back: everything is made anew, as after a restart
-                code = yield from _in_folder(parts)
-        del parts  # its engine, before the next one or the groups: see World.leave
-        gc.collect()  # hooks make cycles of a model and what is around it
+    try:
+        while code is None:
+            with explained(None, joined):
+                parts = assemble(config, task, joined)
+            if parts.start >= parts.last:
+                say(joined)(_finished(parts))
+                code = 0
+            else:
+                with suppress(Rollback):  # a guard went back: everything is made anew, as after a restart
+                    code = yield from _in_folder(parts)
+            del parts  # its engine, before the next one or the groups: see World.leave
+            gc.collect()  # hooks make cycles of a model and what is around it
+    except GeneratorExit as left:
+        traceback.clear_frames(left.__traceback__)  # they hold the engine too
+        del parts
+        if world is None:
+            joined.leave()
+        raise
+    except BaseException:
+        if world is None:
+            joined.abandon()
+        raise
     if world is None:
         joined.leave()
     return code
+
+
+def _take_turn(run: "weakref.ref[Generator[StepRecord, None, int]]") -> None:
+    """Ends the run of this process that was begun before and left in the middle: it holds lock, log and groups."""
+    earlier = _LAST[-1]() if _LAST else None
+    state = inspect.getgeneratorstate(earlier) if earlier else inspect.GEN_CLOSED
+    if state == inspect.GEN_RUNNING:
+        raise UsageError("this process trains already, in another thread or around this call: one run at a time")
+    _LAST[:] = [run]
+    if earlier and state == inspect.GEN_SUSPENDED:
+        if os.environ.get("RANK", "0") == "0":
+            print("the run that this process left in the middle is ended: one at a time", file=sys.stderr, flush=True)
+        earlier.close()
 
 
 def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:

@@ -7,8 +7,12 @@
 A process that torchrun started joins the others; any other process is a world of one, with no process group at all.
 All small agreements between ranks (`gather`, `barrier`, `check_same`) go over one CPU (gloo) group, `control`, so that
 they neither wait for a device nor stand between two collectives of the training group.
+
+A process may join and leave many times, and torchrun's agent keeps one meeting point for all restarts of the processes:
+whatever the ranks write there stands under a name that only these processes, in this join, have.
 """
 
+import contextlib
 import errno
 import gc
 import json
@@ -20,7 +24,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
@@ -46,6 +50,8 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
     control: dist.ProcessGroup | None = None
+    _scope: str = ""
+    _named: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> Self:
@@ -59,6 +65,8 @@ class World:
             ConfigError: the device does not exist, or the launcher's variables do not hold.
             PeerError: not all ranks arrived within the timeout.
         """
+        while _ABANDONED:
+            _ABANDONED.pop().leave(_PATIENCE)
         rank, local_rank, size = (_launched(name, least) for name, least in _LAUNCHER)
         where = _device(device, local_rank)
         world = cls(rank, local_rank, size, where, timeout)
@@ -73,9 +81,12 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
             store = self._store(wait)
-            dist.init_process_group(backend, timeout=wait, store=store, rank=self.rank, world_size=self.size)
+            self._scope = self._new_scope(store)
+            own = PrefixStore(self._scope, store)
+            dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
             self.control = dist.new_group(backend="gloo", timeout=wait)
         except (dist.DistError, RuntimeError, ValueError) as error:
+            _STORES.clear()  # the next join connects anew
             line = str(error).splitlines()[0]
             raise PeerError(
                 f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
@@ -85,15 +96,34 @@ class World:
     def _store(self, wait: timedelta) -> TCPStore:
         """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
 
-        Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that.
+        Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
         """
         host, port = os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0)
         if not host:
             raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
-        mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        listener = listening(host, port) if mine else None
-        handle = listener.detach() if listener else None
-        return TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
+        key = (os.getpid(), host, port)
+        if key not in _STORES:
+            mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            listener = listening(host, port) if mine else None
+            handle = listener.detach() if listener else None
+            _STORES[key] = TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
+        _STORES[key].set_timeout(wait)
+        return _STORES[key]
+
+    def _new_scope(self, store: TCPStore) -> str:
+        """A name for what these processes write in this join: another after each restart, and in each join.
+
+        The restarts that the agent counts are those after a failure; where a node came or went it starts the processes
+        again without a count, and so the arrivals are counted too.
+        """
+        start = f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/of-{self.size}"
+        arrived = store.add(f"{start}/arrived", 1)
+        return f"{start}/join-{(arrived - 1) // self.size}"
+
+    def name(self, what: str) -> str:
+        """A prefix for keys of `what` in the meeting point: the same on all ranks, and new at each call."""
+        self._named[what] = self._named.get(what, 0) + 1
+        return f"{self._scope}/{what}-{self._named[what]}"
 
     @property
     def is_main(self) -> bool:
@@ -157,18 +187,36 @@ class World:
                 shown = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {other.get(key)!r})" for key in keys)
                 raise LockstepError(f"rank {rank} has another {what} than rank 0: {shown}; start all ranks alike")
 
-    def leave(self) -> None:
+    def leave(self, patience: float | None = None) -> None:
         """Leaves in an order that cannot hang: wrappers collected, every rank arrived, then the groups.
 
         The caller drops its references to engines first. DDP's reducer joins gloo's thread while it holds the
         interpreter lock, so it must be gone before the groups are. Does nothing in a world without groups.
+
+        Args:
+            patience: seconds to wait for ranks that may never come; None: the timeout, after which they are lost.
+
+        Raises:
+            PeerError: not all ranks arrived within the timeout.
         """
         if self.control is None:
             return
         gc.collect()
-        self.barrier()
-        self.control = None
-        dist.destroy_process_group()
+        try:
+            if patience is None:
+                self.barrier()
+            else:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.barrier(group=self.control, async_op=True)  # collective
+                    work.wait(timedelta(seconds=patience))
+        finally:
+            self.control = None
+            dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
+        if self.control is not None:
+            _ABANDONED.append(self)
 
 
 def listening(host: str, port: int) -> socket.socket | None:
@@ -190,6 +238,10 @@ def listening(host: str, port: int) -> socket.socket | None:
             raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
         return None
 
+
+_STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
+_ABANDONED: list[World] = []
+_PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 

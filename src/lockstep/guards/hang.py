@@ -37,7 +37,6 @@ _TELL = 1.0  # seconds between two words to the others, in a small world
 _CALL = 0.6  # seconds that the ranks have to answer
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
 _STORE = timedelta(seconds=1.0)
-_KEY = "lockstep/watch"
 
 # What torch's errors say when a peer is gone or late; the classes alone do not tell.
 _PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
@@ -56,7 +55,8 @@ class Watch:
         self._world, self._beat, self._folder, self._note = world, beat, folder, note
         self._ended = threading.Event()
         self._calling = threading.Lock()
-        self._store = _own_store(world, timedelta(seconds=world.timeout))
+        self._keys = world.name("watch")
+        self._store = self._own_store(timedelta(seconds=world.timeout))
         self._failed_since, self._called = 0.0, False
         self._verdict = ""
         self._heard: dict[int, str] = {}
@@ -109,8 +109,8 @@ class Watch:
         """Tells the others where this rank stands, and hears whether one of them misses somebody."""
         while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
             with contextlib.suppress(RuntimeError):
-                store.set(f"{_KEY}/at/{self._world.rank}", str(self._beat.progress.place))
-                self._called = self._called or store.check([f"{_KEY}/call"])
+                store.set(f"{self._keys}/at/{self._world.rank}", str(self._beat.progress.place))
+                self._called = self._called or store.check([f"{self._keys}/call"])
 
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
@@ -155,15 +155,15 @@ class Watch:
 
     def _ask(self, mine: str, answers: dict[int, str]) -> None:
         """Says where this rank stands, gives the others time to do so, and collects what they said."""
-        store = _own_store(self._world, _STORE)  # the first one may be waiting for an answer for ever
+        store = self._own_store(_STORE)  # the first one may be waiting for an answer for ever
         if store is None:
             return
         with contextlib.suppress(RuntimeError):
-            store.set(f"{_KEY}/alive/{self._world.rank}", mine)
-            store.set(f"{_KEY}/call", "1")
+            store.set(f"{self._keys}/alive/{self._world.rank}", mine)
+            store.set(f"{self._keys}/call", "1")
             time.sleep(_CALL)
-            found = {rank: _answer(store, f"alive/{rank}") for rank in range(self._world.size)}
-            self._heard = {rank: _answer(store, f"at/{rank}") for rank, text in found.items() if not text}
+            found = {rank: self._answer(store, f"alive/{rank}") for rank in range(self._world.size)}
+            self._heard = {rank: self._answer(store, f"at/{rank}") for rank, text in found.items() if not text}
             answers |= found
 
     def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
@@ -189,23 +189,21 @@ class Watch:
         found = self._heard.get(rank)
         return f": it stood in {found} when last heard" if found else ""
 
+    def _answer(self, store: TCPStore, key: str) -> str:
+        full = f"{self._keys}/{key}"
+        return store.get(full).decode() if store.check([full]) else ""
 
-def _answer(store: TCPStore, key: str) -> str:
-    full = f"{_KEY}/{key}"
-    return store.get(full).decode() if store.check([full]) else ""
-
-
-def _own_store(world: World, wait: timedelta) -> TCPStore | None:
-    """A connection of the watch's own to the ranks' meeting point: another thread may sit in the first one."""
-    if world.size == 1 or world.control is None:
-        return None
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    try:
-        store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
-        store.set_timeout(_STORE)
-    except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
-        return None
-    return store
+    def _own_store(self, wait: timedelta) -> TCPStore | None:
+        """A connection of the watch's own to the ranks' meeting point: another thread may sit in the first one."""
+        if self._world.size == 1 or self._world.control is None:
+            return None
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        try:
+            store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+            store.set_timeout(_STORE)
+        except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
+            return None
+        return store
 
 
 def _of_a_peer(error: Exception) -> bool:
