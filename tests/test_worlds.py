@@ -5,7 +5,9 @@ import torch
 from distributed import run
 from toys import Ragged, fit, parts, train
 
-from lockstep.errors import ConfigError
+import lockstep
+from lockstep.config import Config
+from lockstep.errors import ConfigError, UsageError
 from lockstep.world import World
 
 
@@ -129,3 +131,94 @@ def test_a_fresh_engine_has_all_names_of_its_state_and_is_unchanged_by_asking():
         "step",
     }
     assert all(not tensor.any() for name, tensor in state.items() if name.startswith("optimizer/"))
+
+
+def _joined_again(world, errors):
+    world.leave()
+    found = []
+    for number in range(3):
+        again = World.join(device="cpu", timeout=30.0)
+        found.append((again.gather(10 * number + again.rank), again.name("watch"), again.name("watch")))
+        again.abandon() if errors else again.leave()
+    World.join(device="cpu", timeout=30.0).leave()
+    return found
+
+
+@pytest.mark.parametrize("errors", [False, True])
+def test_a_process_joins_as_often_as_it_likes(errors):
+    one, other = run(_joined_again, 2, errors)
+    assert one == other
+    assert [gathered for gathered, _, _ in one] == [[0, 1], [10, 11], [20, 21]]
+    assert len({name for _, *names in one for name in names}) == 6  # nothing of an earlier join is found
+
+
+class Failing(Ragged):
+    def loss(self, model, batch):
+        raise ValueError("from inside")
+
+
+def _several_runs(world, folder, engine):
+    """What the steps of whole runs said that came before, between and after others that were left in every way."""
+    world.leave()
+
+    def config(name):
+        return Config(
+            save_dir=folder,
+            experiment_name=name,
+            batch_size=8,
+            micro_batch_size=2,
+            max_steps=4,
+            ckpt_freq=2,
+            log_freq=1,
+            engine=engine,
+            device="cpu",
+            timeout=30.0,
+        )
+
+    def whole(name, task):
+        return [float(record.norm) for record in lockstep.train(config(name), task)]
+
+    task = Ragged(dropout=0.1, dtype=torch.float32)
+    first = whole("a", task)
+    for record in lockstep.train(config("b"), task):
+        if record.step == 2:
+            break
+    kept = []  # as a notebook keeps the last error, and with it whatever its frames hold
+    try:
+        whole("c", Failing(dtype=torch.float32))
+    except ValueError as error:
+        kept.append(error)
+    left = lockstep.train(config("b"), task)  # goes on from step 2
+    assert next(left).step == 2
+    try:
+        next(lockstep.train(Config(save_dir=folder, experiment_name="b", batch_size=0), task))
+    except UsageError as error:
+        kept.append(error)
+    rest = whole("b", task)  # of the folder that `left` held
+    assert list(left) == []
+    return first, rest, whole("d", task), len(kept)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero"])
+def test_a_process_trains_one_run_after_the_other(tmp_path, engine):
+    for first, rest, last, kept in run(_several_runs, 2, str(tmp_path), engine):
+        assert kept == 2
+        assert last == first
+        assert rest == first[2:]
+
+
+def test_a_process_of_its_own_trains_one_run_after_the_other(tmp_path, capsys):
+    first, rest, last, _ = _several_runs(World(), str(tmp_path), "auto")
+    assert last == first
+    assert rest == first[2:]
+    assert "the run that this process left in the middle is ended" in capsys.readouterr().err
+
+
+def test_a_run_inside_a_run_is_refused(tmp_path):
+    class Nested(Ragged):
+        def loss(self, model, batch):
+            return next(lockstep.train(Config(save_dir=str(tmp_path)), self))
+
+    config = Config(save_dir=str(tmp_path), batch_size=8, micro_batch_size=2, max_steps=2, device="cpu")
+    with pytest.raises(UsageError, match="one run at a time"):
+        list(lockstep.train(config, Nested(dtype=torch.float32)))

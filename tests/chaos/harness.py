@@ -94,6 +94,13 @@ def arguments(folder, out, *flags, processes=2, restarts=0):
     return [*start, "train", "--save-dir", str(out), *SETTINGS.split(), *data, *flags]
 
 
+def torchrun(folder, out, *flags, processes=2, restarts=0):
+    """The same run under plain torchrun, with its defaults: one meeting point for all restarts."""
+    own = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+    python, *rest = arguments(folder, out, *flags, processes=0)
+    return [python, *own, *rest]
+
+
 def start(command, faults=(), **more):
     return subprocess.Popen(
         command,

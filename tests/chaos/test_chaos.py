@@ -28,6 +28,7 @@ from harness import (
     launch,
     memory_group,
     start,
+    torchrun,
     until_step,
     workers,
 )
@@ -68,6 +69,27 @@ def test_r1_a_killed_rank_with_loader_processes_comes_back(data, tmp_path, whole
     """Rank 0 holds the run's lock, and its loader processes were forked with it."""
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
+    assert run.code == 0, run.said
+    assert run.mark() == whole
+
+
+def recovered(data, out, rank=1, step=7):
+    """A run under plain torchrun that lost a rank once."""
+    command = torchrun(data, out, restarts=1)
+    return finish(start(command, [{"rank": rank, "step": step, "at": BEAT, "do": "kill"}]), out, time.monotonic())
+
+
+def test_r1_plain_torchrun_recovers_too(data, tmp_path, whole):
+    run = recovered(data, tmp_path)
+    assert run.code == 0, run.said
+    assert run.mark() == whole
+    assert run.state["restarts"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_r1_plain_torchrun_recovers_ten_times(data, tmp_path, whole, seed):
+    run = recovered(data, tmp_path, seed % 2, 1 + seed)
     assert run.code == 0, run.said
     assert run.mark() == whole
 
