@@ -6,8 +6,11 @@ import time
 
 import pytest
 from distributed import run
+from toys import Ragged, parts
 
+from lockstep.clock import make_clock
 from lockstep.heartbeat import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, Heartbeat
+from lockstep.loop import Plan, seeder, steps
 from lockstep.world import World
 
 
@@ -43,16 +46,19 @@ def test_known_items_are_not_asked_for():
     assert found == [100 + step for step in range(30)]
 
 
-def _stop(world, wishes):
-    """The step in which each rank learnt that all end, and with which wish."""
+def _stop(world, wishes, pause=0.001, when="backward"):
+    """The step after which all end, as each rank learns it, and with which wish. The wish comes in step 5."""
     beat = Heartbeat(world, lambda step: 1, None)
     for step in range(200):
         beat.items(step)
-        if beat.agreed:
-            return step, beat.agreed
-        time.sleep(0.001)
-        if step == 5 and world.rank in wishes:
+        time.sleep(pause)
+        if step == 5 and world.rank in wishes and when == "backward":
             beat.stop(wishes[world.rank])
+        beat.send(step)
+        if step == 5 and world.rank in wishes and when == "update":
+            beat.stop(wishes[world.rank])
+        if found := beat.receive():
+            return step, found
     return None, CONTINUE
 
 
@@ -65,11 +71,44 @@ def test_all_ranks_stop_at_the_same_step(wishes, agreed):
     assert len(set(found)) == 1
     assert found[0][1] == agreed
     if agreed:
-        assert 5 < found[0][0] <= 5 + 2 * MOST_STEPS
+        assert 5 <= found[0][0] <= 5 + 2 * MOST_STEPS
 
 
-def test_a_world_of_one_stops_at_once():
-    assert _stop(World(), {0: INTERRUPT}) == (6, INTERRUPT)
+@pytest.mark.parametrize(("when", "last"), [("backward", 5), ("update", 6)])
+def test_a_wish_in_a_long_step_ends_the_run_after_it(when, last):
+    assert run(_stop, 2, {1: SAVE_AND_END}, 0.05, when) == [(last, SAVE_AND_END)] * 2
+
+
+@pytest.mark.parametrize("when", ["backward", "update"])
+def test_a_world_of_one_stops_at_once(when):
+    assert _stop(World(), {0: INTERRUPT}, when=when) == (5, INTERRUPT)
+
+
+class Asking(Ragged):
+    """Asks to stop in its third step, on rank 1."""
+
+    def loss(self, model, batch):
+        type(self).seen = getattr(type(self), "seen", 0) + 1
+        if self.seen == 2 * 4 + 1:  # of four micro-batches a step
+            self.beat.stop(SAVE_AND_END)
+        time.sleep(0.01)
+        return super().loss(model, batch)
+
+
+def _trained(world):
+    task = Asking()
+    made, batches = parts(world, task, count=6, size=4 * world.size)
+    feed = batches.from_step(0)
+    beat = Heartbeat(world, feed.items, None)
+    task.beat = beat if world.rank == world.size - 1 else Heartbeat(World(), feed.items, None)
+    plan = Plan(lambda step: 1.0, seeder(0, "micro", world.device), make_clock(world.device))
+    return [(record.step, record.agreed) for record in steps(made, task, feed, beat, plan)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loop_says_so_in_the_record_of_that_step(world_size):
+    found = run(_trained, world_size)
+    assert [[agreed for _, agreed in each[:3]] for each in found] == [[0, 0, SAVE_AND_END]] * world_size
 
 
 def _lost(world, how):

@@ -1,12 +1,17 @@
 """The heartbeat: the one small, regular exchange of all ranks.
 
     beat = Heartbeat(world, ahead=feed.items, constant=None)
-    items = beat.items(step)        # of the whole step, over all ranks; asked ahead, so that nobody waits
+    items = beat.items(step)        # of the whole step, over all ranks
+    ...                             # forward, backward
+    beat.send(step)                 # of the steps to come, and the wish to stop
+    ...                             # the optimizer's step, meanwhile
+    wish = beat.receive()           # what all ranks do after this step
 
-One all-gather of a few numbers on a CPU group of its own, issued a step before it is needed. It carries the items of
+One all-gather of a few numbers on a CPU group of its own, under way while the optimizer steps. It carries the items of
 the coming steps, how many steps there are, the wish to stop, and the seconds in which this rank was busy itself. It
 beats every step where items are ragged and steps are long enough for it to cost nothing, else every few steps; how
-many, all ranks derive from the same exchanged numbers.
+many, all ranks derive from the same exchanged numbers. A wish that comes before the last backward of a long step ends
+the run after that step.
 """
 
 import contextlib
@@ -112,31 +117,43 @@ class Heartbeat:
         """
         self.progress.at(step, COMPUTING)
         if self._world.size == 1:
-            self._agreed = self._wish
             return self._constant(step) if self._constant else self._ahead(step)
-        if self._flight is None and not self._received.length:  # nobody asked ahead for the first step
-            self._flight = self._issue(step, 1)
-        if self._flight and step == self._flight.due:
-            self.progress.at(step, WAITING)
-            self._received = self._receive(self._flight)
-            self._flight = None
-            self.progress.at(step, COMPUTING)
+        if step >= self._received.first + self._received.length:  # the first step: nobody sent anything before it
+            self._flight = self._flight or self._issue(step, self._received.next_length)
+            self.receive()
         now = time.perf_counter()
         if self._since is not None:
             self._busy, self._steps = self._busy + now - self._since, self._steps + 1
         self._since = now
-        if step == self._received.first + self._received.length - 1:
-            self._flight = self._issue(step + 1, self._received.next_length)
         return self._constant(step) if self._constant else self._received.items[step - self._received.first]
 
-    def stop(self, wish: int) -> None:
-        """Asks all ranks to end; safe in a signal handler. `agreed` turns to the largest wish on all in one step."""
-        self._wish = max(self._wish, wish)
+    def send(self, step: int) -> None:
+        """Tells the others what they must know before the next step, where that is due; waits for nobody.
 
-    @property
-    def agreed(self) -> int:
-        """What the ranks have agreed to do after the present step: CONTINUE, or the largest wish to stop."""
+        To be called once for every step, after its last backward; may load the data of the next.
+        """
+        if self._group is not None and step == self._received.first + self._received.length - 1:
+            self._flight = self._issue(step + 1, self._received.next_length)
+
+    def receive(self) -> int:
+        """What all ranks do after the present step: CONTINUE, or the largest wish to stop. Waits for what was sent.
+
+        Raises:
+            PeerError: another rank did not answer within the timeout.
+            LockstepError: the ranks have work for different numbers of steps.
+        """
+        if self._world.size == 1:
+            return self._wish
+        if self._flight:
+            at = self.progress.step
+            self.progress.at(at, WAITING)
+            self._received, self._flight = self._arrived(self._flight), None
+            self.progress.at(at, COMPUTING)
         return self._agreed
+
+    def stop(self, wish: int) -> None:
+        """Asks all ranks to end; safe in a signal handler. `receive` returns the largest wish on all in one step."""
+        self._wish = max(self._wish, wish)
 
     def totals(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
@@ -179,7 +196,7 @@ class Heartbeat:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _receive(self, flight: "_Flight") -> "_Received":
+    def _arrived(self, flight: "_Flight") -> "_Received":
         began = time.perf_counter()
         try:
             flight.work.wait()

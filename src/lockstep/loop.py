@@ -59,10 +59,14 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
                 clock.lap("backward")
             if batch.weight:
                 losses.append(loss.detach())
+        beat.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
+        clock.lap("data")
         factor = plan.factor(step)
         result = engine.step(factor, plan.limit(step))
         clock.lap("update")
-        yield StepRecord(step, items, losses, result.norm, factor, beat.agreed, result.applied)
+        agreed = beat.receive()
+        clock.lap("data")
+        yield StepRecord(step, items, losses, result.norm, factor, agreed, result.applied)
         clock.start()
 
 

@@ -421,6 +421,7 @@ def broken(world):
 
     beat = Heartbeat(world, ahead, None)
     beat.items(0)
+    beat.send(0)
     for _ in range(500):
         if beat.broken():
             raise AssertionError("rank 0 saw it")
