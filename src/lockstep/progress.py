@@ -21,6 +21,7 @@ __all__ = [
     "ENDING",
     "EVALUATING",
     "FOLDER_VARIABLE",
+    "IN_BODY",
     "SAVING",
     "STARTING",
     "WAITING",
@@ -30,8 +31,16 @@ __all__ = [
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
 
-STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING = range(6)
-_PHASES = ("starting", "waiting for the other ranks", "loading or computing", "evaluating", "saving", "ending")
+STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY = range(7)
+_PHASES = (
+    "starting",
+    "waiting for the other ranks",
+    "loading or computing",
+    "evaluating",
+    "saving",
+    "ending",
+    "in the body of the caller's loop",
+)
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 
 

@@ -35,6 +35,7 @@ from lockstep.launch import failure
 from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
 from lockstep.parts import Parts, assemble, say, together
+from lockstep.progress import COMPUTING, IN_BODY
 from lockstep.records import StepRecord
 from lockstep.sinks import Sinks
 from lockstep.sinks.console import Console
@@ -182,7 +183,9 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
             if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
                 guards.settle()
                 books.save(done)
+            beat.progress.at(done, IN_BODY)
             yield record
+            beat.progress.at(done, COMPUTING)
             if ending:
                 break
         code = _EXIT_CODES.get(wish, 0)

@@ -103,8 +103,19 @@ def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
     assert run.steps == list(range(1, 61))
 
 
+def test_r3_a_signal_in_a_long_step_ends_the_run_after_it(data, tmp_path):
+    place = "lockstep.tasks.causal_lm:CausalLM.loss"
+    long = {"step": 0, "at": place, "do": "sleep", "seconds": 0.3, "always": True}
+    faults = [{**long, "rank": 0}, {**long, "rank": 1}, {"rank": 1, "step": 4, "at": BEAT, "do": "term"}]
+    run = launch(data, tmp_path, faults=faults)
+    assert run.code == 75, run.said
+    assert run.state["global_step"] == run.steps[-1] == 5
+
+
 def test_r11_a_stopped_rank_is_named_within_the_timeout(data, tmp_path):
-    run = launch(data, tmp_path, "--timeout", "6", faults=[{"rank": 1, "step": 7, "at": BEAT, "do": "stop"}])
+    fault, mark = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}, tmp_path / "mark"
+    run = launch(data, tmp_path, "--timeout", "6", faults=[fault], LOCKSTEP_CHAOS_MARK=str(mark))
+    assert time.time() - float(mark.read_text()) < 4 * 6  # noticed after about one timeout, not after ten
     assert run.code == 1, run.said
     assert "rank 1 did not arrive: it stood in step 6" in run.last
     hang = (run.folder / "logs" / "hang-00000.txt").read_text()

@@ -6,6 +6,9 @@
 When a rank has made no progress for `world.timeout` seconds, or an exchange has failed, every rank writes its stacks
 and its place, and the one that says nothing, or that stands where nobody waits, is named. A main thread that hangs in a
 collective cannot be freed: the watching thread ends the process.
+
+The body of the caller's loop (a debugger in it, a cell of a notebook) may take as long as it likes in a world of one.
+Other ranks wait for it no longer than for a step; they are told when half of that time has passed.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.stacks import dump, where_main
 from lockstep.heartbeat import SAVE_AND_END, Heartbeat
-from lockstep.progress import COMPUTING, FOLDER_VARIABLE, WAITING, Place
+from lockstep.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, WAITING, Place
 from lockstep.world import World
 
 __all__ = ["Watch"]
@@ -33,6 +36,7 @@ __all__ = ["Watch"]
 _LOG = logging.getLogger("lockstep")
 
 _LOOK = 0.25  # seconds between two looks at the progress
+_STOP = 1.0  # seconds between two looks for the file STOP
 _TELL = 1.0  # seconds between two words to the others, in a small world
 _CALL = 0.6  # seconds that the ranks have to answer
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
@@ -57,7 +61,7 @@ class Watch:
         self._calling = threading.Lock()
         self._keys = world.name("watch")
         self._store = self._own_store(timedelta(seconds=world.timeout))
-        self._failed_since, self._called = 0.0, False
+        self._failed_since, self._called, self._warned = 0.0, False, False
         self._verdict = ""
         self._heard: dict[int, str] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -65,6 +69,8 @@ class Watch:
     def __enter__(self) -> Self:
         self._beat.progress.at(self._beat.progress.step, COMPUTING)
         self._thread.start()
+        if self._world.is_main:  # a thread of its own: a file system may answer late, or never
+            threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
         if self._store is not None:  # a thread of its own: a meeting point that is gone may never answer
             threading.Thread(target=self._tell, args=(self._store,), name="lockstep-tell", daemon=True).start()
         return self
@@ -87,17 +93,28 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK):
-            if (self._folder / "STOP").exists():
-                self._beat.stop(SAVE_AND_END)
             reason = self._reason()
             if reason:
                 self._leave(reason)
 
+    def _heed_file(self) -> None:
+        """Rank 0 looks for the file STOP; the others hear of the wish from it."""
+        while not self._ended.wait(_STOP):
+            with contextlib.suppress(OSError):  # not there, or a file system that fails now
+                os.lstat(self._folder / "STOP")
+                self._beat.stop(SAVE_AND_END)
+
     def _reason(self) -> str:
         """Why this process has to end; "" while all is well."""
         progress, now = self._beat.progress, time.monotonic()
-        if progress.phase in (WAITING, COMPUTING) and now - progress.since > self._world.timeout:
-            return f"no progress for {self._world.timeout:g} s"
+        stands, limit = now - progress.since, self._world.timeout
+        watched = (WAITING, COMPUTING) if self._world.size == 1 else (WAITING, COMPUTING, IN_BODY)
+        if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
+            self._warned = True
+            where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
+            _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
+        if progress.phase in watched and stands > limit:
+            return f"no progress for {limit:g} s"
         if self._store is None:
             return ""
         self._failed_since = (self._failed_since or now) if self._beat.broken() else 0.0
@@ -121,13 +138,15 @@ class Watch:
             f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
             "or data raise --timeout"
         )
-        _LOG.error("%s", error)
-        if self._note:
-            self._note(error)
-        for handler in _LOG.handlers:
-            handler.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            _LOG.error("%s", error)
+            if self._note:
+                self._note(error)
+            for handler in _LOG.handlers:
+                handler.flush()
+            sys.stderr.flush()
+        finally:  # a full disk is no reason to hang on
+            os._exit(1)
 
     def _call(self, reason: str) -> str:
         """Asks all ranks where they stand, says where this one does, and returns who is missing. Once a process."""

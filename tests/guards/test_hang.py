@@ -1,0 +1,100 @@
+"""The watch: what ends a process that hangs, what does not, and whom it names."""
+
+import errno
+import os
+import time
+
+import pytest
+import torch
+from distributed import RankError, run
+from toys import Ragged
+
+import lockstep
+from lockstep.config import Config
+from lockstep.guards.hang import Watch
+from lockstep.heartbeat import CONTINUE, SAVE_AND_END, Heartbeat
+from lockstep.world import World
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """A file system that fails in the first looks at a file STOP; the list of those who looked."""
+    looks = []
+
+    def failing(true):
+        def look(path, *args, **kwargs):
+            if str(path).endswith("STOP"):
+                looks.append(time.monotonic())
+                if len(looks) < 3:
+                    raise OSError(errno.ESTALE, "Stale file handle")
+            return true(path, *args, **kwargs)
+
+        return look
+
+    monkeypatch.setattr(os, "stat", failing(os.stat))
+    monkeypatch.setattr(os, "lstat", failing(os.lstat))
+    monkeypatch.setattr("lockstep.guards.hang._STOP", 0.01)
+    return looks
+
+
+def test_the_file_stop_is_heeded_though_the_file_system_failed_before(stale, tmp_path):
+    beat = Heartbeat(World(), lambda step: 1, None)
+    with Watch(World(), beat, tmp_path):
+        (tmp_path / "STOP").touch()
+        deadline = time.monotonic() + 30
+        while beat.receive() == CONTINUE and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert beat.receive() == SAVE_AND_END
+
+
+def test_rank_0_alone_looks_for_the_file(stale, tmp_path):
+    other = World(rank=1, size=2)
+    with Watch(other, Heartbeat(World(), lambda step: 1, None), tmp_path):
+        time.sleep(1.0)  # four of the watch's looks at the progress
+    assert not stale
+
+
+def _slow_body(world, folder, seconds):
+    """A run whose loop's body takes long in one step, on the last rank."""
+    world.timeout = 3.0
+    config = Config(save_dir=folder, batch_size=8, micro_batch_size=2, max_steps=4, device="cpu")
+    steps = []
+    for record in lockstep.train(config, Ragged(dtype=torch.float32), world):
+        steps.append(record.step)
+        if record.step == 1 and world.rank == world.size - 1:
+            time.sleep(seconds)
+    return steps
+
+
+def test_the_body_of_the_loop_may_take_long_in_a_world_of_one(tmp_path):
+    assert run(_slow_body, 1, str(tmp_path), 5.0) == [[0, 1, 2, 3]]
+
+
+def test_a_body_that_others_wait_for_is_told_and_ends_the_run_with_its_line(tmp_path):
+    with pytest.raises(RankError):
+        run(_slow_body, 2, str(tmp_path), 50.0)
+    log = (tmp_path / "default" / "logs" / "rank-00001.log").read_text()
+    assert "WARNING rank 1 has been in the body of the caller's loop for " in log
+    assert "and end the run after --timeout 3 s" in log
+    told = "".join(path.read_text() for path in (tmp_path / "default" / "logs").glob("rank-*.log"))
+    assert "rank 1 did not arrive: it stands in step 2, at test_hang.py:" in told
+
+
+def test_a_loader_that_hangs_ends_a_world_of_one(tmp_path):
+    with pytest.raises(RankError, match="died without an exception"):
+        run(_hanging_loader, 1, str(tmp_path))
+    assert "after 3 s without progress the run ends" in (tmp_path / "default" / "logs" / "rank-00000.log").read_text()
+
+
+class Hanging(Ragged):
+    def collate(self, samples):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 8:
+            time.sleep(50)
+        return super().collate(samples)
+
+
+def _hanging_loader(world, folder):
+    world.timeout = 3.0
+    config = Config(save_dir=folder, batch_size=8, micro_batch_size=2, max_steps=4, device="cpu", ckpt_freq=1)
+    return [record.step for record in lockstep.train(config, Hanging(dtype=torch.float32), world)]
