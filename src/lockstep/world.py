@@ -15,6 +15,7 @@ whatever the ranks write there stands under a name that only these processes, in
 import contextlib
 import errno
 import gc
+import ipaddress
 import json
 import os
 import socket
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World", "listening"]
+__all__ = ["World", "check_reachable", "listening"]
 
 
 @dataclass(slots=True)
@@ -104,6 +105,8 @@ class World:
         key = (os.getpid(), host, port)
         if key not in _STORES:
             mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            if mine and "LOCAL_WORLD_SIZE" in os.environ and self.size > _launched("LOCAL_WORLD_SIZE", 1):
+                check_reachable("MASTER_ADDR", host)
             listener = listening(host, port) if mine else None
             handle = listener.detach() if listener else None
             _STORES[key] = TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
@@ -237,6 +240,24 @@ def listening(host: str, port: int) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
         return None
+
+
+def check_reachable(what: str, host: str) -> None:
+    """Raises ConfigError where the name `host` of node 0 leads to this machine's loopback: other nodes cannot follow.
+
+    Debian's installer writes such a line for the machine's own name. A loopback address that is given as a number, or
+    as localhost, is meant: several "nodes" on one machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror:
+        return  # who uses it says so
+    address = ipaddress.ip_address(str(found).partition("%")[0])
+    if address.is_loopback and host != "localhost" and host != str(found):
+        raise ConfigError(
+            f"{what} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); give "
+            "node 0's address on the network, and in GLOO_SOCKET_IFNAME the interface where host names lead to loopback"
+        )
 
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port

@@ -19,7 +19,7 @@ from lockstep.launch import leash, memory
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
 from lockstep.progress import COMPUTING, Place, Progress
-from lockstep.world import listening
+from lockstep.world import World, listening
 
 
 def shown(capsys, *flags, train=()):
@@ -249,6 +249,35 @@ next(feed)
 print("first batch", flush=True)
 time.sleep(60)
 """
+
+
+@pytest.fixture
+def debian(monkeypatch):
+    """A machine whose own name, node0, leads to its loopback."""
+    true = socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        return true("127.0.1.1" if host == "node0" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def test_a_name_that_other_nodes_cannot_follow_is_refused(debian, monkeypatch, capsys):
+    line = "node0 is 127.0.1.1 on this node, where no other node can reach it"
+    flags = ["--nnodes", "2", "--dry-run"]
+    for where in (["--master-addr", "node0"], ["--rdzv-endpoint", "node0:2950"]):
+        with pytest.raises(ConfigError, match=f"{where[0]} {line}") as caught:
+            command([*flags, *where, "--", "train"])
+        assert "\n" not in str(caught.value)
+    for meant in ("127.0.0.1", "localhost"):  # several "nodes" on one machine
+        assert command([*flags, "--master-addr", meant, "--", "train"]) == 0
+    capsys.readouterr()
+    ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    for name, value in {**ours, "MASTER_ADDR": "node0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR {line}"):
+        World.join(device="cpu", timeout=1.0)
 
 
 def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lock_nor_its_pipes(tmp_path):

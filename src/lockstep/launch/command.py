@@ -24,6 +24,7 @@ from lockstep.folder import RunFolder
 from lockstep.launch.agent import run
 from lockstep.launch.job import Job
 from lockstep.launch.meeting import own_address
+from lockstep.world import check_reachable
 
 __all__ = ["command"]
 
@@ -153,6 +154,7 @@ def _endpoint(given: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, i
         return host or _LOOPBACK, port
     if not host:
         raise ConfigError(f"--nnodes {given.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
+    check_reachable("--rdzv-endpoint" if given.rdzv_endpoint else "--master-addr", host)
     own_address(host)  # whether it resolves
     return host, port or 29400
 
