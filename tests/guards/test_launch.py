@@ -18,7 +18,9 @@ from lockstep.folder import RunFolder
 from lockstep.launch import leash, memory
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
+from lockstep.launch.job import Job
 from lockstep.progress import COMPUTING, Place, Progress
+from lockstep.run import _count_restarts
 from lockstep.world import World, listening
 
 
@@ -83,6 +85,9 @@ def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     note(LockstepError("no access with tr0ub4dor-and-3"))
     assert "tr0ub4dor" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
+    assert (
+        json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == "no access with ***"
+    )  # torchrun's end
     assert json.loads(path.read_text())["message"]["message"] == "no access with ***"
     failure = Failure.read(4, 1, path, None, 0.0)
     assert (failure.message, failure.follows) == ("no access with ***", False)
@@ -90,6 +95,17 @@ def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     assert Failure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
     note(PeerError("a second word is not written"))
     assert Failure.read(4, 1, path, None, 0.0) == failure
+
+
+def test_torchruns_report_calls_the_first_failure_the_cause(tmp_path, monkeypatch):
+    """It compares whole seconds, and of equal ones takes the lowest rank's."""
+    monkeypatch.setattr(time, "time", lambda: 1000.7)
+    told = {}
+    for name, error in (("cause", LockstepError("no")), ("follows", PeerError("lost"))):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        note(error)
+        told[name] = json.loads((tmp_path / name).read_text())["message"]["extraInfo"]["timestamp"]
+    assert int(told["cause"]) < int(told["follows"])
 
 
 def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, monkeypatch, capsys):
@@ -128,6 +144,48 @@ def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == 143
+
+
+def script(*lines):
+    """A Job whose processes run these lines of Python; each writes a byte into the file $STARTS when it starts."""
+    text = "import os, signal, sys, time; open(os.environ['STARTS'], 'a').write('x'); " + "; ".join(lines)
+    return Job(["-c", text], 1, (1, 1), "c10d", "127.0.0.1:0", {}, "test", True, 2, {})
+
+
+def launched(job, starts, *signals):
+    """(exit code, how often the process was started) of the launcher in a process of its own."""
+    code = "import sys; from lockstep.launch.agent import run; from lockstep.launch.job import Job; "
+    code += "from lockstep.errors import LockstepError\n"
+    code += f"try: print(run({job!r}))\nexcept LockstepError as error: print(error); sys.exit(error.exit_code)"
+    environment = {**os.environ, "STARTS": str(starts)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as launcher:
+        for number in signals:
+            deadline = time.monotonic() + 60
+            while not starts.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            launcher.send_signal(number)
+        launcher.stdout.read()
+    return launcher.returncode, len(starts.read_text())
+
+
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (1, 3), (75, 3)])
+def test_bad_input_is_not_started_again_and_other_failures_are(tmp_path, code, starts):
+    assert launched(script(f"sys.exit({code})"), tmp_path / "starts") == (code, starts)
+
+
+def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
+    wait = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); open(os.environ['STARTS'], 'a').write('x')"
+    assert launched(script(wait, "time.sleep(60)"), tmp_path / "starts", signal.SIGTERM)[1] <= 2
+
+
+def test_restarts_add_up_over_all_starts(monkeypatch):
+    """`restarts` counts those of this launcher's start and of the ones before, each once."""
+    state = {}
+    for job, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        _count_restarts(state)
+        assert state["restarts"] == total
 
 
 def test_a_process_ends_when_its_launcher_is_killed(tmp_path):

@@ -91,11 +91,13 @@ def note(error: BaseException) -> bool:
     ours = isinstance(error, LockstepError)
     bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
     line = mask(str(error) if ours else bug).replace("\n", " ")
-    text = "" if ours else mask("".join(traceback.format_exception(error)))
-    now, code = time.time(), getattr(error, "exit_code", 1)
+    text = line if ours else mask("".join(traceback.format_exception(error)))  # what ends torchrun's own report
+    now, code, follows = time.time(), getattr(error, "exit_code", 1), isinstance(error, PeerError)
+    # torchrun calls the earliest the cause, in whole seconds, and of equal ones the lowest rank's
+    told = {"py_callstack": text, "timestamp": str(int(now) + follows)}
     content = {
-        "message": {"message": line, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
-        "lockstep": {"line": line, "when": now, "follows": isinstance(error, PeerError), "code": code},
+        "message": {"message": line, "extraInfo": told},
+        "lockstep": {"line": line, "when": now, "follows": follows, "code": code},
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
