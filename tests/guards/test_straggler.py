@@ -1,0 +1,106 @@
+"""The straggler guard at its edges, and what the ranks tell each other of their own work."""
+
+import time
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from distributed import run
+from torch import nn
+
+from lockstep.clock import HostClock
+from lockstep.errors import LockstepError
+from lockstep.guarded import Pulse
+from lockstep.guards.start import check_weights
+from lockstep.guards.straggler import Straggler
+from lockstep.heartbeat import Heartbeat, Vitals
+
+
+def lines(windows, ratio=1.2, others=0.02):
+    """What is said after windows of five steps in which rank 2 computes for so many seconds a step."""
+    straggler, beat = Straggler(ratio), SimpleNamespace(count=2, heard=[])
+    found = []
+    for step in range(5 * len(windows)):
+        slow = windows[step // 5]
+        beat.count, beat.heard = beat.count + 1, [Vitals(0.0, slow if rank == 2 else others) for rank in range(4)]
+        found.append(straggler.after(step, beat))
+    return [line for line in found if line]
+
+
+def test_three_slow_windows_in_a_row_are_told():
+    assert lines([0.03] * 4)[0].startswith("rank 2 is slow: 30.0 ms a step of computing, the others 20.0 ms")
+
+
+def test_a_good_window_clears_the_strikes():
+    assert not lines([0.03, 0.03, 0.02] * 6)
+
+
+def test_another_kind_or_rank_clears_them_too():
+    straggler, beat = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    for step in range(120):
+        slow = step // 5 % 4  # each rank in turn
+        beat.count, beat.heard = beat.count + 1, [Vitals(0.0, 0.03 if rank == slow else 0.02) for rank in range(4)]
+        assert not straggler.after(step, beat)
+
+
+@pytest.mark.parametrize(
+    ("slow", "others", "told"),
+    [(0.0241, 0.02, True), (0.0239, 0.02, False), (0.0031, 0.001, True), (0.0029, 0.001, False)],
+    ids=["above the ratio", "below it", "above 2 ms", "below them"],
+)
+def test_the_edges(slow, others, told):
+    assert bool(lines([slow] * 6, 1.2, others)) == told
+
+
+def _told_busy(world):
+    """What each rank tells of itself where rank 1 computes for long and rank 0 waits for it."""
+    clock = HostClock()
+    pulse = Pulse(clock)
+    pulse.beat = beat = Heartbeat(world, lambda step: 1, None, vitals=pulse)
+    for step in range(8):
+        clock.start()
+        beat.items(step)
+        clock.lap("data")
+        time.sleep(0.06 if world.rank else 0.001)
+        clock.lap("forward")
+        beat.send(step)
+        clock.lap("data")
+        clock.lap("update")
+        beat.receive()
+        clock.lap("data")
+    return beat.heard, beat.waited
+
+
+def test_a_rank_that_waits_reports_no_busy_time():
+    heard, waited = run(_told_busy, 2)[0]
+    assert waited > 0.2
+    waiting, busy = heard
+    assert busy.computing > 0.05
+    assert waiting.computing < 0.03
+    assert waiting.data < 0.03
+
+
+class Drawn(nn.Module):
+    """Its weights are numpy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.from_numpy(numpy.random.rand(3)))
+
+
+def _began(world, own):
+    numpy.random.seed(world.rank if own else 0)
+    try:
+        check_weights(world, Drawn())
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_numpy_seed_of_each_ranks_own_is_named():
+    assert run(_began, 2, False) == ["", ""]
+    for said in run(_began, 2, True):
+        assert said.startswith("before step 1: the initial weights differ: ")
+        assert "scale" in said
+        assert "rank 1" in said
