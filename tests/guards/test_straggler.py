@@ -58,7 +58,8 @@ def _told_busy(world):
     clock = HostClock()
     pulse = Pulse(clock)
     pulse.beat = beat = Heartbeat(world, lambda step: 1, None, vitals=pulse)
-    for step in range(8):
+    found = []
+    for step in range(10):
         clock.start()
         beat.items(step)
         clock.lap("data")
@@ -69,16 +70,17 @@ def _told_busy(world):
         clock.lap("update")
         beat.receive()
         clock.lap("data")
-    return beat.heard, beat.waited
+        found.append([tuple(vitals) for vitals in beat.heard])
+    return found, beat.waited
 
 
 def test_a_rank_that_waits_reports_no_busy_time():
-    heard, waited = run(_told_busy, 2)[0]
+    found, waited = run(_told_busy, 2)[0]
     assert waited > 0.2
-    waiting, busy = heard
-    assert busy.computing > 0.05
-    assert waiting.computing < 0.03
-    assert waiting.data < 0.03
+    data, computing = zip(*[(waiting[0], waiting[1]) for waiting, _ in found[2:]], strict=True)
+    assert min(data) < 0.03  # the least of them: this machine may be busy with something else
+    assert min(computing) < 0.03
+    assert min(busy[1] for _, busy in found[2:]) > 0.05
 
 
 class Drawn(nn.Module):
