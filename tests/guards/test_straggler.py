@@ -11,7 +11,6 @@ from torch import nn
 
 from lockstep.clock import HostClock
 from lockstep.errors import LockstepError
-from lockstep.guarded import Pulse
 from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
 from lockstep.heartbeat import Heartbeat, Vitals
@@ -56,8 +55,8 @@ def test_the_edges(slow, others, told):
 def _told_busy(world):
     """What each rank tells of itself where rank 1 computes for long and rank 0 waits for it."""
     clock = HostClock()
-    pulse = Pulse(clock)
-    pulse.beat = beat = Heartbeat(world, lambda step: 1, None, vitals=pulse)
+    spent = lambda: Vitals(clock.spent().get("data", 0.0), clock.spent().get("forward", 0.0))  # noqa: E731
+    beat = Heartbeat(world, lambda step: 1, None, busy=spent)
     found = []
     for step in range(10):
         clock.start()
