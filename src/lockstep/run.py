@@ -168,6 +168,8 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
     wish = 0
     watch = Watch(world, beat, parts.folder.path, failure.note)
     with Preemption(beat), closing(feed), _rolled_back(beat), watch, books, explained(parts.engine, world):
+        if state.pop("evaluation_due", False):  # a signal came before it
+            books.evaluate(first)
         for record in steps(parts.engine, parts.task, feed, beat, plan):
             done, wish = record.step + 1, record.agreed
             ending = done == parts.last or bool(wish)
@@ -179,7 +181,12 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
                 books.log(record)
             best = False
             if done == cut.steps or (config.eval_freq and done % config.eval_freq == 0):
-                best = books.evaluate(done)
+                if (
+                    wish and done < parts.last
+                ):  # whoever sent the signal waits for no evaluation: the next start does it
+                    state["evaluation_due"] = True
+                else:
+                    best = books.evaluate(done)
             if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
                 guards.settle()
                 books.save(done)
