@@ -12,6 +12,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.config import Checkpoint, Config
 from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
+from lockstep.folder import RunFolder
 from lockstep.options import flat, read
 from lockstep.sinks.jsonl import read as records
 
@@ -194,11 +195,11 @@ def test_no_samples_are_refused(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    training = lockstep.train(config(tmp_path), Ragged())
-    next(training)
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()  # not by a run of this process, which would end for the next one
     with pytest.raises(ConfigError, match=r"is in use by process \d+ on .*choose another --experiment-name"):
         go(None, config(tmp_path))
-    training.close()
+    folder.release()
     assert go(None, config(tmp_path))[1] == 0
 
 
