@@ -190,9 +190,9 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
             if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
                 guards.settle()
                 books.save(done)
-            beat.progress.at(done, IN_BODY)
+            beat.progress.at(record.step, IN_BODY)
             yield record
-            beat.progress.at(done, COMPUTING)
+            beat.progress.at(record.step, COMPUTING)
             if ending:
                 break
         code = _EXIT_CODES.get(wish, 0)
