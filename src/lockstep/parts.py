@@ -24,7 +24,7 @@ from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
 from lockstep.engines.exact import check_servable
-from lockstep.errors import CheckpointError, DataError, ResumeError
+from lockstep.errors import DataError, ResumeError
 from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
 from lockstep.guards.loader import Guarded, Lasting
@@ -186,19 +186,8 @@ def _size(dataset: Any) -> int:
 
 
 def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole checkpoint and its state, as rank 0 sees them; (None, the state of a new run) without one."""
-
-    def look() -> list[Any] | None:
-        path = checkpoint.newest(folder.path, say=say(world)) if folder.checkpoints.is_dir() else None
-        if path is None and (damaged := checkpoint.list_steps(folder.path)):  # to begin again would write over them
-            raise CheckpointError(
-                f"{folder.path}: none of its {len(damaged)} checkpoints is whole (the lines above say why); repair "
-                "one, move checkpoints/ away to begin again from step 0, or use another --experiment-name"
-            )
-        return [str(path), checkpoint.read_state(path)] if path else None
-
-    found = world.gather(together(world, lambda: look() if world.is_main else None))[0]
-    return (Path(found[0]), found[1]) if found else (None, {"running_loss": 0.0, "best": None})
+    """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
+    return checkpoint.find_resume(folder.path, world, say(world)) or (None, {"running_loss": 0.0, "best": None})
 
 
 def _check_plan(

@@ -282,26 +282,26 @@ def _load(parts: Parts) -> None:
     world = parts.world
     if parts.source:
         state = parts.tensors()
-        checkpoint.load(parts.source, state, world)  # collective
+        checkpoint.load(parts.source, state, world, verified=True)  # collective
         parts.restore(state)
         _LOG.info("resumed from %s, step %d of %d", parts.source, parts.start, parts.horizon.cut.steps)
     elif parts.config.init_from:
-        source = together(world, lambda: _weights_in(Path(parts.config.init_from)))
+        source, verified = _weights_in(Path(parts.config.init_from), world)
         state = parts.engine.state()
         weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
-        checkpoint.load(source, weights, world)  # collective
+        checkpoint.load(source, weights, world, verified=verified)  # collective
         parts.engine.restore(state)
         _LOG.info("a new run with the weights of %s", source)
 
 
-def _weights_in(path: Path) -> Path:
-    """The checkpoint that --init-from names: itself, or the newest whole one of a run."""
-    if (path / "manifest.json").exists():
-        return path
-    found = checkpoint.newest(path, say=_LOG.warning) if path.is_dir() else None
+def _weights_in(path: Path, world: World) -> tuple[Path, bool]:
+    """The checkpoint that --init-from names, and whether it was verified: itself, or the newest whole one of a run."""
+    if any(world.gather(together(world, (path / "manifest.json").exists))):  # collective
+        return path, False
+    found = checkpoint.find_newest(path, world, _LOG.warning)  # collective
     if found is None:
         raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
-    return found
+    return found, True
 
 
 def _finished(parts: Parts) -> str:

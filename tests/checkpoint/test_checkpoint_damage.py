@@ -101,6 +101,15 @@ def test_a_fifo_or_an_extra_file_is_found(path):
     assert "step-00000002/state.json is not a regular file" in checkpoint.verify(path)
 
 
+@pytest.mark.parametrize("name", [".nfs000000000002f1b900000003", ".fuse_hidden0000a1b200000001"])
+def test_what_a_network_file_system_left_of_an_open_file_is_no_damage(path, name):
+    (path / name).write_bytes(b"removed while it was open")
+    assert checkpoint.verify(path) == []
+    assert checkpoint.newest(path.parent.parent, say=pytest.fail) == path
+    (path / name).rename(path / name[1:])
+    assert "does not belong there" in checkpoint.verify(path)[0]
+
+
 def forge(path, change=None, **files):
     """Rewrites files and the manifest as an attacker would: with checksums that hold."""
     for name, data in files.items():

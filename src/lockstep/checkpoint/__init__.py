@@ -1,6 +1,7 @@
 """Checkpoints: immutable folders of safetensors and JSON that any world size and engine can read. See store.py."""
 
 from lockstep.checkpoint.background import Saver
+from lockstep.checkpoint.find import find_newest, find_resume
 from lockstep.checkpoint.store import (
     clean,
     fingerprint,
@@ -19,6 +20,8 @@ from lockstep.checkpoint.store import (
 __all__ = [
     "Saver",
     "clean",
+    "find_newest",
+    "find_resume",
     "fingerprint",
     "fingerprint_of",
     "list_steps",

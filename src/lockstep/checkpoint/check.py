@@ -6,14 +6,17 @@ tensors = contents(path, manifest)  what its indexes say, held against the files
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint.files import damage, printable
+from lockstep.checkpoint.files import Seen, damage, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.index import Entry, Header, read_header, read_index
 from lockstep.checkpoint.layout import CODES, Block
 from lockstep.errors import CheckpointError
 
-__all__ = ["Stored", "contents", "tiles", "verify"]
+__all__ = ["Stored", "contents", "damaged", "data_files", "hold", "outline", "strangers", "tiles", "verify"]
+
+_HIDDEN = (".nfs", ".fuse_hidden")  # what a network file system makes of a file that is removed while it is open
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,9 @@ def verify(path: Path) -> list[str]:
     """
     try:
         manifest = read_manifest(path)
-        problems = _strangers(path, manifest)
-        for name, file in sorted(manifest.files.items()):
-            problem = damage(path / name, file["size"], file["xxh3_64"])
-            if problem:
-                problems.append(problem)
+        problems = strangers(path, manifest) + damaged(path, manifest, list(manifest.files))
         if not problems:
-            read_state(path)
-            contents(path, manifest)
+            hold(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
@@ -48,12 +46,48 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def _strangers(path: Path, manifest: Manifest) -> list[str]:
+def outline(path: Path, manifest: Manifest) -> list[str]:
+    """What a first look finds: files that are missing, or of another kind or size; files of JSON are read and held."""
+    found = [
+        damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
+        for name, each in _sorted(manifest)
+    ]
+    return [problem for problem in found if problem]
+
+
+def damaged(path: Path, manifest: Manifest, names: list[str], seen: Seen = lambda count: None) -> list[str]:
+    """What is wrong with the files of these `names`, all of them read; `seen` as in `damage`."""
+    chosen = set(names)
+    found = [
+        damage(path / name, each["size"], each["xxh3_64"], seen) for name, each in _sorted(manifest) if name in chosen
+    ]
+    return [problem for problem in found if problem]
+
+
+def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(manifest.files.items())
+
+
+def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
+    """Of the names of the data files those whose checksums are the rank's to take, of `size` ranks; all for one."""
+    names = [name for name in manifest.files if name.endswith(".safetensors")]
+    names.sort(key=lambda name: (-manifest.files[name]["size"], name))
+    return names[rank::size]
+
+
+def hold(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError unless the state is one, and indexes and headers hold together."""
+    read_state(path)
+    contents(path, manifest)
+
+
+def strangers(path: Path, manifest: Manifest) -> list[str]:
+    """What is in the folder and does not belong there. Raises OSError where it cannot be listed."""
     known = {MANIFEST, *manifest.files}
     return [
         f"{printable(path.name)}/{printable(found.name)} does not belong there"
         for found in sorted(path.iterdir())
-        if found.name not in known
+        if found.name not in known and not found.name.startswith(_HIDDEN)
     ]
 
 

@@ -13,14 +13,14 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from lockstep.errors import CheckpointError
-from lockstep.world import World
 
 __all__ = [
+    "Seen",
     "damage",
     "parse_json",
     "printable",
@@ -28,11 +28,10 @@ __all__ = [
     "refusal",
     "remove",
     "sync_folder",
-    "together",
     "write_file",
 ]
 
-T = TypeVar("T")
+Seen = Callable[[int], None]
 
 _CHUNK = 4 << 20  # bytes; small enough that what was just hashed is still in the cache when it is written
 
@@ -44,26 +43,6 @@ def printable(text: str, limit: int = 300) -> str:
         for character in text[: limit + 1]
     )
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
-
-
-def together(world: World, action: Callable[[], T]) -> T:
-    """What `action` returns, once it has succeeded on every rank. Collective.
-
-    Raises:
-        CheckpointError: the file system refused `action` on this rank.
-        PeerError: it failed on another rank, which is named.
-    """
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = action()
-    except OSError as found:
-        error = CheckpointError(refusal(found))
-        error.__cause__ = found
-    except Exception as found:  # a bug on one rank must not leave the others waiting
-        error = found
-    world.check(error)  # collective
-    return result  # type: ignore[return-value]
 
 
 def refusal(error: OSError) -> str:
@@ -146,15 +125,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def damage(path: Path, size: int, checksum: str | None) -> str | None:
-    """What is wrong with the file: missing, a link, another size, another xxh3_64 (None: not read). None when whole."""
+def damage(path: Path, size: int, checksum: str | None, seen: Seen = lambda count: None) -> str | None:
+    """What is wrong with the file: missing, a link, another size, another xxh3_64 (None: not read). None when whole.
+
+    Args:
+        seen: called with the number of bytes of each block that was read, for those who wait.
+    """
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             return f"{_shown(path)} is not a regular file"
         if found.st_size != size:
             return f"{_shown(path)} has {found.st_size} bytes instead of {size}"
-        if checksum is not None and _checksum(path) != checksum:
+        if checksum is not None and _checksum(path, seen) != checksum:
             return f"{_shown(path)} is damaged: its checksum is not the manifest's"
     except FileNotFoundError:
         return f"{_shown(path)} is missing"
@@ -163,12 +146,13 @@ def damage(path: Path, size: int, checksum: str | None) -> str | None:
     return None
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, seen: Seen) -> str:
     digest = xxhash.xxh3_64()
     buffer = memoryview(bytearray(_CHUNK))
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            seen(count)
     return digest.hexdigest()
 
 

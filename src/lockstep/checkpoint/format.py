@@ -61,10 +61,14 @@ class Manifest:
         """Bytes of all files that it lists."""
         return sum(file["size"] for file in self.files.values())
 
+    @property
+    def checksum(self) -> str:
+        """xxh3_64 over all that it says."""
+        return xxhash.xxh3_64_hexdigest(dump(asdict(self)))
+
     def dump(self) -> bytes:
         """The file's content. Its own checksum is in it, so that no byte of it can change unseen."""
-        fields = asdict(self)
-        return dump({**fields, "xxh3_64": xxhash.xxh3_64_hexdigest(dump(fields))})
+        return dump({**asdict(self), "xxh3_64": self.checksum})
 
 
 def step_name(step: int) -> str:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.check import Stored, contents
-from lockstep.checkpoint.files import damage, printable, together
-from lockstep.checkpoint.format import Manifest, read_manifest
+from lockstep.checkpoint.check import Stored, contents, damaged, data_files, outline
+from lockstep.checkpoint.files import printable
+from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.index import Entry
 from lockstep.checkpoint.layout import Block, block_of, dtype_name, local_of
+from lockstep.checkpoint.together import together
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError
 from lockstep.world import World
@@ -31,7 +32,7 @@ from lockstep.world import World
 __all__ = ["Whole", "fingerprint", "fingerprint_of", "load", "opened"]
 
 
-def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> None:
+def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
     """Fills `wanted` in place from the checkpoint folder `path`. Collective over the ranks of `world`.
 
     Names up to the first "/" are groups; of each group that occurs in `wanted` all of the checkpoint's tensors must be
@@ -40,42 +41,34 @@ def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> No
     Args:
         wanted: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
         world: its ranks share out the checking of the files; None: this process is alone and checks what it reads.
+        verified: `find_newest` or `find_resume` has just held the data's checksums: they are not read again.
 
     Raises:
         CheckpointError: damaged files; names, dtypes or shapes that differ (up to three are named). Nothing was filled.
         PeerError: another rank found so.
     """
     everybody = world or World()
-    stored = together(everybody, lambda: _checked(path, wanted, world))  # collective
+    stored = together(everybody, lambda: _checked(path, wanted, world, verified))  # collective
     together(everybody, lambda: _fill_all(path, wanted, stored))  # collective
 
 
-def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None) -> dict[str, Stored]:
+def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None, verified: bool) -> dict[str, Stored]:
     manifest = read_manifest(path)
-    for name, file in manifest.files.items():
-        small = name.endswith(".json")  # every rank reads these, so every rank checks them
-        _raise(damage(path / name, file["size"], file["xxh3_64"] if small else None))
+    _raise(outline(path, manifest))  # every rank reads the small files, so every rank checks them
     stored = contents(path, manifest)
     _match(path, wanted, stored)
-    for name in _to_check(manifest, wanted, stored, world):
-        _raise(damage(path / name, manifest.files[name]["size"], manifest.files[name]["xxh3_64"]))
+    if world is None:
+        names = sorted({entry.file for name in wanted for entry in stored[name].entries})
+    else:
+        names = data_files(manifest, world.rank, world.size)
+    if not verified:
+        _raise(damaged(path, manifest, names))
     return stored
 
 
-def _raise(problem: str | None) -> None:
-    if problem:
-        raise CheckpointError(f"{problem}; resume from an older checkpoint")
-
-
-def _to_check(
-    manifest: Manifest, wanted: dict[str, torch.Tensor], stored: dict[str, Stored], world: World | None
-) -> list[str]:
-    """The data files whose checksums this rank takes: alone, those it reads; among others, its share of all."""
-    if world is None:
-        return sorted({entry.file for name in wanted for entry in stored[name].entries})
-    data = [name for name in manifest.files if name.endswith(".safetensors")]
-    data.sort(key=lambda name: (-manifest.files[name]["size"], name))
-    return data[world.rank :: world.size]
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{problems[0]}; resume from an older checkpoint")
 
 
 def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:
@@ -162,8 +155,7 @@ def opened(path: Path) -> Iterator[Whole]:
         CheckpointError: damaged.
     """
     manifest = read_manifest(path)
-    for name, file in manifest.files.items():
-        _raise(damage(path / name, file["size"], file["xxh3_64"]))
+    _raise(damaged(path, manifest, list(manifest.files)))
     stored = contents(path, manifest)
     with ExitStack() as stack:
         part = _reader(path, stack)

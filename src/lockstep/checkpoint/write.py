@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.check import verify
-from lockstep.checkpoint.files import remove, sync_folder, together, write_file
+from lockstep.checkpoint.files import remove, sync_folder, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
 from lockstep.checkpoint.layout import CODES, Piece, Share, dtype_name, share_out
+from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError
 from lockstep.world import World
 
