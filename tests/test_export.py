@@ -69,6 +69,35 @@ def test_torch_files_load_without_running_code(tmp_path):
     assert (tmp_path / "m.pt").stat().st_size < 1.3 * whole + 20_000, "neither ties nor states are in it again"
 
 
+class Waves(nn.Module):
+    """A complex buffer, as rotary tables are, and a complex weight, as Fourier layers have it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(1)
+        self.register_buffer("turns", torch.polar(torch.ones(4, 3), torch.randn(4, 3)))
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_complex_tensors_come_out_as_they_are(tmp_path, form):
+    model = Waves(torch.complex64)
+    out = export(saved(tmp_path / "run", model), tmp_path / "model", form)
+    found = safetensors.torch.load_file(out) if form == "safetensors" else torch.load(out, weights_only=True)
+    assert equal(found, dict(model.state_dict()))
+
+
+def test_complex_tensors_that_a_format_does_not_know_are_refused_by_name(tmp_path):
+    wide, narrow = Waves(torch.complex128), Waves(torch.complex64)
+    path = saved(tmp_path / "run", wide)
+    assert equal(torch.load(export(path, tmp_path / "m.pt", "torch"), weights_only=True), dict(wide.state_dict()))
+    with pytest.raises(CheckpointError, match="safetensors has no complex128, which 'weight' is: use --format torch"):
+        export(path, tmp_path / "model", "safetensors")
+    with pytest.raises(CheckpointError, match="'model/weight' is complex, and DeepSpeed updates real numbers alone"):
+        export(saved(tmp_path / "other", narrow), tmp_path / "model", "deepspeed")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["m.pt", "other", "run"]
+
+
 def _train_sharded(world, folder):
     warnings.simplefilter("ignore")  # torch's own, of its own calls
     made, batches = parts(world, Ragged(), name="fsdp", count=2)

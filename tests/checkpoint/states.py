@@ -13,6 +13,8 @@ DTYPES = [
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 ]
 
 
@@ -27,11 +29,14 @@ def full():
         "model/blocks.0.bias": torch.randn(3, generator=generator),
         "model/turned": torch.randn(6, 9, generator=generator).t(),
         "model/empty": torch.zeros(0, 4),
+        "model/rotary": torch.randn(7, 3, dtype=torch.complex64, generator=generator),
+        "model/fourier": torch.randn(9, 4, dtype=torch.complex128, generator=generator).conj().t(),
         "optimizer/blocks.0.weight/step": torch.tensor(17.0),
         "optimizer/blocks.0.weight/exp_avg": torch.randn(13, 4, 3, generator=generator),
     }
     for dtype in DTYPES:
-        values = torch.randn(5, 2, generator=generator) * 3
+        # complex numbers are drawn as such: an imaginary part of 0 would hide that it is lost
+        values = torch.randn(5, 2, dtype=dtype if dtype.is_complex else None, generator=generator) * 3
         tensors[f"extra/{dtype}"] = values.to(dtype)
         tensors[f"extra/{dtype}/scalar"] = values[0, 0].to(dtype)
     return tensors

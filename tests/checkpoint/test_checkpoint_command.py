@@ -64,6 +64,16 @@ def test_inspect_takes_the_newest_whole_one_or_the_one_named(folder, capsys):
         command(capsys, "inspect", folder, "--step", 10)
 
 
+def test_inspect_counts_complex_elements_and_not_their_parts(tmp_path, capsys):
+    for step, dtype in enumerate((torch.complex64, torch.complex128)):
+        tensors = {"model/a": torch.randn(5, 2, dtype=dtype)}
+        checkpoint.save(tmp_path, step, tensors, {}, World(), engine="single")
+        out = command(capsys, "inspect", tmp_path, "--step", step, "--tensors")[1]
+        assert f"model/a  complex{64 << step}  [5, 2]  {80 << step} B" in out
+        assert "parameters   10" in out
+        assert checkpoint.fingerprint_of({"a": tensors["model/a"]}) in out
+
+
 def test_verify_ends_with_3_and_names_the_file(folder, capsys):
     assert command(capsys, "verify", folder) == (0, "step-00000005: whole\nstep-00000010: whole\n")
     damage(folder, 5)

@@ -10,8 +10,9 @@ from states import differing, full, gathered, sharded, zeros
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import Stored, tiles
+from lockstep.checkpoint.dtypes import CODES, PAIRS
 from lockstep.checkpoint.index import Entry
-from lockstep.checkpoint.layout import CODES, Block
+from lockstep.checkpoint.layout import Block
 from lockstep.checkpoint.read import _fill
 from lockstep.errors import CheckpointError, LockstepError, PeerError
 from lockstep.world import World
@@ -165,7 +166,7 @@ def test_a_whole_checkpoint_is_never_written_again_and_a_damaged_one_is_replaced
 
 def test_every_dtype_of_the_format_keeps_its_bits(tmp_path):
     bits = torch.randint(0, 256, (6, 16), dtype=torch.uint8)
-    tensors = {f"extra/{name}": bits.view(getattr(torch, name)) for name in CODES if name != "bool"}
+    tensors = {f"extra/{name}": bits.view(getattr(torch, name)) for name in (*CODES, *PAIRS) if name != "bool"}
     path = checkpoint.save(tmp_path, 1, tensors, {}, World(), engine="single")
     wanted = {name: torch.zeros_like(each) for name, each in tensors.items()}
     checkpoint.load(path, wanted, None)
@@ -173,10 +174,36 @@ def test_every_dtype_of_the_format_keeps_its_bits(tmp_path):
         assert torch.equal(wanted[name].view(torch.uint8), bits), name
 
 
+def test_lazy_views_of_the_same_memory_keep_their_own_values(tmp_path):
+    """`conj()` and the imaginary part of it are flags on the same bytes: neither the bytes nor a tie with them."""
+    for dtype in (torch.complex64, torch.complex128):
+        values = torch.randn(4, 3, dtype=dtype)
+        tensors = {
+            "model/a": values,
+            "model/conjugate": values.conj(),
+            "model/negative": torch._neg_view(values.real.contiguous()),
+            "model/imaginary": values.conj().imag,
+        }
+        path = checkpoint.save(tmp_path, dtype.itemsize, tensors, {}, World(), engine="single")
+        saver = checkpoint.Saver(World())
+        saver.begin(
+            tensors, lambda share, world: checkpoint.write_share(tmp_path, 99, share, {}, world, engine="single")
+        )
+        saver.settle(last=True)
+        plain = {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+        for each in (path, checkpoint.path_of(tmp_path, 99)):
+            wanted = {name: torch.zeros(4, 3, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            checkpoint.load(each, wanted, None)
+            assert (
+                differing(wanted, {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}) == []
+            )
+        checkpoint.path_of(tmp_path, 99).rename(tmp_path / f"done-{dtype.itemsize}")
+
+
 @pytest.mark.parametrize(
     ("tensors", "state", "reason"),
     [
-        ({"model/a": torch.zeros(2, dtype=torch.complex64)}, {}, "has no complex64"),
+        ({"model/a": torch.zeros(2, dtype=torch.bits8)}, {}, "has no bits8"),
         ({"model/a": torch.zeros(2, device="meta")}, {}, "no dense values"),
         ({"__metadata__": torch.zeros(2)}, {}, "name"),
         ({"": torch.zeros(2)}, {}, "name"),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.dtypes import stored_as
 from lockstep.checkpoint.files import Seen, damage, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.index import Entry, Header, read_header, read_index
-from lockstep.checkpoint.layout import CODES, Block
+from lockstep.checkpoint.layout import Block
 from lockstep.errors import CheckpointError
 
 __all__ = ["Stored", "contents", "damaged", "data_files", "hold", "outline", "strangers", "tiles", "verify"]
@@ -106,7 +107,7 @@ def contents(path: Path, manifest: Manifest) -> dict[str, Stored]:
         aliases |= names
         for entry in entries:
             where = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
-            if headers[entry.file].get(entry.key) != (CODES[entry.dtype], entry.local):
+            if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
                 raise CheckpointError(f"{where} is not so in {entry.file}")
             stored = found.setdefault(entry.name, Stored(entry.dtype, entry.shape, []))
             if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):

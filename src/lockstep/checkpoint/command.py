@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint.check import Stored, contents
+from lockstep.checkpoint.dtypes import itemsize
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest, step_of
-from lockstep.checkpoint.index import itemsize
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
 from lockstep.errors import CheckpointError, ConfigError, DifferenceError
 

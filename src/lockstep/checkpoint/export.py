@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from lockstep.checkpoint.dtypes import CODES, itemsize
 from lockstep.checkpoint.export_deepspeed import write_universal
 from lockstep.checkpoint.export_hf import write_hub
 from lockstep.checkpoint.files import printable, refusal, remove, write_file
 from lockstep.checkpoint.format import read_manifest, step_of
-from lockstep.checkpoint.layout import CODES
 from lockstep.checkpoint.read import Whole, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
@@ -159,13 +159,19 @@ class Outgoing(NamedTuple):
 
 
 def safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file; each tensor is read when its turn comes, and dropped."""
-    ordered = sorted(tensors, key=lambda each: (-getattr(torch, each.dtype).itemsize, each.name))
+    """The bytes of a safetensors file; each tensor is read when its turn comes, and dropped.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that the format, as others read it, does not know.
+    """
+    ordered = sorted(tensors, key=lambda each: (-itemsize(each.dtype), each.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for each in ordered:
         begin = end
-        end += torch.Size(each.shape).numel() * getattr(torch, each.dtype).itemsize
+        if each.dtype not in CODES:
+            raise CheckpointError(f"safetensors has no {each.dtype}, which '{each.name}' is: use --format torch")
+        end += torch.Size(each.shape).numel() * itemsize(each.dtype)
         header[each.name] = {"dtype": CODES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

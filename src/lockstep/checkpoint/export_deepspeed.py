@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.read import Whole
+from lockstep.errors import CheckpointError
 
 __all__ = ["write_universal"]
 
@@ -57,6 +58,8 @@ def _states(tensors: Whole) -> dict[str, list[str]]:
 
 def _wide(tensors: Whole, name: str) -> torch.Tensor:
     """In float32, as DeepSpeed keeps what it updates; a copy, so that no mapped file is saved with it."""
+    if tensors.stored[name].dtype.startswith("complex"):
+        raise CheckpointError(f"--format deepspeed: '{name}' is complex, and DeepSpeed updates real numbers alone")
     return tensors.read(name).to(torch.float32, copy=True)
 
 

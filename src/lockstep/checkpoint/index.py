@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lockstep.checkpoint.dtypes import CODES, is_known, itemsize
 from lockstep.checkpoint.files import parse_json, printable, read_file
 from lockstep.checkpoint.format import FORMAT, JSON_LIMIT, is_size
-from lockstep.checkpoint.layout import CODES, Block
+from lockstep.checkpoint.layout import Block
 from lockstep.errors import CheckpointError
 
-__all__ = ["Entry", "Header", "itemsize", "read_header", "read_index"]
+__all__ = ["Entry", "Header", "read_header", "read_index"]
 
 _HEADER_LIMIT = 100_000_000  # bytes: the safetensors format's own limit
 _DIMENSIONS = 64  # torch's own limit
@@ -42,12 +41,6 @@ class Entry:
     def block(self) -> Block:
         """Where in the full tensor it lies."""
         return Block(self.offsets, self.local)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element of the dtype of this name."""
-    size: int = getattr(torch, dtype).itemsize
-    return size
 
 
 def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[Entry], dict[str, str]]:
@@ -82,7 +75,7 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
     for key, kind in wanted.items():
         if type(fields[key]) is not kind or (kind is list and not all(is_size(value) for value in fields[key])):
             return f"its {key} is of another type or out of range"
-    if fields["dtype"] not in CODES:
+    if not is_known(fields["dtype"]):
         return f"unknown dtype {printable(fields['dtype'], 40)!r}"
     if not fields["file"].endswith(".safetensors") or fields["file"] not in files:
         return f"its file {printable(fields['file'], 80)!r} is none of the manifest's"
@@ -130,7 +123,12 @@ def _is_header_entry(fields: Any) -> bool:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         return False
     shape, offsets = fields["shape"], fields["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > _DIMENSIONS:
+    if (
+        not isinstance(shape, list)
+        or not isinstance(offsets, list)
+        or len(offsets) != 2
+        or len(shape) > _DIMENSIONS + 1
+    ):
         return False
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in _SIZES:
         return False

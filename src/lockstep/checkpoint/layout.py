@@ -15,32 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import xxhash
 
+from lockstep.checkpoint.dtypes import dtype_name, is_known
 from lockstep.errors import CheckpointError
 from lockstep.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["CODES", "Block", "Piece", "Share", "block_of", "dtype_name", "local_of", "share_out"]
-
-# torch dtype name -> the code of the safetensors format
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+__all__ = ["Block", "Piece", "Share", "block_of", "local_of", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +50,6 @@ class Share:
     pieces: list[Piece]
     aliases: dict[str, str]
     summary: dict[str, Any]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without its package: "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -155,7 +132,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         problem = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = "it has no dense values (a meta or sparse tensor)"
-    elif dtype_name(tensor.dtype) not in CODES:
+    elif not is_known(dtype_name(tensor.dtype)):
         problem = f"the format has no {dtype_name(tensor.dtype)}"
     if problem:
         raise CheckpointError(f"the tensor {name!r:.300} cannot be kept in a checkpoint: {problem}")
@@ -169,7 +146,8 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
         tensor, local = tensors[name], local_of(tensors[name])
         if local.numel():
             placed = tensor.placements if _is_dtensor(tensor) else None
-            identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed)
+            lazily = local.is_conj(), local.is_neg()  # the same memory, and other values
+            identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed, lazily)
             kept = first.setdefault(identity, name)
             if kept != name:
                 aliases[name] = kept

@@ -20,10 +20,11 @@ import torch
 from safetensors import safe_open
 
 from lockstep.checkpoint.check import Stored, contents, damaged, data_files, outline
+from lockstep.checkpoint.dtypes import PAIRS, dtype_name
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.index import Entry
-from lockstep.checkpoint.layout import Block, block_of, dtype_name, local_of
+from lockstep.checkpoint.layout import Block, block_of, local_of
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError
@@ -116,9 +117,16 @@ def _reader(path: Path, stack: ExitStack) -> Read:
         whole = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
         file = opened(entry.file)
         tensor: torch.Tensor = file.get_tensor(entry.key) if whole else file.get_slice(entry.key)[part]
-        return tensor
+        return _joined(tensor, entry.dtype) if entry.dtype in PAIRS else tensor
 
     return read
+
+
+def _joined(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The complex numbers of real `pairs`. A copy: in a mapped file they need not be aligned."""
+    tensor = torch.empty(pairs.shape[:-1], dtype=getattr(torch, dtype))
+    torch.view_as_real(tensor).copy_(pairs)
+    return tensor
 
 
 def _fill(target: torch.Tensor, block: Block, stored: Stored, read: Read) -> None:

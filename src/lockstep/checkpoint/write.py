@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.check import verify
+from lockstep.checkpoint.dtypes import dtype_name, stored_as
 from lockstep.checkpoint.files import remove, sync_folder, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
-from lockstep.checkpoint.layout import CODES, Piece, Share, dtype_name, share_out
+from lockstep.checkpoint.layout import Piece, Share, share_out
 from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError
 from lockstep.world import World
@@ -128,8 +129,8 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.local.numel() * piece.local.itemsize
-        code = CODES[dtype_name(piece.local.dtype)]
-        header[piece.name] = {"dtype": code, "shape": list(piece.local.shape), "data_offsets": [begin, end]}
+        code, shape = stored_as(dtype_name(piece.local.dtype), tuple(piece.local.shape))
+        header[piece.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
@@ -140,7 +141,8 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a plain tensor in row-major order, little-endian; copied only from a device or out of strides."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)  # waits for the device
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.cpu().contiguous().reshape(-1)  # waits for the device
     return flat.view(torch.uint8).numpy().data
 
 
