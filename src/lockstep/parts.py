@@ -134,6 +134,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     horizon = together(world, lambda: Horizon(_size(training), config))
     source, state = _found(folder, world)
     model = _model(config, task, world)
+    together(world, lambda: checkpoint.check_keepable(model.state_dict()))
     check_weights(world, model)
     plan = plan_of(config, horizon, task, model)
     world.check_same("plan", plan)

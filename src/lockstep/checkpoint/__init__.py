@@ -2,6 +2,7 @@
 
 from lockstep.checkpoint.background import Saver
 from lockstep.checkpoint.find import find_newest, find_resume
+from lockstep.checkpoint.layout import check_keepable
 from lockstep.checkpoint.store import (
     clean,
     fingerprint,
@@ -19,6 +20,7 @@ from lockstep.checkpoint.store import (
 
 __all__ = [
     "Saver",
+    "check_keepable",
     "clean",
     "find_newest",
     "find_resume",

@@ -8,12 +8,13 @@ A plain tensor is the same on every rank and is written by one; a DTensor's slic
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.dtypes import dtype_name, is_known
 from lockstep.errors import CheckpointError
@@ -22,7 +23,7 @@ from lockstep.world import World
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "Piece", "Share", "block_of", "local_of", "share_out"]
+__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "local_of", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +127,58 @@ def _piece(name: str, tensor: torch.Tensor, block: Block) -> Piece:
     return Piece(name, shape, block.offsets, local_of(tensor))
 
 
+def check_keepable(tensors: Mapping[str, Any]) -> None:
+    """Finds out whether a checkpoint can keep `tensors`, before there is anything to keep. Not collective.
+
+    Args:
+        tensors: a model's `state_dict()`, or an engine's state; tensors on the meta device are judged as what they
+            will be.
+
+    Raises:
+        CheckpointError: the first that cannot be kept (no tensor, its dtype, layout or name); its module is named.
+    """
+    for name, value in tensors.items():
+        problem = _problem(name, value)
+        if problem:
+            raise CheckpointError(problem)
+
+
 def _check(name: str, tensor: torch.Tensor) -> None:
-    problem = None
-    if not isinstance(name, str) or not 0 < len(name) <= 1000 or name == "__metadata__":
-        problem = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
-    elif tensor.is_meta or tensor.layout is not torch.strided:
-        problem = "it has no dense values (a meta or sparse tensor)"
-    elif not is_known(dtype_name(tensor.dtype)):
-        problem = f"the format has no {dtype_name(tensor.dtype)}"
+    problem = _problem(name, tensor)
+    if not problem and tensor.is_meta:
+        problem = f"the tensor {name!r:.300} cannot be kept in a checkpoint: it has no dense values (a meta tensor)"
     if problem:
-        raise CheckpointError(f"the tensor {name!r:.300} cannot be kept in a checkpoint: {problem}")
+        raise CheckpointError(problem)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """One line for why a checkpoint cannot keep this; None: it can."""
+    if not isinstance(name, str) or not 0 < len(name) <= 1000 or name == "__metadata__":
+        reason = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
+    elif not isinstance(value, torch.Tensor):
+        return _no_tensor(name, value)
+    elif value.layout is not torch.strided:
+        reason = f"it has no dense values ({value.layout}); register a dense one"
+    elif not is_known(dtype_name(value.dtype)):
+        reason = f"the format has no {dtype_name(value.dtype)}"
+    elif is_traceable_wrapper_subclass(value) and not _is_dtensor(value):
+        reason = f"it is a {type(value).__name__}, whose values lie in other tensors"
+    else:
+        return None
+    return f"the tensor {name!r:.300} cannot be kept in a checkpoint: {reason}"
+
+
+def _no_tensor(name: str, value: Any) -> str:
+    module, _, last = name.removeprefix("model/").rpartition(".")
+    if last == "_extra_state":  # torch's name for what get_extra_state returns
+        where = f"the module {module!r:.300}" if module else "the model"
+        return (
+            f"{where} has a {type(value).__name__} as get_extra_state, and a checkpoint keeps tensors alone: return "
+            "one tensor of a fixed shape there, or register buffers"
+        )
+    return (
+        f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint keeps tensors alone: make it a buffer"
+    )
 
 
 def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lockstep.engines.extra import set_extra
 from lockstep.engines.names import begin
 from lockstep.errors import CheckpointError
 from lockstep.world import World
@@ -84,6 +85,7 @@ class SplitState:
             self._set_number(key, number)
         for name, buffer in self._buffers():
             buffer.copy_(state[f"model/{name}"])
+        set_extra(self._model, state)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}

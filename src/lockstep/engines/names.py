@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.engines.extra import set_extra
 from lockstep.errors import CheckpointError
 
 __all__ = ["begin", "materialise", "named_state", "restore_state"]
@@ -46,6 +47,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
         for name, tensor in own.items():
             if tensor is not state[name]:
                 tensor.copy_(state[name])
+    set_extra(model, state)
     for name, parameter in model.named_parameters():
         slots = optimizer.state.get(parameter, {})
         for key, value in slots.items():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
+from lockstep.engines.extra import set_extra
 from lockstep.engines.names import materialise
 from lockstep.engines.replicas import OPTIONS, Replicas, check_launched
 from lockstep.engines.update import Update, trained
@@ -91,6 +92,7 @@ class Zero:
         with torch.no_grad():
             for name, tensor in self._module.state_dict().items():
                 tensor.copy_(state[f"model/{name}"])
+            set_extra(self._module, state)
             for name, key, value in self._own_states():
                 given = state[f"optimizer/{name}/{key}"]
                 given = given.to_local() if isinstance(given, DTensor) else given
