@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 import xxhash
-from states import full
+from distributed import run
+from states import full, sharded
 
 from lockstep import checkpoint
 from lockstep.checkpoint.format import Manifest, dump
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, PeerError
 from lockstep.world import World
 
 NAMES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
@@ -61,6 +62,77 @@ def test_every_flipped_byte_is_found_and_the_file_named(path, name):
         assert all(name in problem for problem in problems)
         if number % 10 == 0:
             refused(path, name)
+
+
+def tiny(world, folder):
+    """A checkpoint of a few bytes of data, of which each rank writes a model's and an optimizer's."""
+    names = ("model/a", "optimizer/a/exp_avg")
+    tensors = {name: torch.arange(2.0 * world.size).reshape(-1, 1) + 1 for name in names}
+    return checkpoint.save(folder, 1, sharded(tensors, world, "rows"), {"n": 1}, world, engine="fsdp")
+
+
+def flips(world, path):
+    """Inverts a bit of each byte of each file, one at a time; the places where a load or the search believed it."""
+    files = {file: file.read_bytes() for file in sorted(path.iterdir())}
+    # The manifest is the same to every rank: two bytes of three are left to the test with one.
+    step = {file: 3 if file.name == "manifest.json" else 1 for file in files}
+    places = [(file, at) for file, data in files.items() for at in range(0, len(data), step[file])]
+    believed = []
+    world.barrier()
+    for number, (file, at) in enumerate(places):
+        if world.is_main:  # a load ends when every rank has read, so nobody reads any more
+            places[number - 1][0].write_bytes(files[places[number - 1][0]])
+            data = bytearray(files[file])
+            data[at] ^= 1 << at % 8
+            file.write_bytes(data)
+        world.barrier()
+        wanted = {name: torch.zeros(2 * world.size, 1) for name in ("model/a", "optimizer/a/exp_avg")}
+        try:
+            checkpoint.load(path, wanted, world)
+            believed.append((file.name, at, "load"))
+        except (CheckpointError, PeerError) as error:
+            if file.name not in str(error) or any(each.any() for each in wanted.values()):
+                believed.append((file.name, at, str(error)))
+        if number % 20 == 0:
+            said = []
+            found = checkpoint.find_newest(path.parent.parent, world, said.append)
+            if found or (world.is_main and file.name not in said[0]):
+                believed.append((file.name, at, f"find: {said}"))
+    return len(places), believed
+
+
+def test_each_flipped_byte_is_found_by_a_load_of_two_ranks(tmp_path):
+    """Each rank checks a part of the files: what one finds, none of them may believe."""
+    path, _ = run(tiny, 2, tmp_path)
+    found = run(flips, 2, path)
+    assert [believed for _, believed in found] == [[], []]
+    assert found[0][0] > 1000
+
+
+def only(world, path, wanted):
+    """Which error a load of this rank's part of the state ends with."""
+    with pytest.raises((CheckpointError, PeerError), match=r"rank-0000\d\.safetensors is damaged") as found:
+        checkpoint.load(path, wanted, world)
+    assert not any(each.any() for each in wanted.values())
+    return str(found.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flip_in_the_optimizers_state_is_found_by_every_load(tmp_path, rank):
+    """Also where the weights alone are wanted (--init-from), and by one process as by two."""
+    path, _ = run(tiny, 2, tmp_path)
+    file = path / f"rank-0000{rank}.safetensors"
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    offsets = json.loads(data[8:start])["optimizer/a/exp_avg"]["data_offsets"]
+    data[start + offsets[0]] ^= 1  # the last bit of a mantissa
+    file.write_bytes(data)
+    both = {name: torch.zeros(4, 1) for name in ("model/a", "optimizer/a/exp_avg")}
+    for wanted in (both, {"model/a": torch.zeros(4, 1)}):
+        for size in (1, 2):
+            assert all(file.name in each for each in run(only, size, path, wanted))
+        assert file.name in only(None, path, wanted)
+    assert file.name in checkpoint.verify(path)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
