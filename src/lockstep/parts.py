@@ -77,8 +77,7 @@ class Parts:
         The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
         `load_state_dict` with them.
         """
-        own: dict[str, Tensor] = getattr(self.task, "state_dict", dict)()
-        return self.engine.state() | {f"task/{name}": tensor for name, tensor in own.items()}
+        return self.engine.state() | _own(self.task)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Takes over what `tensors` gave and a checkpoint filled."""
@@ -134,7 +133,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     horizon = together(world, lambda: Horizon(_size(training), config))
     source, state = _found(folder, world)
     model = _model(config, task, world)
-    together(world, lambda: checkpoint.check_keepable(model.state_dict()))
+    together(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
     plan = plan_of(config, horizon, task, model)
     world.check_same("plan", plan)
@@ -189,6 +188,11 @@ def _size(dataset: Any) -> int:
 def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
     """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
     return checkpoint.find_resume(folder.path, world, say(world)) or (None, {"running_loss": 0.0, "best": None})
+
+
+def _own(task: Any) -> dict[str, Tensor]:
+    """What the task's `state_dict()` names, as `task/NAME`."""
+    return {f"task/{name}": tensor for name, tensor in getattr(task, "state_dict", dict)().items()}
 
 
 def _check_plan(
