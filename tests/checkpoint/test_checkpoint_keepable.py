@@ -73,6 +73,18 @@ def test_an_extra_state_that_is_no_tensor_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tasks_own_state_is_held_to_the_same(tmp_path):
+    class Own(Ragged):
+        def state_dict(self):
+            return {"queue": [1, 2]}
+
+    with pytest.raises(
+        UsageError, match="'task/queue' is a list, and a checkpoint keeps tensors alone: make one of it"
+    ):
+        next(lockstep.train(settings(tmp_path), Own()))
+    assert list(tmp_path.iterdir()) == []
+
+
 class Quantised(torch.Tensor):
     """Stands in for a subclass whose values lie in other tensors."""
 

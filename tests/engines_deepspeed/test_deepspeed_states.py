@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from distributed import run
+from torch.distributed.tensor import DTensor
 from toys import Ragged, parts, train
 
 from lockstep.config import EngineOptions
@@ -42,6 +43,26 @@ def test_states_begin_as_the_optimizers_own(kind, settings):
     wanted = _other_optimizer(World(), kind, settings, 0)
     for stage in (1, 3):
         close(run(_other_optimizer, 2, kind, settings, stage)[0], wanted)
+
+
+def _kept_bytes(world, stage):
+    """Bytes of the state that lie on this rank, of a model whose large tensors are every other one."""
+    warnings.simplefilter("ignore")
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))  # weight, bias, weight, bias, ...
+    options = EngineOptions(zero_stage=stage)
+    made = engine("deepspeed", model, lambda m: torch.optim.AdamW(m.parameters()), world, options=options)
+    made.backward(made.model(torch.ones(2, 32)).sum(), 1.0)
+    made.step(1.0)
+    state = made.state()
+    held = {name: tensor.to_local() for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    return sum(tensor.nbytes for name, tensor in held.items() if tensor.numel() == state[name].numel())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_ranks_keep_about_as_much_of_the_state(stage):
+    held = run(_kept_bytes, 2, stage)
+    assert max(held) < 1.1 * min(held)
+    assert sum(held) >= 3 * 4 * (32 * 32 + 32) * 4
 
 
 class Branching(torch.nn.Module):

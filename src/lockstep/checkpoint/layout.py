@@ -23,7 +23,7 @@ from lockstep.world import World
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "local_of", "share_out"]
+__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "local_of", "owners_of", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     names = sorted(tensors)
     aliases = _ties(tensors, names)
     whole = [name for name in names if name not in aliases and _is_whole(tensors[name], world)]
-    owners = _owners([(local_of(tensors[name]).nbytes, name) for name in whole], world.size)
+    owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in whole], world.size)
     pieces = []
     for name in (name for name in names if name not in aliases):
         mine = owners[name] == world.rank if name in owners else _is_writer(tensors[name])
@@ -177,7 +177,7 @@ def _no_tensor(name: str, value: Any) -> str:
             "one tensor of a fixed shape there, or register buffers"
         )
     return (
-        f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint keeps tensors alone: make it a buffer"
+        f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint keeps tensors alone: make one of it"
     )
 
 
@@ -216,8 +216,8 @@ def _is_writer(tensor: torch.Tensor) -> bool:
     return not any(copies) and local_of(tensor).numel() > 0
 
 
-def _owners(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
-    """{name: rank}: the largest first, each to the rank with the least bytes so far."""
+def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
+    """{name: rank} for (size, name) of `sizes`: the largest first, each to the rank with the least so far."""
     loads = [(0, rank) for rank in range(ranks)]
     owners = {}
     for size, name in sorted(sizes, reverse=True):

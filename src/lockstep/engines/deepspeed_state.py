@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lockstep.checkpoint.layout import owners_of
 from lockstep.engines.extra import set_extra
 from lockstep.engines.names import begin
 from lockstep.errors import CheckpointError
@@ -53,13 +54,15 @@ class SplitState:
     def state(self) -> dict[str, Tensor]:
         """`model/NAME` (float32), `optimizer/NAME/KEY`. Whole tensors are on one rank each, numbers on all."""
         found: dict[str, Tensor] = {}
-        for place, (name, parameter) in enumerate(self._model.named_parameters()):
-            owner = place % self._world.size
-            found[f"model/{name}"] = self._kept(self._parameter(parameter), owner)
+        owners = self._owners()
+        for name, parameter in self._model.named_parameters():
+            full = f"model/{name}"
+            found[full] = self._kept(self._parameter(parameter), owners[full])
             if parameter.requires_grad:
                 for key in self._keys():
                     value = self._access.safe_get_full_optimizer_state(parameter, key)  # collective
-                    found[f"optimizer/{name}/{key}"] = self._kept(value, owner)
+                    full = f"optimizer/{name}/{key}"
+                    found[full] = self._kept(value, owners[full])
                 for key, number in self._numbers().items():
                     found[f"optimizer/{name}/{key}"] = number.clone()
         for second, first in self._ties():
@@ -74,18 +77,30 @@ class SplitState:
         if missing:
             raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
         numbers: dict[str, Tensor] = {}
-        for place, (name, parameter) in enumerate(self._model.named_parameters()):
-            owner = place % self._world.size
-            self._set_parameter(parameter, self._whole(state[f"model/{name}"], owner))
+        owners = self._owners()
+        for name, parameter in self._model.named_parameters():
+            full = f"model/{name}"
+            self._set_parameter(parameter, self._whole(state[full], owners[full]))
             if parameter.requires_grad:
                 for key in self._keys():
-                    self._set_state(parameter, self._whole(state[f"optimizer/{name}/{key}"], owner), key)
+                    full = f"optimizer/{name}/{key}"
+                    self._set_state(parameter, self._whole(state[full], owners[full]), key)
                 numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._numbers()}
         for key, number in numbers.items():
             self._set_number(key, number)
         for name, buffer in self._buffers():
             buffer.copy_(state[f"model/{name}"])
         set_extra(self._model, state)
+
+    def _owners(self) -> dict[str, int]:
+        """Which rank keeps which tensor, so that all keep about as much; the same on every rank."""
+        sizes = []
+        for name, parameter in self._model.named_parameters():
+            count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 leaves a parameter empty between uses
+            sizes.append((count, f"model/{name}"))
+            if parameter.requires_grad:
+                sizes += [(count, f"optimizer/{name}/{key}") for key in self._keys()]
+        return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
