@@ -1,8 +1,12 @@
 """What each micro-batch holds and draws depends on (seed, step, micro-batch) alone."""
 
+import dataclasses
+import gc
 import random
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.batches import Batches, Cut, Loading, slots
+from lockstep.data.device import mover
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.errors import DataError
 from lockstep.world import World
@@ -95,6 +100,27 @@ def test_content_and_randomness_do_not_depend_on_rank_worker_or_start():
                     assert (items if weight else whole[index][0], data) == whole[index]
 
 
+class Alike:
+    """Every position holds sample 3 of epoch 0: all are seeded alike."""
+
+    def at(self, start, stop):
+        return np.zeros(stop - start, dtype=np.int64), np.full(stop - start, 3, dtype=np.int64)
+
+
+def test_samples_that_are_seeded_alike_are_collated_with_other_noise():
+    found = [data for _, micro in content(batches(9, Cut(4, 2, 16), order=Alike()).from_step(0)) for *_, data in micro]
+    assert len({str(data["samples"]) for data in found}) == 1
+    assert len({data["noise"] for data in found}) == 8
+
+
+def test_a_sample_draws_other_numbers_in_another_epoch():
+    found = batches(5, Cut(5, 1, 15), order=Shuffled(5, 5)).from_step(0)
+    drawn = [tuple(batch.data["samples"][0]) for _, micro in found for batch in micro]
+    assert sorted(index for index, *_ in drawn) == sorted(3 * list(range(5)))
+    for generator in (1, 2, 3):
+        assert len({sample[generator] for sample in drawn}) == 15
+
+
 def test_an_empty_slot_counts_nothing():
     found = [micro for rank in range(3) for _, micro in batches(8, Cut(8, 2, 8), rank, 3).from_step(0)]
     weights = [batch.weight for micro in found for batch in micro]
@@ -135,18 +161,88 @@ def test_a_dataset_that_draws_nothing_leaves_the_generators_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    images: torch.Tensor
+    nested: dict
+    size: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "size", self.size + len(self.images))
+
+
+class Named(dict):
+    pass
+
+
+class Movable:
+    """Moves itself in place and says nothing."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+
+
 def test_nested_batches_keep_their_shape_on_the_way_to_a_device():
-    from typing import NamedTuple
-
-    from lockstep.data.batches import _mover
-
-    class Pair(NamedTuple):
-        a: torch.Tensor
-        b: str
-
-    moved = _mover(torch.device("meta"))({"x": [torch.ones(2), (torch.ones(1), 3)], "p": Pair(torch.ones(1), "s")})
+    moved = mover(torch.device("meta"))({"x": [torch.ones(2), (torch.ones(1), 3)], "p": Pair(torch.ones(1), "s")})
     assert moved["x"][0].device.type == moved["x"][1][0].device.type == moved["p"].a.device.type == "meta"
     assert (moved["x"][1][1], moved["p"].b, type(moved["p"])) == (3, "s", Pair)
+
+
+def test_dataclasses_and_dicts_of_other_classes_are_moved_and_stay_what_they_are():
+    move, x = mover(torch.device("meta")), torch.ones(2)
+    batch = {
+        "dataclass": Frozen(x, {"y": x}),
+        "named": Named(a=x),
+        "ordered": OrderedDict(b=x),
+        "default": defaultdict(list, c=[x]),
+        "packed": torch.nn.utils.rnn.pack_sequence([x, x[:1]]),
+        "movable": Movable(x),
+        "kind": Movable,
+    }
+    moved = move(batch)
+    found = [moved["dataclass"].images, moved["dataclass"].nested["y"], moved["named"]["a"], moved["ordered"]["b"]]
+    found += [moved["default"]["c"][0], moved["packed"].data, moved["movable"].x]
+    assert {tensor.device.type for tensor in found} == {"meta"}
+    assert moved["packed"].batch_sizes.device.type == "cpu"  # where torch wants it
+    assert {name: type(value) for name, value in moved.items()} == {name: type(value) for name, value in batch.items()}
+    assert (moved["dataclass"].size, moved["default"]["none"]) == (2, [])
+    kept = [batch["dataclass"].images, batch["named"]["a"], batch["default"]["c"][0], batch["movable"].x]
+    assert {tensor.device.type for tensor in kept} == {"cpu"}
+
+
+def on_meta():
+    gc.collect()
+    return sum(type(held) is torch.Tensor and held.is_meta for held in gc.get_objects())
+
+
+def test_what_is_looked_ahead_at_lies_on_the_host_until_it_is_computed():
+    class Tensors(Task):
+        def collate(self, samples):
+            return torch.tensor([index for index, *_ in samples])
+
+        def count(self, batch):
+            return len(batch)
+
+    world = World(device=torch.device("meta"))
+    found = Batches(Tensors(), Numbers(64), Shuffled(64, 5), Cut(8, 2, 64), world, seed=5)
+    before, feed = on_meta(), found.from_step(0)
+    assert [feed.items(step) for step in range(8)] == [8] * 8
+    _, micro = next(feed)
+    assert on_meta() == before
+    for batch in micro:
+        data = batch.data
+        assert data.is_meta
+        assert on_meta() == before + 1
+        del data
+    assert on_meta() == before
 
 
 class Threads(torch.utils.data.Dataset):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint, options
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
+from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
@@ -27,7 +28,7 @@ from lockstep.engines.exact import check_servable
 from lockstep.errors import DataError, ResumeError
 from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
-from lockstep.guards.loader import Guarded, Lasting
+from lockstep.guards.loader import Guarded
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim import adamw
 from lockstep.plan import Horizon, differences, plan_of
@@ -128,7 +129,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = task or together(world, lambda: named_task(config, say(world)))
     world.check_same("source", getattr(task, "sources", {}))
-    training, evaluation = together(world, lambda: (task.dataset("train"), task.dataset("evaluation")))
+    training, evaluation = together(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
     horizon = together(world, lambda: Horizon(_size(training), config))
     source, state = _found(folder, world)
@@ -140,10 +141,6 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
     stream = _training(config, task, training, horizon, world)
     check_programs(world, task, stream.samples(int(state.get("global_step", 0)) % horizon.cut.steps, 0))
-    loading: list[Any] = [training]
-    if config.data.workers:
-        loading.append(Lasting(stream, retries=config.guards.retries, rank=world.rank))
-        stream = loading[-1]
     return Parts(
         config,
         world,
@@ -157,7 +154,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
         plan,
         source,
         state,
-        loading,
+        [training, stream.loader],
     )
 
 
@@ -235,6 +232,15 @@ def _model(config: Config, task: Any, world: World) -> nn.Module:
     )
 
 
+def _datasets(task: Any) -> tuple[Any, Any]:
+    """The training set, and the evaluation set or None."""
+    training, evaluation = task.dataset("train"), task.dataset("evaluation")
+    check_dataset(training, "train")
+    if evaluation is not None:
+        check_dataset(evaluation, "evaluation")
+    return training, evaluation
+
+
 def _guarded(config: Config, dataset: Any, world: World) -> Any:
     guards = config.guards
     return Guarded(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
@@ -269,7 +275,7 @@ def _engine(config: Config, task: Any, model: nn.Module, world: World) -> Engine
 
 def _training(config: Config, task: Any, dataset: Any, horizon: Horizon, world: World) -> Batches:
     order = getattr(task, "order", Shuffled)(len(dataset), config.seed)
-    loading = Loading(config.data.workers, config.data.prefetch)
+    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     return Batches(task, dataset, order, horizon.cut, world, seed=config.seed, loading=loading)
 
 

@@ -6,26 +6,24 @@
 What micro-batch m of step k holds depends on (seed, k, m) alone. The world size decides only who computes it.
 """
 
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
-import threadpoolctl
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.worker import end_with_parent
+from lockstep.data.device import mover
+from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
+from lockstep.data.loader import Loader, Loading
 from lockstep.errors import DataError
-from lockstep.seeds import derive
 from lockstep.world import World
 
-__all__ = ["Batches", "Cut", "Feed", "Loading", "MicroBatch", "Order", "draws", "seed_everything", "slots"]
+__all__ = ["Batches", "Cut", "Feed", "Loading", "MicroBatch", "Order", "Origin", "draws", "seed_everything", "slots"]
+
+_SEARCHED = 16  # steps in which a micro-batch with items is looked for
 
 
 class Order(Protocol):
@@ -40,16 +38,23 @@ class MicroBatch:
     """One forward's worth of samples on this rank.
 
     Attributes:
-        data: what the task's `collate` returned, on the device.
+        held: what the task's `collate` returned, in host memory.
         index: m, its place in the step; its randomness depends on (seed, step, m).
         items: what the loss sums over in it.
         weight: 1.0; 0.0 for an empty slot, which repeats a micro-batch only so that collectives line up.
+        move: takes `held` to the device; None where it is there.
     """
 
-    data: Any
+    held: Any
     index: int
     items: int
     weight: float
+    move: Callable[[Any], Any] | None = None
+
+    @property
+    def data(self) -> Any:
+        """The batch on the device. Copied there each time it is asked for, so that only what is computed lies there."""
+        return self.held if self.move is None else self.move(self.held)
 
 
 class Slot(NamedTuple):
@@ -70,25 +75,41 @@ def slots(micro_batches: int, world_size: int, rank: int, present: int | None = 
     return [Slot(min(place, last), float(place <= last)) for place in range(rank * each, (rank + 1) * each)]
 
 
+class Origin(NamedTuple):
+    """Where the present cut of the stream begins: a step, and the position of its first sample."""
+
+    step: int
+    position: int
+
+
+_START = Origin(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How the stream of positions is cut: `size` samples a step, in micro-batches of `micro_size`, up to `total`.
 
-    Only the run's very last step can be shorter: it ends where `total` does.
+    Only the run's very last step can be shorter: it ends where `total` does. The steps before `origin` were cut in
+    another way; asking for them has no meaning.
     """
 
     size: int
     micro_size: int
     total: int
+    origin: Origin = _START
 
     @property
     def steps(self) -> int:
         """Steps until `total` is used up."""
-        return -(-self.total // self.size)
+        return self.origin.step + max(0, -(-(self.total - self.origin.position) // self.size))
+
+    def start(self, step: int) -> int:
+        """Position of the first sample of `step`; `total` past the last one."""
+        return max(0, min(self.origin.position + (step - self.origin.step) * self.size, self.total))
 
     def samples(self, step: int) -> int:
         """Samples in `step`, over all ranks."""
-        return min(self.size, self.total - step * self.size)
+        return self.start(step + 1) - self.start(step)
 
     @property
     def micro_batches(self) -> int:
@@ -101,30 +122,18 @@ class Cut:
 
     def positions(self, step: int, index: int) -> tuple[int, int]:
         """First and past-the-last position of micro-batch `index` of `step`."""
-        start = step * self.size + index * self.micro_size
+        start = self.start(step) + index * self.micro_size
         return start, min(start + self.micro_size, self.total)
 
 
-class Key(NamedTuple):
-    """What a loader needs to make one micro-batch: where it stands, and the samples in it."""
-
-    step: int
-    micro: int
-    weight: float
-    epochs: list[int]
-    samples: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How samples are loaded: processes a rank, micro-batches each keeps ready."""
-
-    workers: int = 0
-    prefetch: int = 4
-
-
 class Batches:
-    """A dataset, cut into steps and micro-batches, as one rank sees them."""
+    """A dataset, cut into steps and micro-batches, as one rank sees them.
+
+    Attributes:
+        cut: the steps.
+        world_size: among how many ranks they are shared out.
+        loader: makes the micro-batches; counts the loader processes that had to be begun again.
+    """
 
     def __init__(
         self,
@@ -140,32 +149,77 @@ class Batches:
         self.cut = cut
         self.world_size = world.size
         self._order, self._rank = order, world.rank
-        self._fetch = Fetch(dataset, task, seed)
-        self._move = _mover(world.device)
+        self._fetch = Fetch(dataset, task, seed, world.rank)
+        self._move = mover(world.device)
         self._loading = loading or Loading()
-        self._cuda = world.device.type == "cuda"
+        self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
+        self._mean = getattr(task, "reduction", "sum") == "mean"
 
     def from_step(self, start: int) -> "Feed":
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
         return Feed(self, start)
 
     def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
-        """(step, micro-batch) one at a time from step `start` on: the stream that `from_step` groups by step."""
-        keys = self._keys(start)
-        if not self._loading.workers:
-            for key in keys:
-                yield key.step, self._place(key, *self._fetch[key])
+        """(step, micro-batch) one at a time from step `start` on, as they lie in the data."""
+        with closing(self.loader.stream(self._keys(start))) as found:
+            for key, data, items in found:
+                yield key.step, self._placed(key, data, items)
+
+    def trained(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
+        """The stream that `from_step` groups by step: `micro`, but for micro-batches whose mean would be 0 / 0.
+
+        A micro-batch without items has nothing to teach, but its forward and backward must take place, for the
+        collectives in them. Where the loss is a mean it would be NaN, and so would every gradient, whatever the weight:
+        another micro-batch is computed in its place, with weight 0, as in an empty slot.
+        """
+        if not self._mean:
+            yield from self.micro(start)
             return
-        for key, data, items in self._loader(keys):
-            yield key.step, self._place(Key(*key), data, items)
+        spare: Any = None
+        with closing(self.loader.stream(self._keys(start))) as found:
+            for key, data, items in found:
+                if items:
+                    spare = data
+                    yield key.step, self._placed(key, data, items)
+                else:
+                    spare = self._with_items(key.step) if spare is None else spare
+                    yield key.step, self._placed(key._replace(weight=0.0), spare, 0)
 
     def samples(self, step: int, index: int) -> list[int]:
         """The samples of micro-batch `index` of `step`."""
-        return [int(sample) for sample in self._order.at(*self.cut.positions(step, index))[1]]
+        return self._key(step, index).samples
 
-    def _place(self, key: Key, data: Any, items: int) -> MicroBatch:
-        data = self._move(data) if self._move else data
-        return MicroBatch(data, key.micro, items if key.weight else 0, key.weight)
+    def parts(self, step: int, cuts: list[tuple[int, int | None]]) -> list[tuple[MicroBatch, bool]]:
+        """This rank's first micro-batch of `step`, cut: for each (a, b) its samples a .. b - 1 collated by themselves.
+
+        With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
+        are: a file that a dataset opens must not be open already when loader processes are forked.
+        """
+        slot = slots(self.cut.micro_batches, self.world_size, self._rank, self.cut.present(step))[0]
+        whole = self._key(step, slot.micro)
+        keys = [whole._replace(epochs=whole.epochs[a:b], samples=whole.samples[a:b]) for a, b in cuts]
+        loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
+        return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
+
+    def _placed(self, key: Key, data: Any, items: int) -> MicroBatch:
+        return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
+
+    def _with_items(self, step: int) -> Any:
+        """A micro-batch that has items, of this step or of one soon after it, whichever rank computes it."""
+        last = min(step + _SEARCHED, self.cut.steps)
+        for near in range(step, last):
+            for micro in range(self.cut.present(near)):
+                data, items = self._fetch[self._key(near, micro)]
+                if items:
+                    return data
+        raise DataError(
+            f"the loss is a mean (reduction = 'mean') and no micro-batch of steps {step} to {last - 1} has an item: "
+            "there is nothing to learn from; check the labels and `count`"
+        )
+
+    def _key(self, step: int, micro: int) -> Key:
+        epochs, samples = self._order.at(*self.cut.positions(step, micro))
+        return Key(step, micro, 1.0, epochs.tolist(), samples.tolist())
 
     def _keys(self, start: int) -> Iterator[Key]:
         """Keys of this rank's micro-batches, the samples looked up for many steps at once: a lone look-up is slow."""
@@ -174,8 +228,8 @@ class Batches:
         full = slots(cut.micro_batches, self.world_size, self._rank)
         for first in range(start, cut.steps, block):
             last = min(first + block, cut.steps)
-            origin = first * cut.size
-            epochs, samples = self._order.at(origin, min(last * cut.size, cut.total))
+            origin = cut.start(first)
+            epochs, samples = self._order.at(origin, cut.start(last))
             for step in range(first, last):
                 present = cut.present(step)
                 short = present < cut.micro_batches
@@ -185,25 +239,15 @@ class Batches:
                     span = slice(a - origin, b - origin)
                     yield Key(step, micro, weight, epochs[span].tolist(), samples[span].tolist())
 
-    def _loader(self, keys: Iterator[Key]) -> Iterator[tuple[Key, Any, int]]:
-        loader = DataLoader(
-            _Keyed(self._fetch),
-            sampler=_Once(keys),
-            batch_size=None,
-            collate_fn=_as_is,
-            num_workers=self._loading.workers,
-            prefetch_factor=self._loading.prefetch,
-            pin_memory=self._cuda,
-            worker_init_fn=_one_thread,
-        )
-        return iter(loader)
-
 
 class Feed:
-    """An iterator over (step, micro-batches) that can look ahead: the items of coming steps are counted early."""
+    """An iterator over (step, micro-batches) that can look ahead: the items of coming steps are counted early.
+
+    What is looked ahead at lies in host memory (see `MicroBatch.data`).
+    """
 
     def __init__(self, batches: Batches, start: int) -> None:
-        self._stream = batches.micro(start)
+        self._stream = batches.trained(start)
         self._steps = batches.cut.steps
         self._slots = -(-batches.cut.micro_batches // batches.world_size)
         self._next = start
@@ -225,10 +269,6 @@ class Feed:
         """This rank's micro-batches of the step that was taken last."""
         return self._present
 
-    def close(self) -> None:
-        """Ends the loader processes."""
-        self._stream.close()
-
     def items(self, step: int) -> int:
         """This rank's items in the present step or one that is still to come; 0 past the last."""
         if step < self._next:
@@ -238,114 +278,14 @@ class Feed:
                 return 0
         return sum(batch.items for batch in self._ready[step - self._next])
 
+    def close(self) -> None:
+        """Ends the loader processes, whatever they are doing, and waits until they are gone. No step comes after it."""
+        self._steps = 0
+        self._ready.clear()
+        self._stream.close()
+
     def _load(self) -> bool:
         if self._next + len(self._ready) >= self._steps:
             return False
         self._ready.append([batch for _, batch in islice(self._stream, self._slots)])
         return True
-
-
-def draws(dataset: Any) -> bool:
-    """Whether a dataset may draw random numbers: unless it says that it does not, or is known not to."""
-    return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
-
-
-class Fetch:
-    """Key -> (collated batch, items). Whatever it draws at random depends on (seed, epoch, sample) alone.
-
-    A dataset whose attribute `draws_random` is False promises that neither it nor the collate function draws
-    anything; then nothing is seeded, which saves a few microseconds a sample.
-    """
-
-    def __init__(self, dataset: Any, task: Any, seed: int) -> None:
-        self._dataset, self._collate, self._count, self._seed = dataset, task.collate, task.count, seed
-        self._random = draws(dataset)
-        self._many = getattr(dataset, "__getitems__", None)
-        self._each: int | None = getattr(task, "items_per_sample", None)
-        self._believed = self._each is None
-
-    def __getitem__(self, key: Key) -> tuple[Any, int]:
-        if self._random:
-            samples = [self._drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
-            seed_everything(derive(self._seed, "collate", key.step, key.micro))
-        elif self._many:
-            samples = self._many(key.samples)
-        else:
-            samples = [self._dataset[sample] for sample in key.samples]
-        data = self._collate(samples)
-        if not self._believed:
-            self._check(data, len(key.samples))
-        return data, int(self._count(data)) if self._each is None else self._each * len(key.samples)
-
-    def _check(self, data: Any, samples: int) -> None:
-        """A wrong `items_per_sample` would scale every gradient: the first micro-batch is counted all the same."""
-        counted, self._believed = int(self._count(data)), True
-        if counted != self._each * samples:  # type: ignore[operator]
-            raise DataError(
-                f"the task's items_per_sample is {self._each}, but `count` finds {counted} items in {samples} samples; "
-                "leave items_per_sample out where samples differ"
-            )
-
-    def _drawn(self, epoch: int, sample: int) -> Any:
-        seed_everything(derive(self._seed, "sample", epoch, sample))
-        return self._dataset[sample]
-
-
-def seed_everything(key: int) -> None:
-    """Seeds what datasets and CPU code draw from: torch's default generator, numpy's and random's."""
-    torch.default_generator.manual_seed(key)  # torch.manual_seed costs a hundred times as much
-    np.random.seed(key & 0xFFFFFFFF)
-    random.seed(key)
-
-
-class _Keyed(Dataset[tuple[Key, Any, int]]):
-    """Fetch as torch's loader wants it; the key travels with the batch, so that the two cannot be mismatched."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-
-    def __getitem__(self, key: Key) -> tuple[Key, Any, int]:
-        return key, *self._fetch[key]
-
-
-class _Once:
-    """An iterator as the sampler that a DataLoader asks for."""
-
-    def __init__(self, keys: Iterator[Key]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[Key]:
-        return self._keys
-
-
-def _as_is(value: Any) -> Any:
-    """The loader's own conversion would make batches differ from those loaded without workers."""
-    return value
-
-
-def _one_thread(_: int) -> None:
-    """Run in each loader process: its libraries must not take the cores that other ranks compute on."""
-    end_with_parent()
-    torch.set_num_threads(1)
-    threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
-    if "cv2" in sys.modules:
-        sys.modules["cv2"].setNumThreads(0)
-
-
-def _mover(device: torch.device) -> Callable[[Any], Any] | None:
-    """The function that takes a nested batch to the device; None where it is there already."""
-    if device.type == "cpu":
-        return None
-
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device, non_blocking=True)
-        if isinstance(value, dict):
-            return {key: move(item) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(move(item) for item in value))
-        if isinstance(value, list | tuple):
-            return type(value)(move(item) for item in value)
-        return value.to(device) if hasattr(value, "to") else value
-
-    return move

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.data.fetch import collate_of
 from lockstep.errors import ConfigError
 
 __all__ = ["Around", "Prepared", "load_task"]
@@ -38,7 +39,7 @@ class Prepared(Around):
         return _First(found, self._samples)
 
     def collate(self, samples: Any) -> Any:
-        batch = self.inner.collate(samples)
+        batch = collate_of(self.inner)(samples)
         return _in_float64(batch) if self._wide else batch
 
 

@@ -1,34 +1,32 @@
-"""A sample that cannot be loaded and a loader process that dies: named, tried again, and counted.
+"""A sample that cannot be loaded: named, tried again, and counted. (A loader process that dies: `data/loader.py`.)
 
     dataset = Guarded(dataset, retries=2, skips=0, rank=0)
-    batches = Lasting(batches, retries=2)
 
 A skipped sample's place is taken by the sample after it, on whatever rank and in whatever process loads it, so that the
-same run skips alike.
+same run skips alike. Each try, and the sample that takes a place, is seeded as it would be in a run without an error.
 """
 
 import logging
-import signal
 import time
-from collections.abc import Generator
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.batches import Batches, Feed, MicroBatch, draws
+from lockstep.data.fetch import draws
+from lockstep.data.loader import Loader
 from lockstep.errors import DataError
 
-__all__ = ["Guarded", "Lasting", "troubles"]
+__all__ = ["Guarded", "troubles"]
 
 _LOG = logging.getLogger("lockstep")
 _PAUSE = 0.05  # seconds before a sample is tried again; a network disk may need them
 
 
 class Guarded(Dataset[Any]):
-    """A dataset whose failures name the sample.
+    """A dataset whose failures name the sample. Of the inner one it offers what the loading asks for, and no more.
 
     Args:
         inner: map-style.
@@ -38,6 +36,7 @@ class Guarded(Dataset[Any]):
 
     Attributes:
         counts: [retries, skips] so far on this rank, loader processes included.
+        draws_random: whether a sample must be seeded.
     """
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
@@ -50,16 +49,27 @@ class Guarded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._inner)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_inner" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self._inner[index]
-        except Exception as error:
-            return self._again(index, error)
+        return self.load_seeded(index, _nothing)
+
+    def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
+        """The sample, or the one that takes its place; `seed(index)` comes before each try of a sample.
+
+        Raises:
+            DataError: it cannot be loaded, and no more samples may be left out.
+        """
+        while True:
+            for tried in range(self._retries + 1):
+                if tried:
+                    self.counts[0] += 1
+                    time.sleep(_PAUSE)
+                seed(index)
+                try:
+                    return self._inner[index]
+                except Exception as error:
+                    failure = error
+            self._leave_out(index, failure)
+            index = (index + 1) % len(self)
 
     def _many(self, indices: list[int]) -> Any:
         try:
@@ -67,76 +77,19 @@ class Guarded(Dataset[Any]):
         except Exception:  # which one it is, is found one by one
             return [self[index] for index in indices]
 
-    def _again(self, index: int, error: Exception) -> Any:
-        for _ in range(self._retries):
-            self.counts[0] += 1
-            time.sleep(_PAUSE)
-            try:
-                return self._inner[index]
-            except Exception as found:
-                error = found
+    def _leave_out(self, index: int, error: Exception) -> None:
         where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
         file = f" ({where})" if where else ""
-        line = f"rank {self._rank}: sample {index}{file} cannot be loaded: {type(error).__name__}: {error}"
+        told = (str(error).splitlines() or [""])[0]
+        line = f"rank {self._rank}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
         if int(self.counts[1]) >= self._skips:
             more = f"; {self._skips} were left out before" if self._skips else ""
             raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error
         self.counts[1] += 1
         _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
-        return self[(index + 1) % len(self)]
 
 
-class Lasting:
-    """Batches whose loader processes may die: the loading begins again at the micro-batch that was not delivered.
-
-    Args:
-        inner: the batches.
-        retries: how often, in a start of the run.
-        rank: for messages.
-    """
-
-    def __init__(self, inner: Batches, *, retries: int, rank: int) -> None:
-        self._inner, self._left, self._rank = inner, retries, rank
-        self.cut, self.world_size = inner.cut, inner.world_size
-        self.restarts = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_inner" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def from_step(self, start: int) -> Feed:
-        """As of `Batches`."""
-        return Feed(self, start)  # type: ignore[arg-type]
-
-    def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
-        """As of `Batches`."""
-        step, taken = start, 0
-        while True:
-            try:
-                stream = islice(self._inner.micro(step), taken, None)
-                for found, batch in stream:
-                    _leave_children_alone()
-                    step, taken = (found, taken + 1) if found == step else (found, 1)
-                    yield found, batch
-                return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                self._died(step, error)
-
-    def _died(self, step: int, error: Exception) -> None:
-        line = str(error).splitlines()[0]
-        if self.restarts >= self._left:
-            raise DataError(
-                f"rank {self._rank}: a loader process died at step {step}: {line}; lower --data.workers (memory?), or "
-                "load in the training process with --data.workers 0"
-            ) from error
-        self.restarts += 1
-        _LOG.warning("rank %d: a loader process died at step %d: %s; started again", self._rank, step, line)
-
-
-def troubles(loading: list[Any]) -> list[float]:
+def troubles(loading: Sequence[Guarded | Loader]) -> list[float]:
     """[samples tried again, samples left out, loader processes started again] on this rank so far."""
     found = [0.0, 0.0, 0.0]
     for each in loading:
@@ -147,8 +100,5 @@ def troubles(loading: list[Any]) -> list[float]:
     return found
 
 
-def _leave_children_alone() -> None:
-    """Torch's loader would raise out of any line of the loop when a child of it dies; asking for a batch raises too."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    if str(getattr(handler, "__module__", "")).startswith("torch."):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+def _nothing(_: int) -> None:
+    """The seeding of a sample that draws nothing."""

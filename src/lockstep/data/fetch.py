@@ -1,0 +1,188 @@
+"""One micro-batch from its samples: loaded, seeded, collated, counted. In whatever process it runs, with the same bits.
+
+fetch = Fetch(dataset, task, seed=0)
+data, items = fetch[Key(step=3, micro=1, weight=1.0, epochs=[0, 0], samples=[17, 4])]
+"""
+
+import random
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.seeds import derive
+
+__all__ = [
+    "Drawing",
+    "Fetch",
+    "Key",
+    "Reseeding",
+    "blamed",
+    "check_dataset",
+    "collate_of",
+    "draws",
+    "generator_states",
+    "seed_everything",
+]
+
+
+class Key(NamedTuple):
+    """What a loader needs to make one micro-batch: where it stands, and the samples in it."""
+
+    step: int
+    micro: int
+    weight: float
+    epochs: list[int]
+    samples: list[int]
+
+
+@runtime_checkable
+class Reseeding(Protocol):
+    """A dataset that may try a sample several times, or take another: it has the seeding come before each try."""
+
+    def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
+        """The sample; `seed(index)` is called before each try, with the index of the sample that is then loaded."""
+
+
+def draws(dataset: Any) -> bool:
+    """Whether a dataset may draw random numbers: unless it says that it does not, or is known not to."""
+    return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
+
+
+def check_dataset(dataset: Any, split: str) -> None:
+    """Raises DataError, in one line, for what is no map-style dataset: the order is arithmetic on indices."""
+    kind = type(dataset).__name__
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if isinstance(dataset, IterableDataset):
+        missing = ["__len__", "__getitem__"]
+    if missing:
+        raise DataError(
+            f"the task's dataset('{split}') returned {kind}, which has no {' and no '.join(missing)}: any sample must "
+            "be had by its index, dataset[i] for i below len(dataset); write an iterable one out, or index its files"
+        )
+
+
+def collate_of(task: Any) -> Callable[[list[Any]], Any]:
+    """The task's `collate`; torch's default_collate for a task that has none."""
+    return getattr(task, "collate", None) or default_collate
+
+
+class Fetch:
+    """Key -> (collated batch, items). Whatever it draws at random depends on (seed, epoch, sample) alone.
+
+    A dataset whose attribute `draws_random` is False promises that neither it nor the collate function draws
+    anything; then nothing is seeded, which saves a few microseconds a sample. A task without `count` must have
+    `items_per_sample`.
+
+    Raises:
+        ConfigError: the task has neither.
+    """
+
+    def __init__(self, dataset: Any, task: Any, seed: int, rank: int = 0) -> None:
+        self._dataset, self._collate, self._seed, self._rank = dataset, collate_of(task), seed, rank
+        self._count = getattr(task, "count", None)
+        self.draws = draws(dataset)
+        self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._plainly
+        self._many = getattr(dataset, "__getitems__", None)
+        self._each: int | None = getattr(task, "items_per_sample", None)
+        if self._count is None and self._each is None:
+            raise ConfigError(
+                f"the task {type(task).__name__} has no `count(batch)`: it returns how many items the loss sums over "
+                "in a batch, as an int; or give the task `items_per_sample`"
+            )
+        self._believed = self._each is None or self._count is None
+
+    def __getitem__(self, key: Key) -> tuple[Any, int]:
+        if self.draws:
+            samples = [self._drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
+            self.seed_collate(key)
+        elif self._many:
+            samples = self._many(key.samples)
+        else:
+            samples = [self._dataset[sample] for sample in key.samples]
+        try:
+            data = self._collate(samples)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise blamed("collate", error, self._where(key)) from error
+        if not self._believed:
+            self._check(data, len(key.samples))
+        return data, self._counted(data, key) if self._each is None else self._each * len(key.samples)
+
+    def seed_collate(self, key: Key) -> None:
+        """Seeds what a collate function draws from."""
+        seed_everything(derive(self._seed, "collate", key.step, key.micro))
+
+    def _counted(self, data: Any, key: Key) -> int:
+        try:
+            return int(self._count(data))  # type: ignore[misc]
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise blamed("count", error, self._where(key)) from error
+
+    def _where(self, key: Key) -> str:
+        shown = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
+        return f"rank {self._rank}, step {key.step}, samples {shown}"
+
+    def _check(self, data: Any, samples: int) -> None:
+        """A wrong `items_per_sample` would scale every gradient: the first micro-batch is counted all the same."""
+        counted, self._believed = int(self._count(data)), True  # type: ignore[misc]
+        if counted != self._each * samples:  # type: ignore[operator]
+            raise DataError(
+                f"the task's items_per_sample is {self._each}, but `count` finds {counted} items in {samples} samples; "
+                "leave items_per_sample out where samples differ"
+            )
+
+    def _drawn(self, epoch: int, sample: int) -> Any:
+        return self._load_seeded(sample, lambda tried: seed_everything(derive(self._seed, "sample", epoch, tried)))
+
+    def _plainly(self, sample: int, seed: Callable[[int], None]) -> Any:
+        seed(sample)
+        return self._dataset[sample]
+
+
+class Drawing:
+    """A Fetch whose batch is (batch, whether collating it drew random numbers)."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, key: Key) -> tuple[Any, int]:
+        data, items = self._fetch[key]
+        if not self._fetch.draws:
+            return (data, False), items
+        after = generator_states()
+        self._fetch.seed_collate(key)
+        return (data, after != generator_states()), items
+
+
+def blamed(method: str, error: Exception, where: str) -> DataError:
+    """One line for an error inside a method that the user wrote: the method, where, what, and the line of code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    told = (str(error).strip().splitlines() or [""])[0]
+    return DataError(f"the task's `{method}` failed at {where}: {type(error).__name__}: {told}{line}; mend it there")
+
+
+def seed_everything(key: int) -> None:
+    """Seeds what datasets and CPU code draw from: torch's default generator, numpy's and random's."""
+    torch.default_generator.manual_seed(key)  # torch.manual_seed costs a hundred times as much
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """What the generators that `seed_everything` seeds will draw next, as one value to compare."""
+    numpy: Any = np.random.get_state(legacy=True)
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        tuple(np.asarray(part).tobytes() for part in numpy[1:]),
+        random.getstate(),
+    )

@@ -1,0 +1,213 @@
+"""Micro-batches loaded here or in processes of their own, which are begun again where one dies and ended on request.
+
+    loader = Loader(fetch, Loading(workers=2), rank=0, pinned=False)
+    for key, data, items in loader.stream(keys): ...        # in the order of the keys
+
+An error of a sample or of the task's own code comes back as itself, in one line, from whatever process it rose in.
+"""
+
+import logging
+import multiprocessing
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, Self
+
+import threadpoolctl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.fetch import Key
+from lockstep.data.worker import end_with_parent
+from lockstep.errors import DataError
+
+__all__ = ["Fetching", "Loader", "Loading"]
+
+_LOG = logging.getLogger("lockstep")
+_PATIENCE = 5.0  # seconds that a process may take to end before it is killed
+
+# What torch itself says, at the beginning of the line. A user's error that a process hands on begins with "Caught".
+_DEATH = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)")
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How samples are loaded.
+
+    Attributes:
+        workers: processes a rank; 0 loads in the training process.
+        prefetch: micro-batches that each keeps ready.
+        retries: how often, in a start of the run, they are begun again after one has died.
+    """
+
+    workers: int = 0
+    prefetch: int = 4
+    retries: int = 0
+
+
+class Fetching(Protocol):
+    """What makes a micro-batch: see `lockstep.data.fetch.Fetch`."""
+
+    def __getitem__(self, key: Key) -> tuple[Any, int]:
+        """(collated batch, items)."""
+
+
+class Loader:
+    """Makes micro-batches from keys.
+
+    Args:
+        fetch: makes one.
+        loading: where, and how often it is tried again.
+        rank: for messages.
+        pinned: copy batches into pinned memory, for a CUDA device.
+
+    Attributes:
+        restarts: how often loader processes were begun again.
+    """
+
+    def __init__(self, fetch: Fetching, loading: Loading, rank: int, pinned: bool) -> None:
+        self._fetch, self._loading, self._rank, self._pinned = fetch, loading, rank, pinned
+        self.restarts = 0
+
+    def stream(self, keys: Iterator[Key]) -> Generator[tuple[Key, Any, int], None, None]:
+        """(key, batch, items) for each key, in order. Closing the generator ends its processes.
+
+        Raises:
+            DataError: a sample or a batch cannot be made; or processes died more often than they may.
+        """
+        if not self._loading.workers:
+            for key in keys:
+                yield key, *self._fetch[key]
+            return
+        asked: deque[Key] = deque()  # by the processes, and not delivered yet
+        rest: Iterator[Key] = keys
+        while True:
+            with closing(_Processes(self._fetch, _noted(rest, asked), self._loading, self._pinned)) as processes:
+                try:
+                    for found in processes:
+                        asked.popleft()
+                        yield found
+                    return
+                except RuntimeError as error:
+                    if not _DEATH.match(str(error)):
+                        raise
+                    self._died(asked[0].step if asked else 0, error)
+            rest, asked = chain(list(asked), rest), deque()
+
+    def _died(self, step: int, error: Exception) -> None:
+        line = str(error).splitlines()[0]
+        if self.restarts >= self._loading.retries:
+            raise DataError(
+                f"rank {self._rank}: a loader process died at step {step}: {line}; lower --data.workers (memory?), or "
+                "load in the training process with --data.workers 0"
+            ) from error
+        self.restarts += 1
+        _LOG.warning("rank %d: a loader process died at step %d: %s; started again", self._rank, step, line)
+
+
+class _Processes:
+    """Loader processes, from their start to their end."""
+
+    def __init__(self, fetch: Fetching, keys: Iterator[Key], loading: Loading, pinned: bool) -> None:
+        loader = DataLoader(
+            _Keyed(fetch),
+            sampler=_Once(keys),
+            batch_size=None,
+            collate_fn=_as_is,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch,
+            pin_memory=pinned,
+            worker_init_fn=_one_thread,
+        )
+        self._pinned = pinned
+        before = set(multiprocessing.active_children())
+        handler = signal.getsignal(signal.SIGCHLD)
+        self._iterator: Any = iter(loader)
+        self._children = [child for child in multiprocessing.active_children() if child not in before]
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not handler:
+            # Torch's handler would raise out of any line of the loop when a child dies; asking for a batch raises too.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Key, Any, int]:
+        key, data, items = next(self._iterator)
+        if isinstance(data, _Failure):
+            raise data.error
+        return Key(*key), data, items
+
+    def close(self) -> None:
+        """Ends the processes, whatever they are doing, and waits until they are gone."""
+        if not self._pinned:  # a thread that pins must not wait for the rest of a message that was cut off
+            for child in self._children:
+                child.terminate()
+        iterator, self._iterator = self._iterator, iter(())
+        shut_down = getattr(iterator, "_shutdown_workers", None)  # else dropping the iterator does it
+        if shut_down is not None:
+            shut_down()
+        del iterator
+        for child in self._children:
+            child.join(_PATIENCE)
+            if child.is_alive():
+                child.kill()
+                child.join()
+        self._children = []
+
+
+class _Failure:
+    """An error on its way out of a loader process: torch would put a traceback of many lines into its message."""
+
+    def __init__(self, error: DataError) -> None:
+        error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)).rstrip())
+        self.error = error
+
+
+class _Keyed(Dataset[tuple[Key, Any, int]]):
+    """Fetching as torch's loader wants it; the key travels with the batch, so that the two cannot be mismatched."""
+
+    def __init__(self, fetch: Fetching) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, key: Key) -> tuple[Key, Any, int]:
+        try:
+            return key, *self._fetch[key]
+        except DataError as error:
+            return key, _Failure(error), 0
+
+
+class _Once:
+    """An iterator as the sampler that a DataLoader asks for."""
+
+    def __init__(self, keys: Iterator[Key]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return self._keys
+
+
+def _noted(keys: Iterator[Key], asked: deque[Key]) -> Iterator[Key]:
+    for key in keys:
+        asked.append(key)
+        yield key
+
+
+def _as_is(value: Any) -> Any:
+    """The loader's own conversion would make batches differ from those loaded without workers."""
+    return value
+
+
+def _one_thread(_: int) -> None:
+    """Run in each loader process: its libraries must not take the cores that other ranks compute on."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)
