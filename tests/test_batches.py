@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.batches import Batches, Cut, Loading, slots
+from lockstep.data.batches import Batches, Cut, Loading, Origin, slots
 from lockstep.data.device import mover
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.errors import DataError
@@ -119,6 +119,21 @@ def test_a_sample_draws_other_numbers_in_another_epoch():
     assert sorted(index for index, *_ in drawn) == sorted(3 * list(range(5)))
     for generator in (1, 2, 3):
         assert len({sample[generator] for sample in drawn}) == 15
+
+
+@given(st.integers(1, 90), st.integers(0, 4), st.integers(1, 9), st.integers(1, 30), st.integers(1, 3))
+def test_a_stream_that_is_cut_anew_goes_on_where_it_was(total, step, size, later, micro):
+    before = Cut(size * micro, micro, total)
+    position = before.start(min(step, before.steps))
+    after = Cut(later * micro, micro, total, Origin(min(step, before.steps), position))
+    positions = [
+        place
+        for cut, first, last in ((before, 0, after.origin.step), (after, after.origin.step, after.steps))
+        for each in range(first, last)
+        for index in range(cut.present(each))
+        for place in range(*cut.positions(each, index))
+    ]
+    assert positions == list(range(total))
 
 
 def test_an_empty_slot_counts_nothing():

@@ -5,6 +5,7 @@ import json
 import tomllib
 
 import pytest
+import torch
 from distributed import run
 from toys import Ragged
 
@@ -99,7 +100,7 @@ def test_a_run_that_was_left_resumes_to_the_same_bits(tmp_path, leave_at):
 def test_it_resumes_on_another_number_of_ranks(tmp_path):
     task = Ragged(dropout=0.1, samples=200)
     exact = {"exact": True, "precision": "float32"}
-    task32 = dataclasses.replace(task, dtype=__import__("torch").float32)
+    task32 = dataclasses.replace(task, dtype=torch.float32)
     run(go, 1, config(tmp_path, experiment_name="whole", **exact), task32)
     run(go, 2, config(tmp_path, **exact), task32, 7)
     run(go, 4, config(tmp_path, **exact, stop_at=9), task32)
@@ -148,6 +149,42 @@ def test_a_plan_that_differs_is_refused_with_its_keys(tmp_path, capsys):
     assert sorted(str(path) for path in (tmp_path / "r").rglob("*")) == before
     assert go(None, config(tmp_path, max_steps=10, resume_anyway=True))[0][0] == 3
     assert "resuming although the plan differs: steps (12 before, 10 now)" in capsys.readouterr().err
+
+
+class Listed(Ragged):
+    """Notes the samples that the model learns from."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.seen = []
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        return [{**rows[index], "index": torch.tensor(index)} for index in range(len(rows))]
+
+    def loss(self, model, batch):
+        if model.training:
+            self.seen += batch["index"].tolist()
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_another_batch_size_on_the_way_leaves_no_sample_out_and_takes_none_twice(tmp_path, epochs):
+    task = Listed(108)
+    common = {"max_steps": 0, "num_epochs": epochs, "micro_batch_size": 4}
+    assert go(None, config(tmp_path, **common, stop_at=3), task)[0] == [0, 1, 2]
+    with pytest.raises(ResumeError, match="batch_size"):
+        go(None, config(tmp_path, **common, batch_size=32), task)
+    changed = {"batch_size": 32, "resume_anyway": True, "stop_at": 4}
+    assert go(None, config(tmp_path, **common, **changed), task)[0] == [3]
+    taken, _ = go(None, config(tmp_path, **common, batch_size=32, stop_at=5), task)  # agrees: nothing changes now
+    again, _ = go(None, config(tmp_path, **common, batch_size=4, resume_anyway=True), task)
+    last = 5 + (108 * epochs - 3 * 8 - 2 * 32) // 4
+    assert taken + again == list(range(4, last))
+    assert sorted(task.seen) == sorted(epochs * list(range(108)))
+    state = json.loads((tmp_path / "r" / "state.json").read_text())
+    assert (state["position"], state["origin"], state["epoch"]) == (108 * epochs, [5, 88], epochs - 1)
+    assert go(None, config(tmp_path, **common, batch_size=4), task) == ([], 0)
 
 
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):

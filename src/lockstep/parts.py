@@ -31,7 +31,7 @@ from lockstep.folder import RunFolder
 from lockstep.guards.loader import Guarded
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim import adamw
-from lockstep.plan import Horizon, differences, plan_of
+from lockstep.plan import Horizon, differences, origin_of, plan_of
 from lockstep.precision import check_precision, pin
 from lockstep.schedule import factor
 from lockstep.seeds import derive
@@ -131,8 +131,10 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     world.check_same("source", getattr(task, "sources", {}))
     training, evaluation = together(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
-    horizon = together(world, lambda: Horizon(_size(training), config))
+    samples = together(world, lambda: _size(training))
     source, state = _found(folder, world)
+    horizon = Horizon(samples, config, origin_of(state, config))
+    state["origin"] = list(horizon.origin)
     model = _model(config, task, world)
     together(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
@@ -140,7 +142,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     world.check_same("plan", plan)
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
     stream = _training(config, task, training, horizon, world)
-    check_programs(world, task, stream.samples(int(state.get("global_step", 0)) % horizon.cut.steps, 0))
+    check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), horizon.cut.steps - 1), 0))
     return Parts(
         config,
         world,

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.data.batches import Cut
+from lockstep.data.batches import START, Cut, Origin
 
-__all__ = ["Horizon", "differences", "plan_of"]
+__all__ = ["Horizon", "differences", "origin_of", "plan_of"]
 
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
@@ -29,22 +29,25 @@ class Horizon:
     Attributes:
         samples: n, in the training set.
         config: how many epochs or steps, and how large a step is.
+        origin: the step, and the position in the stream of samples, from which on a step is as large as that.
     """
 
     samples: int
     config: Config
+    origin: Origin = START
 
     @property
     def cut(self) -> Cut:
         """The stream of positions as steps. With --max-steps each is full; else the last ends with the last epoch."""
-        config = self.config
-        total = config.max_steps * config.batch_size or config.num_epochs * self.samples
-        return Cut(config.batch_size, config.micro_batch_size, total)
+        config, origin = self.config, self.origin
+        coming = max(0, config.max_steps - origin.step) * config.batch_size
+        total = origin.position + coming if config.max_steps else config.num_epochs * self.samples
+        return Cut(config.batch_size, config.micro_batch_size, total, origin)
 
     def place(self, done: int) -> dict[str, Any]:
         """Where the run stands after `done` steps: epochs are counted in samples, so a step may lie across two."""
         size = self.config.batch_size
-        position = min(done * size, self.cut.total)
+        position = self.cut.start(done)
         epoch, within = divmod(position, self.samples)
         if within == 0 and position == self.cut.total and epoch:  # the end of the last epoch, not the start of another
             epoch, within = epoch - 1, self.samples
@@ -56,6 +59,18 @@ class Horizon:
             "num_batches_remaining": -(-(self.samples - within) // size),
             "position": position,
         }
+
+
+def origin_of(state: dict[str, Any], config: Config) -> Origin:
+    """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
+
+    With another batch size than before (--resume-anyway) it begins here, at the position that was reached: no sample is
+    left out and none comes twice. Else where it began before.
+    """
+    before = state.get("plan", {}).get("batch_size", config.batch_size)
+    if before != config.batch_size:
+        return Origin(int(state["global_step"]), int(state["position"]))
+    return Origin(*state.get("origin", START))
 
 
 def plan_of(config: Config, horizon: Horizon, task: Any, model: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,19 @@ from lockstep.data.loader import Loader, Loading
 from lockstep.errors import DataError
 from lockstep.world import World
 
-__all__ = ["Batches", "Cut", "Feed", "Loading", "MicroBatch", "Order", "Origin", "draws", "seed_everything", "slots"]
+__all__ = [
+    "START",
+    "Batches",
+    "Cut",
+    "Feed",
+    "Loading",
+    "MicroBatch",
+    "Order",
+    "Origin",
+    "draws",
+    "seed_everything",
+    "slots",
+]
 
 _SEARCHED = 16  # steps in which a micro-batch with items is looked for
 
@@ -82,7 +94,7 @@ class Origin(NamedTuple):
     position: int
 
 
-_START = Origin(0, 0)
+START = Origin(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,7 @@ class Cut:
     size: int
     micro_size: int
     total: int
-    origin: Origin = _START
+    origin: Origin = START
 
     @property
     def steps(self) -> int:
