@@ -1,20 +1,29 @@
-"""What each engine holds per rank, counted on live tensors: python bench/memory.py [--sizes 1,2,4]
+"""What each engine holds per rank, counted on live tensors: python bench/memory.py [--sizes 1,2,4] [--evaluation]
 
 A GPT of 5.8 million parameters with AdamW at accumulation 1. Gradients are counted between the backward and the
 update, parameters and optimizer states after it. The aims: fsdp (full) within 5% of 1/N in all three; zero's states
 within 5% of max(1/N, the largest parameter's share).
+
+--evaluation: how the resident memory of a process grows over the micro-batches of an evaluation on a CPU, in a process
+of its own. The aim: by no more than a tenth of one micro-batch's logits each.
 """
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 from group import together
 from loop import SmallGpt
+from torch import nn
+from torch.nn import functional as F
 
 from lockstep.config import EngineOptions
+from lockstep.data.batches import Batches
+from lockstep.data.order import Sequential
 from lockstep.engines import engine
 from lockstep.engines.footprint import footprint, human
+from lockstep.evaluate import evaluate, one_step
 from lockstep.optim import adamw
 
 CASES = {
@@ -51,10 +60,53 @@ def _gradients(model):
     return sum((g.to_local() if hasattr(g, "to_local") else g).nbytes for g in grads)
 
 
+class Wide:
+    """A model whose logits are large (2.4 MiB a micro-batch), its loss and a metric."""
+
+    def model(self):
+        return nn.Linear(8, 40_000)
+
+    def count(self, batch):
+        return len(batch)
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.int64), reduction="sum")
+
+    def metrics(self, model, batch):
+        return {"top": (model(batch).argmax(1).sum(), len(batch))}
+
+
+def evaluation(world, count=150, micro=16):
+    """MiB by which this process grew over the micro-batches of an evaluation, and the MiB of one's logits."""
+    task, data, seen = Wide(), torch.ones(count * micro, 8), []
+    made = engine("single", task.model(), lambda held: adamw(held, lr=1e-3), world)
+    batches = Batches(task, data, Sequential(len(data)), one_step(len(data), micro), world)
+    evaluate(made, task, batches, world, step=0, seed=0, progress=lambda done, of: seen.append(resident()))
+    return seen[-1] - seen[9], micro * 40_000 * 4 / 2**20
+
+
+def resident():
+    """MiB of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def report_evaluation():
+    count = 150
+    grown, logits = together(1, evaluation, count)
+    met = grown <= 0.1 * logits * count
+    print(f"evaluation on a CPU: {grown:.0f} MiB more after {count} micro-batches with {logits:.1f} MiB of logits each")
+    print(json.dumps({"bench": "evaluation memory", "grown_mib": grown, "logits_mib": logits, "met": met}))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="1,2,4")
-    sizes = [int(size) for size in parser.parse_args().sizes.split(",")]
+    parser.add_argument("--evaluation", action="store_true")
+    given = parser.parse_args()
+    if given.evaluation:
+        report_evaluation()
+        return
+    sizes = [int(size) for size in given.sizes.split(",")]
     whole = None
     print(
         print(f"{'ranks':>5} {'engine':<14} {'parameters':>12} {'gradients':>12} {'states':>12}   parts of the whole")

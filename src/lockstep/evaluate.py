@@ -4,17 +4,20 @@ record = evaluate(engine, task, batches, world, step=500, seed=0)
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from lockstep.data.batches import Batches, Cut
+from lockstep.data.batches import Batches, Cut, MicroBatch
 from lockstep.engines.base import Engine
-from lockstep.loop import loss_of, seeder
+from lockstep.errors import LockstepError
+from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.world import World
 
-__all__ = ["evaluate", "one_step"]
+__all__ = ["evaluate", "measures", "one_step"]
 
 
 def one_step(samples: int, micro_size: int) -> Cut:
@@ -22,17 +25,31 @@ def one_step(samples: int, micro_size: int) -> Cut:
     return Cut(-(-samples // micro_size) * micro_size, micro_size, samples)
 
 
-def evaluate(engine: Engine, task: Any, batches: Batches, world: World, *, step: int, seed: int) -> EvaluationRecord:
+def evaluate(
+    engine: Engine,
+    task: Any,
+    batches: Batches,
+    world: World,
+    *,
+    step: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvaluationRecord:
     """Mean loss and metrics over the set, in `eval()` and without gradients; each module's mode is put back.
 
     Every micro-batch is computed alike at every world size, repeats weigh 0, and the sums are formed in float64 by an
-    exactly rounded sum, so that neither the number of ranks nor their order shows in the result.
+    exactly rounded sum, so that neither the number of ranks nor their order shows in the result. What is kept of a
+    micro-batch is a few numbers: on a CPU they are read at once, on a device once, at the end.
+
+    Args:
+        progress: told after each micro-batch of this rank: how many are done, and of how many.
     """
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
         with torch.no_grad():
-            names, rows = _own_rows(engine, task, batches, seeder(seed, "evaluation", world.device))
+            reseed = seeder(seed, "evaluation", world.device)
+            names, rows = _own_rows(engine.model, task, batches, reseed, progress)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -43,23 +60,60 @@ def evaluate(engine: Engine, task: Any, batches: Batches, world: World, *, step:
     return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
 
 
-def _own_rows(engine: Engine, task: Any, batches: Batches, reseed: Any) -> tuple[list[str], list[list[float]]]:
+def measures(task: Any) -> Callable[[nn.Module, MicroBatch], tuple[Any, dict[str, Any]]]:
+    """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
+
+    A task with `evaluate(model, batch)` returns both from one forward; else `loss` and `metrics` make one each. The
+    loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    """
+    both, measure = getattr(task, "evaluate", None), getattr(task, "metrics", None)
+    mean = getattr(task, "reduction", "sum") == "mean"
+
+    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
+        data = batch.data  # once on the device, for both
+        if both:
+            loss, found = both(model, data)
+        else:
+            loss, found = task.loss(model, data), measure(model, data) if measure else {}
+        loss = scalar(loss)
+        if mean:
+            loss = loss * batch.items if batch.items else 0.0
+        return loss, found
+
+    return measured
+
+
+def _own_rows(
+    model: nn.Module, task: Any, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
+) -> tuple[list[str], list[list[float]]]:
     """(names of the metrics, a row a micro-batch of this rank that counts: loss, items, then sum and count of each)."""
-    loss_sum, measure = loss_of(task), getattr(task, "metrics", None)
-    names: list[str] = []
+    measure, names = measures(task), None
+    mine = -(-batches.cut.micro_batches // batches.world_size)
     rows: list[list[Any]] = []
-    for _, batch in batches.micro(0):
+    for done, (_, batch) in enumerate(batches.micro(0), 1):
         reseed(0, batch.index)
-        loss = loss_sum(engine.model, batch)
-        found = measure(engine.model, batch.data) if measure else {}
-        names = list(found)
+        loss, found = measure(model, batch)
+        if names is None:
+            names = list(found)
+        elif list(found) != names:
+            raise LockstepError(
+                f"the task's metrics are named {', '.join(found) or 'nothing'} in one micro-batch and "
+                f"{', '.join(names) or 'nothing'} in another: return the same names each time, with count 0 if need be"
+            )
         if batch.weight:
-            rows.append([loss, float(batch.items), *(number for pair in found.values() for number in pair)])
-    return names, _read(rows)
+            rows.append(_kept([loss, float(batch.items), *(number for pair in found.values() for number in pair)]))
+        if progress:
+            progress(done, mine)
+    return names or [], _read(rows)
+
+
+def _kept(row: list[Any]) -> list[Any]:
+    """A row without what lies on the host: small tensors that outlive a forward hold the heap apart, and it grows."""
+    return [v if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in row]
 
 
 def _read(rows: list[list[Any]]) -> list[list[float]]:
     """Numbers for tensors: all of a device's are read at once, so that it is waited for a single time."""
-    tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, torch.Tensor)]
+    tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
-    return [[next(numbers) if isinstance(v, torch.Tensor) else float(v) for v in row] for row in rows]
+    return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from lockstep.clock import Clock
 from lockstep.data.batches import Feed, MicroBatch, seed_everything
 from lockstep.engines.base import Engine
+from lockstep.errors import ConfigError
 from lockstep.heartbeat import Heartbeat
 from lockstep.records import StepRecord
 from lockstep.seeds import derive
 
-__all__ = ["Plan", "loss_of", "seeder", "steps"]
+__all__ = ["Plan", "described", "loss_of", "scalar", "seeder", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,41 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
 
 
 def loss_of(task: Any) -> Callable[[nn.Module, MicroBatch], Tensor]:
-    """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`."""
-    if getattr(task, "reduction", "sum") == "mean":
-        return lambda model, batch: task.loss(model, batch.data) * batch.items
-    return lambda model, batch: task.loss(model, batch.data)
+    """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
+    mean = getattr(task, "reduction", "sum") == "mean"
+
+    def summed(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss = task.loss(model, batch.data)
+        if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
+            loss = scalar(loss)
+        return loss * batch.items if mean else loss
+
+    return summed
+
+
+def scalar(loss: Any) -> Tensor:
+    """A loss as a 0-dim tensor; one of a single number, such as [1], is taken for it.
+
+    Raises:
+        ConfigError: it is no tensor of one floating-point number, or has no graph where a backward is to come.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        raise ConfigError(
+            f"the task's `loss` returned {described(loss)}: it must return one number, a 0-dim float tensor"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ConfigError(
+            "the task's `loss` returned a tensor without a graph, so nothing is learnt: compute it from the model's "
+            "output, without detach() and no_grad()"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def described(value: Any) -> str:
+    """What a method returned, in a word or two: `a float`, `a float32 tensor of shape [8, 2]`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def seeder(seed: int, purpose: str, device: torch.device) -> Callable[[int, int], None]:

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,14 @@ from lockstep.heartbeat import Heartbeat
 from lockstep.records import StepRecord
 
 __all__ = ["Meter", "memory"]
+
+
+class _Unread(NamedTuple):
+    """What is kept of a step until it is recorded: numbers on a CPU, 0-dim tensors on a device."""
+
+    losses: list[Any]
+    norm: Any
+    items: int
 
 
 class Meter:
@@ -34,14 +42,20 @@ class Meter:
     def __init__(self, beat: Heartbeat, clock: Clock, device: torch.device, running: float = 0.0) -> None:
         self._beat, self._clock, self._device = beat, clock, device
         self.running_loss = running
-        self._unread: list[StepRecord] = []
+        self._unread: list[_Unread] = []
+        self._at_once = device.type == "cpu"
         self.skipped_steps = 0  # since this start
         self._items, self._since = 0, time.perf_counter()
         self.peak_rate = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Takes a step's record; nothing is read."""
-        self._unread.append(record)
+        """Takes a step's record; nothing is read that would have to be waited for."""
+        losses: list[Any] = record.losses
+        norm: Any = record.norm
+        if self._at_once:  # as tensors they would hold the heap apart, a step's buffers between each two
+            losses = [float(loss) for loss in losses]
+            norm = None if norm is None else float(norm)
+        self._unread.append(_Unread(losses, norm, record.items))
         self._items += record.items
         self.skipped_steps += record.applied is False
 
@@ -51,17 +65,18 @@ class Meter:
         Waits for the device and for all ranks. Each step's sums are formed in float64, where the order of a few
         float32 terms does not show.
         """
-        records, self._unread = self._unread, []
-        if not records:
+        steps, self._unread = self._unread, []
+        if not steps:
             return math.nan
-        last = records[-1].norm
-        tensors = [loss for record in records for loss in record.losses] + ([] if last is None else [last])
-        numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []  # waits for the device
-        values = iter(numbers)
-        sums = [math.fsum(next(values) for _ in record.losses) for record in records]
-        for record, total in zip(records, self._beat.totals(sums), strict=True):
-            self.running_loss += total / max(record.items, 1)
-        return next(values, math.nan)
+        last = steps[-1].norm
+        values = [value for step in steps for value in step.losses] + ([] if last is None else [last])
+        if values and not self._at_once:
+            values = torch.stack([value.double() for value in values]).tolist()  # waits for the device
+        numbers = iter(values)
+        sums = [math.fsum(next(numbers) for _ in step.losses) for step in steps]
+        for step, total in zip(steps, self._beat.totals(sums), strict=True):
+            self.running_loss += total / max(step.items, 1)
+        return next(numbers, math.nan)
 
     def read(self, log_freq: int) -> dict[str, Any]:
         """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds)."""
