@@ -5,6 +5,7 @@ import gc
 import random
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import threadpoolctl
 import torch
+from distributed import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Holes, HolesMean, fit, parts, train
 
 from lockstep.data.batches import Batches, Cut, Loading, Origin, slots
 from lockstep.data.device import mover
@@ -310,3 +313,41 @@ def test_sequential_order_is_the_evaluation_sets_own():
 def test_batches_can_be_imported_without_the_engines():
     code = "import sys, lockstep.data.batches; sys.exit(any(n.startswith('lockstep.engines') for n in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_mean_over_no_items_is_no_part_of_the_step(name, size):
+    """Written by hand such a mean is 0 / 0, and NaN in each gradient; the sum of the same losses is not."""
+    settings = {"size": size, "micro": 1, "count": 6, "lr": 0.001}
+    losses, norms, _ = fit(World(), Holes(), **settings, name="single")
+    for found in [fit(World(), HolesMean(), **settings, name="single"), *run(fitted, 2, settings, name)]:
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        assert found[1] == pytest.approx(norms, rel=1e-9)
+
+
+def fitted(world, settings, name):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    made, found = parts(world, HolesMean(), **settings, name=name)
+    return train(world, made, found, HolesMean())
+
+
+def test_empty_means_are_the_same_bits_at_every_world_size():
+    settings = {"size": 4, "micro": 1, "count": 5, "exact": True}
+    _, *wanted = fit(World(), HolesMean(dropout=0.1), **settings, name="single")
+    assert run(exactly, 2, settings) == [wanted, wanted]
+
+
+def exactly(world, settings):
+    return list(fit(world, HolesMean(dropout=0.1), **settings, name="ddp")[1:])
+
+
+def test_a_mean_with_nothing_to_average_anywhere_is_refused():
+    class Nothing(Task):
+        reduction = "mean"
+
+        def count(self, batch):
+            return 0
+
+    with pytest.raises(DataError, match="no micro-batch of steps 0 to 6 has an item"):
+        next(batches(13, Cut(4, 2, 26), task=Nothing()).from_step(0))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run
 from torch.nn import functional as F
-from toys import Ragged, parts
+from toys import Holes, HolesMean, Ragged, parts
 
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches
@@ -136,26 +136,6 @@ def test_one_forward_gives_loss_and_metrics_where_the_task_can():
     assert once == twice
     assert (forwards, fewer) == (8, 4)
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-class Holes(Ragged):
-    """Every third sample has no label at all."""
-
-    def dataset(self, split):
-        rows = super().dataset(split)
-        rows.kept[::3] = 0
-        return rows
-
-
-class HolesMean(Holes):
-    """The same as a mean written by hand: 0 / 0 in a micro-batch without labels, and NaN in its gradients."""
-
-    reduction = "mean"
-
-    def loss(self, model, batch):
-        kept = batch["labels"] != -100
-        each = F.cross_entropy(model(batch["input"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
-        return (each.view_as(kept) * kept).sum() / kept.sum()
 
 
 def test_a_micro_batch_without_items_counts_nothing_where_the_loss_is_a_mean():

@@ -90,6 +90,26 @@ class Ragged:
         return {"accuracy": (right.sum(), kept.sum())}
 
 
+class Holes(Ragged):
+    """Every third sample has no label at all."""
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        rows.kept[::3] = 0
+        return rows
+
+
+class HolesMean(Holes):
+    """The same as a mean written by hand: 0 / 0 in a micro-batch without labels, and NaN in its gradients."""
+
+    reduction = "mean"
+
+    def loss(self, model, batch):
+        kept = batch["labels"] != -100
+        each = F.cross_entropy(model(batch["input"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return (each.view_as(kept) * kept).sum() / kept.sum()
+
+
 def parts(world, task, *, size=8, micro=1, count=6, exact=False, lr=0.01, clip=1.0, name="auto", total=None):
     """(engine, batches) of a run of `count` steps."""
     pin(exact=exact, matmul="highest", device=world.device)
@@ -117,7 +137,7 @@ def train(world, made, batches, task, *, start=0, stop=None):
     losses, norms = [], []
     for record in steps(made, task, feed, beat, plan):
         total = beat.totals([sum(float(loss) for loss in record.losses)])[0]
-        losses.append(total / record.items)
+        losses.append(total / max(record.items, 1))
         norms.append(float(record.norm))
         if record.step + 1 == stop:
             break
