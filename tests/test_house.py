@@ -22,7 +22,7 @@ FLOORS = [
     ["config", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
     ["models", "data", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],
-    ["loop", "evaluate", "meter", "plan"],
+    ["loop", "evaluate", "meter", "plan", "task_check"],
     ["parts", "guarded", "bookkeeper", "run", "train_command", "diagnose", "launch", "report"],
     ["cli", "__main__"],
 ]

@@ -36,6 +36,7 @@ from lockstep.precision import check_precision, pin
 from lockstep.schedule import factor
 from lockstep.seeds import derive
 from lockstep.sinks.remote import check
+from lockstep.task_check import check_methods, check_task
 from lockstep.tasks.named import named_task
 from lockstep.transforms import Chosen, prepare
 from lockstep.world import World
@@ -128,6 +129,7 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     together(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = task or together(world, lambda: named_task(config, say(world)))
+    together(world, lambda: check_methods(task))
     world.check_same("source", getattr(task, "sources", {}))
     training, evaluation = together(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
@@ -143,6 +145,10 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
     stream = _training(config, task, training, horizon, world)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), horizon.cut.steps - 1), 0))
+    made = _engine(config, task, model, world)
+    held_out = _evaluation(config, task, evaluation, world)
+    if source is None:
+        check_task(made.model, task, stream, held_out, world)  # collective
     return Parts(
         config,
         world,
@@ -150,9 +156,9 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
         task,
         horizon,
         model,
-        _engine(config, task, model, world),
+        made,
         stream,
-        _evaluation(config, task, evaluation, world),
+        held_out,
         plan,
         source,
         state,

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_PACKAGE, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+
+
 class Key(NamedTuple):
     """What a loader needs to make one micro-batch: where it stands, and the samples in it."""
 
@@ -164,9 +167,11 @@ class Drawing:
 
 
 def blamed(method: str, error: Exception, where: str) -> DataError:
-    """One line for an error inside a method that the user wrote: the method, where, what, and the line of code."""
+    """One line for an error inside a method that the user wrote: the method, where, what, and the line."""
     frames = traceback.extract_tb(error.__traceback__)
-    line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    own = [each for each in frames if not any(part in each.filename for part in (_PACKAGE, _TORCH))]
+    last = (own or frames)[-1:]
+    line = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
     told = (str(error).strip().splitlines() or [""])[0]
     return DataError(f"the task's `{method}` failed at {where}: {type(error).__name__}: {told}{line}; mend it there")
 
