@@ -1,6 +1,7 @@
 """The console: plain lines, the bar, the summary, the curve, and the words they are made of."""
 
 import io
+import itertools
 import math
 import os
 import pty
@@ -184,6 +185,54 @@ def test_the_bar_is_drawn_seldom_and_the_cursor_comes_back(monkeypatch):
     assert "step 100/100" in text
     assert "loss 2.5000" in text
     assert "100%" in text
+
+
+def test_the_summary_has_the_last_evaluations_metrics():
+    first = {"global_step": 50, "evaluation/loss": 3.0, "evaluation/accuracy": 0.25, "evaluation/items": 5}
+    last = {"global_step": 100, "evaluation/loss": 2.0, "evaluation/accuracy": 0.75, "evaluation/items": 5}
+    text = shown([first, record(100), last], {"seconds": 1.0})
+    assert re.search(r"^evaluation accuracy +0\.75$", text, re.MULTILINE)
+
+
+def moving(monkeypatch):
+    """A console on a terminal with a clock that the test moves, and what was drawn: (step, numbers)."""
+    now, drawn = [1000.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    draw = module._Bar.draw
+    monkeypatch.setattr(
+        module._Bar, "draw", lambda self, *values: drawn.append((values[0], values[3])) or draw(self, *values)
+    )
+    console = Console(100, stream=io.StringIO(), interactive=True)
+    console.start({})
+    return console, now, drawn
+
+
+def test_the_bar_moves_with_the_steps_and_not_too_often(monkeypatch):
+    console, now, drawn = moving(monkeypatch)
+    for step in range(1, 101):
+        now[0] += 0.1
+        console.progress(step)
+    console.close(None)
+    steps = [step for step, _ in drawn]
+    assert steps == sorted(steps)
+    assert 10 <= len(steps) <= 25
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 6
+
+
+def test_an_evaluation_is_seen_to_go_on(monkeypatch):
+    console, now, drawn = moving(monkeypatch)
+    console.log(record(40))
+    for part in range(1, 21):
+        now[0] += 0.3
+        console.progress(40, (part, 20))
+    now[0] += 1
+    console.progress(41)
+    console.close(None)
+    parts = [numbers[0] for _, numbers in drawn if numbers and numbers[0].startswith("evaluating")]
+    assert parts[0] == "evaluating 2/20"
+    assert parts[-1] == "evaluating 20/20"
+    assert not drawn[-1][1][0].startswith("evaluating")
+    assert {step for step, numbers in drawn if numbers and numbers[0] in parts} == {40}
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])

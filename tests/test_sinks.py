@@ -79,6 +79,22 @@ def test_a_sink_that_does_not_start_gets_no_records(caplog):
     assert len(whole.calls) == 4
 
 
+class Shown(Recorder):
+    def progress(self, step, evaluated):
+        self._call("progress", (step, evaluated))
+
+
+def test_only_sinks_that_show_it_are_told_how_far_the_run_is():
+    plain, shown, broken = Recorder(), Shown(), Shown(fails=("start",))
+    both = Sinks([plain, broken, shown])
+    both.progress(0)  # not started: nobody
+    both.start({})
+    both.progress(1)
+    both.progress(2, (3, 4))
+    assert shown.calls[1:] == [("progress", (1, None)), ("progress", (2, (3, 4)))]
+    assert [name for name, _ in plain.calls + broken.calls] == ["start", "start"]
+
+
 def test_ctrl_c_in_a_sink_passes():
     class Interrupted(Recorder):
         def log(self, record):

@@ -73,7 +73,15 @@ class Bookkeeper:
         if parts.evaluation is None:
             return False
         self._beat.progress.at(done, EVALUATING)
-        found = evaluate(parts.engine, parts.task, parts.evaluation, parts.world, step=done, seed=parts.config.seed)
+        found = evaluate(
+            parts.engine,
+            parts.task,
+            parts.evaluation,
+            parts.world,
+            step=done,
+            seed=parts.config.seed,
+            progress=lambda *evaluated: self._sinks.progress(done, evaluated),
+        )
         if parts.world.is_main:
             metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
             shown = {"evaluation/loss": found.loss, "evaluation/items": found.items, **metrics}

@@ -174,6 +174,7 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
             done, wish = record.step + 1, record.agreed
             ending = done == parts.last or bool(wish)
             meter.add(record)
+            sinks.progress(done)
             guards.after(record)
             if record.step == first:
                 _report(parts)

@@ -14,9 +14,9 @@ evaluation/items and further evaluation/NAME.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Sink", "Sinks"]
+__all__ = ["Showing", "Sink", "Sinks"]
 
 
 class Sink(Protocol):
@@ -32,6 +32,14 @@ class Sink(Protocol):
         """The run ended; None where it failed. Called once, also after an error of `start` or `log`."""
 
 
+@runtime_checkable
+class Showing(Protocol):
+    """A sink that shows how far the run is, also between records."""
+
+    def progress(self, step: int, evaluated: tuple[int, int] | None) -> None:
+        """As of `Sinks.progress`."""
+
+
 class Sinks:
     """Several sinks as one. One that fails is reported once, as a warning, and never stops the run.
 
@@ -41,11 +49,23 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+        self._shows: list[Any] = []
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
         """Starts each sink; those that fail are left out from here on."""
         self._sinks = [sink for sink in self._sinks if self._holds(sink, partial(sink.start, info))]
+        self._shows = [sink for sink in self._sinks if isinstance(sink, Showing)]
+
+    def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
+        """Tells those that show it how far the run is. To be called at every step: it waits for nothing.
+
+        Args:
+            step: steps taken.
+            evaluated: within an evaluation, how many of how many micro-batches this rank has done.
+        """
+        for sink in self._shows:
+            self._holds(sink, partial(sink.progress, step, evaluated))
 
     def log(self, record: dict[str, Any]) -> None:
         """Gives the record to each sink."""

@@ -5,9 +5,9 @@
     console.log(record)
     console.close({"seconds": 118.0, "engine": "single", "world_size": 1, "sample": text, "files": paths, "next": line})
 
-On a terminal the progress is redrawn in place, a few times a second at most and only when a record comes: no thread of
-its own, nothing between records. Anywhere else (a file, a pipe, Slurm) each record is one plain line without control
-sequences. Text that comes from outside is written literally, its control characters visible.
+On a terminal the progress is redrawn in place, a few times a second at most, when a record comes or a step or a part of
+an evaluation is done: no thread of its own. Anywhere else (a file, a pipe, Slurm) each record is one plain line without
+control sequences. Text that comes from outside is written literally, its control characters visible.
 """
 
 import atexit
@@ -33,6 +33,7 @@ from lockstep.sinks.words import duration_text, line_of, numbers_of, summary_row
 __all__ = ["Console"]
 
 _REDRAW = 0.2  # seconds between two drawings of the progress
+_MOVE = 0.5  # and where no record has come
 _RECENT = 20  # records over which the time left is reckoned
 _WIDEST = 100  # columns; a longer bar or curve says no more
 
@@ -86,6 +87,12 @@ class Console:
         elif self._bar.is_due():
             self._draw()
 
+    def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
+        """Moves the bar, now and then; of an evaluation (micro-batches done, of how many) it shows the part."""
+        if self._bar is not None and self._bar.is_due(_MOVE):
+            self._step = step
+            self._draw([f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else [])
+
     def close(self, summary: dict[str, Any] | None) -> None:
         """Closes the bar; then, unless the run failed, shows the summary, the curve, a sample, the files, the way on.
 
@@ -116,11 +123,14 @@ class Console:
     def _time_left(self) -> float | None:
         """Seconds until the last step at the pace of the recent records; None before there is one."""
         (first, since), (last, until) = self._recent[0], self._recent[-1]
+        if first == last:  # no record yet
+            last, until = self._step, time.monotonic()
         return (until - since) / (last - first) * (self._steps - last) if last > first else None
 
-    def _draw(self) -> None:
+    def _draw(self, doing: Iterable[str] = ()) -> None:
         if self._bar is not None:
-            self._bar.draw(self._step, self._steps, self._time_left(), numbers_of(self._seen, self._items))
+            numbers = [*doing, *numbers_of(self._seen, self._items)]
+            self._bar.draw(self._step, self._steps, self._time_left(), numbers)
 
     def _table(self, summary: Mapping[str, Any]) -> None:
         if "epoch" in summary:
@@ -206,8 +216,8 @@ class _Bar:
         atexit.register(self.stop)
         self._live.start()
 
-    def is_due(self) -> bool:
-        return time.monotonic() - self._drawn >= _REDRAW
+    def is_due(self, seconds: float = _REDRAW) -> bool:
+        return time.monotonic() - self._drawn >= seconds
 
     def draw(self, step: int, steps: int, left: float | None, numbers: list[str]) -> None:
         before = f"step {step}/{steps} "

@@ -65,9 +65,7 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
         loss = record["evaluation/loss"]
         parts += [f"evaluation loss {loss_text(loss)}"]
         parts += [f"perplexity {_perplexity(loss)}"] if items == "tokens" else []
-        named = [name for name in record if name.startswith("evaluation/")]
-        others = [name for name in named if name not in ("evaluation/loss", "evaluation/items")]
-        return "  ".join(parts + [f"{name.removeprefix('evaluation/')} {record[name]:.5g}" for name in others])
+        return "  ".join(parts + [f"{name} {record[f'evaluation/{name}']:.5g}" for name in _metrics(record)])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += numbers_of(record, items)
@@ -93,6 +91,10 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         ("training loss", values.get("running_loss"), loss_text),
         ("evaluation loss", loss, loss_text),
         ("perplexity", loss if items == "tokens" else None, _perplexity),
+        *(
+            (f"evaluation {name}", values[f"evaluation/{name}"], lambda value: f"{value:.5g}")
+            for name in _metrics(values)
+        ),
         (f"{items}/s", values.get("items_per_second"), count_text),
         ("time", values.get("seconds"), duration_text),
         ("peak memory", memory, bytes_text),
@@ -100,6 +102,12 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         ("engine", values.get("engine"), str),
     )
     return [(name, text(value)) for name, value, text in rows if value is not None]
+
+
+def _metrics(record: Mapping[str, Any]) -> list[str]:
+    """The names of an evaluation's own numbers, besides loss and items."""
+    named = [name.removeprefix("evaluation/") for name in record if name.startswith("evaluation/")]
+    return [name for name in named if name not in ("loss", "items")]
 
 
 def _epochs(record: Mapping[str, Any]) -> float | None:
