@@ -106,6 +106,7 @@ class _Padded:
 
     def __init__(self, inner: Batches, site: Site) -> None:
         self._inner, self._counts = inner, float(site.is_victim)
+        self.cut, self.world_size = inner.cut, inner.world_size
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None

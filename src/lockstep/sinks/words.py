@@ -1,7 +1,7 @@
 """Records in words and short numbers, as the console shows them. Pure functions of text and numbers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["bytes_text", "count_text", "duration_text", "line_of", "loss_text", "numbers_of", "summary_rows"]
@@ -84,17 +84,15 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
     """
     memory = values.get("memory") or None  # 0 where nobody measured it
     loss = values.get("evaluation/loss")
-    rows = (
+    metrics = [(f"evaluation {name}", values[f"evaluation/{name}"], _short) for name in _metrics(values)]
+    rows: tuple[tuple[str, Any, Callable[[Any], str]], ...] = (
         ("experiment", values.get("experiment"), str),
         ("steps", values.get("global_step"), lambda step: f"{step} of {steps}"),
         ("epochs", _epochs(values), lambda epoch: f"{epoch:.3g}"),
         ("training loss", values.get("running_loss"), loss_text),
         ("evaluation loss", loss, loss_text),
         ("perplexity", loss if items == "tokens" else None, _perplexity),
-        *(
-            (f"evaluation {name}", values[f"evaluation/{name}"], lambda value: f"{value:.5g}")
-            for name in _metrics(values)
-        ),
+        *metrics,
         (f"{items}/s", values.get("items_per_second"), count_text),
         ("time", values.get("seconds"), duration_text),
         ("peak memory", memory, bytes_text),
@@ -108,6 +106,10 @@ def _metrics(record: Mapping[str, Any]) -> list[str]:
     """The names of an evaluation's own numbers, besides loss and items."""
     named = [name.removeprefix("evaluation/") for name in record if name.startswith("evaluation/")]
     return [name for name in named if name not in ("loss", "items")]
+
+
+def _short(number: float) -> str:
+    return f"{number:.5g}"
 
 
 def _epochs(record: Mapping[str, Any]) -> float | None:
