@@ -303,9 +303,22 @@ class Counting(Normed):
 
 
 class Watched(Ragged):
+    """Counts its losses in a tensor of its own state."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.losses = torch.zeros(())
+
     def model(self):
         self.made = Counting()
         return self.made
+
+    def loss(self, model, batch):
+        self.losses += 1
+        return super().loss(model, batch)
+
+    def state_dict(self):
+        return {"losses": self.losses}
 
 
 def test_nothing_is_left_behind(tmp_path):
@@ -315,7 +328,7 @@ def test_nothing_is_left_behind(tmp_path):
     random.seed(1)
     parts = assemble(config(tmp_path, micro_batch_size=4), task, World())
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert task.made.forwards == 0
+    assert task.made.forwards == task.losses == 0
     assert all(p.grad is None for p in task.made.parameters())
     assert all(module.training for module in parts.engine.model.modules())
     wanted = dict(Counting().named_buffers())

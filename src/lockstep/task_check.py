@@ -3,7 +3,7 @@
     check_methods(task)                                         # it has what is asked of it
     check_task(engine.model, task, batches, evaluation, world)  # each method, on one micro-batch of each rank
 
-Nothing is left behind: no gradient, no buffer, no state of a generator. Refused is what cannot be right whatever the
+Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused is what cannot be right whatever the
 task is; what only looks odd (a loss that is not finite yet, one that depends on the whole batch as a contrastive one
 does, a collation that draws or that fails for half of the samples) is passed over.
 """
@@ -75,7 +75,7 @@ def check_task(model: nn.Module, task: Any, training: Batches, evaluation: Batch
     """
     trial = _agreed(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
-    with _as_it_was(model, world.device), torch.no_grad(), _eager():
+    with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
         reseed = seeder(0, "check", world.device)
         losses = _agreed(world, lambda: _losses(model, task, trial, both, reseed))
         _agreed(world, lambda: _check_sums(task, trial, losses))
@@ -213,10 +213,11 @@ def _eager() -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In eval mode; afterwards modes, buffers and generators are what they were."""
+def _as_it_was(model: nn.Module, task: Any, device: torch.device) -> Iterator[None]:
+    """In eval mode; afterwards modes, buffers, the tensors of the task's own state and generators are what they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    own = getattr(task, "state_dict", dict)().values()
+    held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     model.eval()
@@ -226,8 +227,8 @@ def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for buffer, held in buffers:
-                buffer.copy_(held)
+            for tensor, before in held:
+                tensor.copy_(before)
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
