@@ -3,16 +3,16 @@
     check_methods(task)                                         # it has what is asked of it
     check_task(engine.model, task, batches, evaluation, world)  # each method, on one micro-batch of each rank
 
-Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused is what cannot be right whatever the
-task is; what only looks odd (a loss that is not finite yet, one that depends on the whole batch as a contrastive one
-does, a collation that draws or that fails for half of the samples) is passed over.
+Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused
+is what cannot be right whatever the task is; what only looks odd (a loss that is not finite yet, one that depends on
+the whole batch as a contrastive one does, a collation that draws or that fails for half of the samples) is passed over.
 """
 
 import contextlib
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,9 +214,9 @@ def _eager() -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, task: Any, device: torch.device) -> Iterator[None]:
-    """In eval mode; afterwards modes, buffers, the tensors of the task's own state and generators are what they were."""
+    """In eval mode; afterwards modes, buffers, the task's own tensors and the generators are what they were."""
     modes = [(module, module.training) for module in model.modules()]
-    own = getattr(task, "state_dict", dict)().values()
+    own: Iterable[Tensor] = getattr(task, "state_dict", dict)().values()
     held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
