@@ -4,6 +4,8 @@ pin(exact=True, matmul="highest", device=world.device)
 """
 
 import os
+import sys
+from typing import Any
 
 import torch
 
@@ -13,17 +15,27 @@ __all__ = ["check_precision", "pin"]
 
 
 def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
-    """Sets the precision of float32 matrix products and, for `exact`, whatever else moves bits.
+    """Sets the precision of float32 products, convolutions too, and, for `exact`, whatever else moves bits.
 
     Exact means: one thread on a CPU (sums are split by the number of threads), deterministic kernels, a fixed cuBLAS
-    workspace, no choice of convolution by speed.
+    workspace, no choice of kernels by speed, and one way through an attention layer, with hooks on it or without.
     """
     torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have a switch of their own, which is on
     if not exact:
         return
+    # In evaluation a whole attention layer takes a kernel of its own, and one with hooks or split weights another.
+    torch.backends.mha.set_fastpath_enabled(False)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
     torch.use_deterministic_algorithms(True)
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # which writes NaN into all that is allocated
     torch.backends.cudnn.benchmark = False
+    # The compiler must not choose kernels by speed either: said to the one to come, and to the one that is loaded.
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
     if device.type == "cpu":
         torch.set_num_threads(1)
 

@@ -54,6 +54,11 @@ class World:
     _scope: str = ""
     _named: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """A CUDA device that was named without its number is the present one."""
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> Self:
         """The world that the launcher's environment describes (RANK, LOCAL_RANK, WORLD_SIZE), its groups made.

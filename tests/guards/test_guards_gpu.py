@@ -15,6 +15,7 @@ from lockstep.world import World
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch warns of its own sync debug mode when that is first set
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -86,6 +86,27 @@ def test_each_stage_is_named(stage):
     assert (found.step, found.stage, found.rank) == (2, stage, 0)
 
 
+@pytest.mark.parametrize(
+    ("items", "loss", "metric", "stage", "where"),
+    [
+        (9, 1.0 + 9e-6, 0.5, "evaluation kernels", "loss"),
+        (9, 1.0 + 1e-15, 0.5, "evaluation kernels", "loss"),
+        (9, 1.0 + 1.1e-5, 0.5, "evaluation", "loss"),
+        (10, 1.0 + 1e-15, 0.5, "evaluation", "items"),
+        (9, 1.0, 0.5 + 1e-15, "evaluation", "m"),
+        (9, math.nan, 0.5, "evaluation", "loss"),
+    ],
+)
+def test_other_kernels_in_an_evaluation_are_told_from_lost_samples(items, loss, metric, stage, where):
+    evaluation = {"step": 4, "loss": 1.0, "items": 9, "metrics": {"m": 0.5}}
+    reference = {"rank": 0, "steps": [], "evaluation": evaluation}
+    other = {"rank": 1, "resumed": [], "steps": [], "evaluation": {**evaluation, "items": items, "loss": loss}}
+    other["evaluation"]["metrics"] = {"m": metric}
+    found = first_difference(Traces(reference, [other], EXACT, 1.0))
+    assert (found.stage, found.where, found.rank) == (stage, where, 1)
+    assert ("other kernels" in explain(stage)) is (stage == "evaluation kernels")
+
+
 def test_of_several_differences_the_earliest_stage_is_named():
     names = [name for name in ALTERED if name not in ("schedule", "clipping")]
     for place in range(len(names)):

@@ -143,6 +143,7 @@ class Saver:
         self._error = None
         try:
             if ready:
+                torch.cuda.set_device(self._world.device)  # a thread begins on device 0, and would take memory there
                 ready.synchronize()  # waits for the device, in this thread
             write(share, self._own)
         except Exception as error:

@@ -19,6 +19,7 @@ STAGES = {
     "optimizer": "the same gradient leads to another update",
     "schedule": "the learning rate is not the one of this step",
     "evaluation": "the evaluation does not count every sample once",
+    "evaluation kernels": "the evaluation has the same items, but its forward is computed by other kernels",
     "optimizer state": "the optimizer's state is not the one of this step",
 }
 

@@ -3,6 +3,7 @@
 model = prepare(model, precision="bf16", compile_model=True, device=world.device, blocks=task.blocks(model))
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ __all__ = [
     "recording",
     "synchronised",
 ]
+
+
+_AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ def prepare(
     """
     chosen = chosen or Chosen()
     _check(chosen, blocks)
+    if chosen.exact and compile_model:
+        _check_compiler()
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":
@@ -100,6 +106,16 @@ def _check(chosen: Chosen, blocks: Sequence[nn.Module]) -> None:
         raise ConfigError(
             f"--activation-checkpointing with --batchnorm {chosen.batchnorm} would count each micro-batch twice in the "
             "running statistics; use --batchnorm replay"
+        )
+
+
+def _check_compiler() -> None:
+    """Raises ConfigError where the compiler was told to choose kernels by speed, which differs from run to run."""
+    asked = [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
+    if asked:
+        raise ConfigError(
+            f"--exact with --compile cannot hold with {asked[0]}=1, which takes the kernel that happens to be fastest; "
+            "unset it"
         )
 
 
