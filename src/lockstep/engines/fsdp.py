@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.exact import Tree, check_slots
+from lockstep.engines.place import unexpanded
 from lockstep.engines.replicas import check_launched, same_start
 from lockstep.engines.roots import Roots
 from lockstep.engines.sharding import check, shard
@@ -108,6 +109,7 @@ class FSDP:
 
     def _stay_plain(self, optimizer: MakeOptimizer) -> None:
         self.model.to(self._world.device)
+        unexpanded(self.model)
         same_start(self.model)
         made = optimizer(self.model)
         exchanged = trained(self.model, made)

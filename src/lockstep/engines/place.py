@@ -20,7 +20,7 @@ from lockstep.engines.base import NOTHING
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
-__all__ = ["birthplace", "check_placeable", "place"]
+__all__ = ["birthplace", "check_placeable", "place", "unexpanded"]
 
 
 def birthplace(options: EngineOptions, world: World) -> AbstractContextManager[object]:
@@ -48,12 +48,22 @@ def check_placeable(model: nn.Module, world: World) -> None:
     world.check(None)
 
 
+def unexpanded(model: nn.Module) -> None:
+    """Gives each buffer whose elements share memory (a stride of 0) memory of its own: such cannot be written to."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                not step and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.contiguous()
+
+
 def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
     """Puts the own tensors of each module (not of its children) on `world.device`.
 
     Args:
         modules: of one unit, the same on every rank.
-        send: whether rank 0's values go to all; without it every rank keeps its own.
+        send: whether rank 0's parameters go to all, as its buffers do; without it every rank keeps its own.
     """
     # What took a parameter's place, so that tied ones stay tied: none is tied across units (see find_blocks). Kept any
     # longer, it would hold every unit whole.
@@ -63,10 +73,9 @@ def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, name, _placed(parameter, world, send, memo))
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                moved = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
-                if send:
-                    dist.broadcast(moved, src=0)  # collective
-                module._buffers[name] = moved
+                made = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                moved = module._buffers[name] = made.contiguous()
+                dist.broadcast(moved, src=0)  # collective: every rank holds it, as under ddp
 
 
 def _placed(parameter: nn.Parameter, world: World, send: bool, memo: dict[Tensor, nn.Parameter]) -> nn.Parameter:

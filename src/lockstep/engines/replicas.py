@@ -19,6 +19,7 @@ from lockstep.config import EngineOptions
 from lockstep.engines.base import NOTHING, Settings
 from lockstep.engines.compress import HALVES, averaged
 from lockstep.engines.exact import Tree
+from lockstep.engines.place import unexpanded
 from lockstep.engines.roots import Roots
 from lockstep.engines.unused import Usage, listed
 from lockstep.errors import ConfigError, LockstepError
@@ -64,6 +65,7 @@ class Replicas:
         self, name: str, module: nn.Module, parameters: list[Tensor], world: World, settings: Settings
     ) -> None:
         check_launched(name, world)
+        unexpanded(module)
         self._name, self._module, self._world, self._settings = name, module, world, settings
         self._parameters, self._roots = parameters, Roots()
         self._tree: Tree | None = None
@@ -179,7 +181,7 @@ def check_launched(name: str, world: World) -> None:
 
 
 def same_start(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as DDP's constructor would have it."""
+    """Rank 0's parameters and buffers on every rank, as DDP's constructor would have it. None of them is expanded."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, src=0)  # collective
