@@ -138,3 +138,63 @@ def test_a_check_speaks_once_and_reads_no_part_that_one_rank_alone_holds():
         "model/offset",
         *(f"optimizer/{layer}.{kind}/step" for layer in ("first", "last") for kind in ("bias", "weight")),
     ]
+
+
+class Moving(Shifted):
+    """Forwards write its buffers: in place, by another tensor, by torch's own layers, and where no state keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.utils.parametrizations.spectral_norm(self.first)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("codebook", torch.zeros(3, 8), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(x.mean(0), 0.1)
+                self.codebook = self.codebook * 0.9 + x[0]
+        return self.last(self.norm(x + self.average).relu())
+
+
+class Writing(Shifted):
+    """A forward that writes a weight, from what this rank computes."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.last.weight[0, 0] += 1e-9 * x.sum()
+        return super().forward(x)
+
+
+class Made(Squares):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def model(self):
+        return self.kind().double()
+
+
+def guarded(world, kind, engines):
+    """What the guard says after four steps under each engine, and the buffers that no state keeps."""
+    found = []
+    for name in engines:
+        made, batches = build(world, Made(kind), name, size=12, micro=2, count=4)
+        train(world, made, batches, Made(kind))
+        plain = next(part for part in made.model.modules() if isinstance(part, kind))
+        found.append((said(world, made), [buffer.tolist() for buffer in plain.buffers()]))
+    return found
+
+
+def test_buffers_that_forwards_write_raise_no_alarm():
+    one, two = run(guarded, 2, Moving, ["ddp", "zero", "fsdp"])
+    assert one == two
+    assert [line for line, _ in one] == ["", "", ""]
+    assert all(any(buffers[0]) for _, buffers in one)
+
+
+def test_a_weight_that_a_forward_writes_is_named():
+    """Under zero nobody sees it: the update ends with the owner's values on every rank."""
+    for found in run(guarded, 3, Writing, ["ddp"]):
+        assert " in model/last.weight" in found[0][0]

@@ -127,3 +127,12 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match="has 0 MB free and a checkpoint takes"):
         checkpoint.save(tmp_path, 1, {"model/a": torch.ones(1000)}, {}, World(), engine="t")
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_the_thread_takes_its_device_before_it_waits_for_it(monkeypatch):
+    """A thread begins on device 0: to wait there first would make each rank take memory on it."""
+    order, world = [], World(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(device))
+    ready = type("Event", (), {"synchronize": lambda self: order.append("waited")})()
+    checkpoint.Saver(world)._work(None, ready, lambda share, own: order.append("written"))
+    assert order == [world.device, "waited", "written"]
