@@ -1,5 +1,6 @@
 """The guards at their thresholds: just below and just above, and what makes them forget."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -10,60 +11,87 @@ from lockstep.guards.straggler import Straggler
 from lockstep.heartbeat import Vitals
 
 
-def taught(norms):
-    spike = Spike()
-    assert not any(spike.sees(norm) for norm in norms)
-    return spike
+class Run:
+    """A spike guard that is told the norms of steps 0, 1, 2, ..."""
+
+    def __init__(self, *norms):
+        self.spike, self.step = Spike(), 0
+        assert not any([self.sees(norm) for norm in norms])  # noqa: C419 - each must be seen
+
+    def sees(self, norm, times=1):
+        """Whether any of so many norms is a spike."""
+        found = [self.spike.sees(self.step + k, norm) for k in range(times)]
+        self.step += times
+        return any(found)
+
+    @property
+    def limit(self):
+        """What the step after the next must stay below: an estimate holds from there on, read at once or late."""
+        return self.spike.limit(self.step + 1)
 
 
 def test_the_limit_of_even_norms_is_three_times_the_median():
-    assert taught([2.0] * 32).limit == 6.0
+    assert Run(*[2.0] * 32).limit == 6.0
 
 
 def test_the_limit_of_uneven_norms_is_eight_deviations_above_the_median():
     """1 to 32: the median is 17, its median deviation 8, and 17 + 8 x 1.4826 x 8 is more than 51."""
-    assert taught([float(n) for n in range(1, 33)]).limit == pytest.approx(17 + 8 * 1.4826 * 8)
+    assert Run(*range(1, 33)).limit == pytest.approx(17 + 8 * 1.4826 * 8)
 
 
-def test_a_norm_at_the_limit_is_none_and_the_next_one_is():
-    spike = taught([2.0] * 32)
-    assert not spike.sees(6.0)
-    assert spike.sees(math.nextafter(6.0, 7.0))
+def test_a_norm_below_the_limit_is_none_and_one_at_it_is():
+    """As an engine has it: a norm that is not below the limit is not applied."""
+    run = Run(*[2.0] * 33)
+    assert not run.sees(math.nextafter(6.0, 5.0))
+    assert run.sees(6.0)
+    assert run.sees(math.inf)
+
+
+def test_an_estimate_holds_from_the_step_after_the_next():
+    run = Run(*[2.0] * 32)  # steps 0 to 31
+    assert [run.spike.limit(step) for step in (31, 32, 33)] == [math.inf, math.inf, 6.0]
 
 
 def test_the_first_limit_comes_with_32_norms_and_the_next_16_later():
-    spike = taught([2.0] * 31)
-    assert spike.limit == math.inf
-    spike.sees(2.0)
-    assert spike.limit == 6.0
-    for _ in range(15):
-        spike.sees(5.0)
-    assert spike.limit == 6.0
-    spike.sees(5.0)  # 32 of 2.0 and 16 of 5.0: the median stays, so does its deviation
-    assert spike.limit == 6.0
-    for _ in range(32):
-        spike.sees(5.0)
-    assert spike.limit == 15.0  # 32 of 2.0 and 48 of 5.0
+    run = Run(*[2.0] * 31)
+    assert run.limit == math.inf
+    run.sees(2.0)
+    assert run.limit == 6.0
+    assert not run.sees(5.0, 16)
+    assert run.limit == 6.0  # 32 of 2.0 and 16 of 5.0: the median stays, so does its deviation
+    assert not run.sees(5.0, 31)
+    assert run.limit == pytest.approx(5 + 8 * 1.4826 * 3)  # at 64 norms, as many of both: the upper one
+    assert not run.sees(5.0)
+    assert run.limit == 15.0  # 32 of 2.0 and 48 of 5.0
 
 
 def test_only_the_last_128_norms_count():
-    spike = taught([2.0] * 128)
-    for _ in range(63):
-        spike.sees(4.0)
-    assert spike.limit == 6.0
-    for _ in range(17):
-        spike.sees(4.0)  # 80 of 128 by now
-    assert spike.limit == 12.0
+    run = Run(*[2.0] * 128)
+    assert not run.sees(4.0, 63)
+    assert run.limit == 6.0
+    assert not run.sees(4.0, 17)  # 80 of the last 128, and less than half of all
+    assert run.limit == 12.0
 
 
-def test_nothing_is_learnt_from_a_norm_of_zero_or_none():
-    spike = taught([2.0] * 31)
-    for _ in range(40):
-        assert not spike.sees(0.0)
-        assert not spike.sees(math.nan)
-    assert spike.limit == math.inf
-    spike.sees(2.0)
-    assert spike.limit == 6.0
+def test_nothing_is_learnt_from_a_norm_of_zero_or_from_a_spike():
+    run = Run(*[2.0] * 31)
+    assert not run.sees(0.0, 40)
+    assert run.limit == math.inf
+    run.sees(2.0, 2)
+    assert run.limit == 6.0
+    assert run.sees(100.0, 200)
+    assert run.limit == 6.0
+
+
+def test_a_resumed_guard_goes_on_as_the_one_before():
+    """Between two estimates, with one that holds and one that is to come."""
+    norms = [1.0 + 0.37 * (step * step % 11) for step in range(200)]
+    for stop in (20, 31, 32, 33, 47, 48, 49, 100, 130):
+        run, other = Run(*norms[:stop]), Spike()
+        other.load_state_dict(json.loads(json.dumps(run.spike.state_dict())))
+        for step in range(stop, 200):
+            assert other.limit(step) == run.spike.limit(step)
+            assert other.sees(step, norms[step]) == run.spike.sees(step, norms[step])
 
 
 class Windows:
