@@ -96,6 +96,21 @@ def test_every_area_has_modules_and_tests():
     assert all(sites and sites[0].tests for sites in found.values())
 
 
+def test_what_cannot_be_noticed_is_named_by_mistake_line_or_module():
+    name = "a/b.py: x = 1 -> x = 2"
+    for known in ({name}, {"a/b.py: x = 1"}, {"a/b.py"}):
+        assert runner.is_known(name, known)
+    assert not runner.is_known(name, {"a/b.py: x = 1 -> x = 0", "a/b.py: x = 2", "b.py"})
+
+
+def test_each_line_of_equal_txt_is_in_the_sources():
+    """A line that was changed has lost its reason."""
+    for name in runner.equal(Path(runner.__file__).with_name("equal.txt")):
+        path, _, line = name.partition(" -> ")[0].partition(": ")
+        text = (Path(runner.ROOT) / "src" / "lockstep" / path).read_text(encoding="utf-8")
+        assert line in [row.strip() for row in text.splitlines()] or not line, name
+
+
 def test_a_seed_draws_alike_and_another_differs():
     found = runner.sites(runner.ROOT, [row for row in runner.TABLE if row[0] in ("loop", "batchnorm")])
 
