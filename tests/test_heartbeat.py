@@ -9,7 +9,7 @@ from distributed import run
 from toys import Ragged, parts
 
 from lockstep.clock import make_clock
-from lockstep.heartbeat import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, Heartbeat
+from lockstep.heartbeat import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, Heartbeat, Vitals
 from lockstep.loop import Plan, seeder, steps
 from lockstep.world import World
 
@@ -140,3 +140,28 @@ def _totals(world):
 def test_totals_are_exactly_rounded_sums():
     assert run(_totals, 4) == [[6.0, 0.4, 2.0]] * 4
     assert _totals(World()) == [0.0, 0.1, 1e100]
+
+
+def _busy(world):
+    """What is heard of two ranks, of which the first is often waited for: each counts seconds of work by the step."""
+
+    def spent():
+        step, share = beat.progress.step, 1.0 + world.rank
+        return Vitals(beat.waited + 0.25 * step * share, 0.5 * step * share, 0.125 * step * share)
+
+    beat, heard = Heartbeat(world, lambda step: 1, None, busy=spent), []
+    for step in range(40):
+        beat.items(step)
+        heard.append(beat.heard)
+        time.sleep(0.0 if world.rank else 0.005)
+    return heard, beat.waited
+
+
+def test_a_rank_that_waits_reports_no_busy_time():
+    """The clock counts the waiting to the loading of data, since there it happens."""
+    found = run(_busy, 2)
+    assert found[1][1] > 0.05  # it waited: forty times up to five milliseconds
+    for heard, _ in found:
+        for one, other in heard[5:]:
+            assert one == pytest.approx((0.25, 0.5, 0.125), rel=1e-6)
+            assert other == pytest.approx((0.5, 1.0, 0.25), rel=1e-6)

@@ -1,9 +1,11 @@
 """Whole runs with a bad step in them, against a plain loop that knows nothing of guards and leaves the step out."""
 
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
+from distributed import run
 from safetensors.torch import load_file
 from torch import nn
 
@@ -12,6 +14,7 @@ from lockstep import checkpoint
 from lockstep.config import Config, Guards, Optim
 from lockstep.data.order import Shuffled
 from lockstep.errors import LockstepError
+from lockstep.guards.reading import Reader
 from lockstep.optim import adamw
 from lockstep.schedule import factor
 from lockstep.seeds import derive
@@ -139,21 +142,28 @@ def losses(folder, name="r"):
     return {r["global_step"]: r for r in read(folder / name / "metrics.jsonl") if "running_loss" in r}
 
 
+@pytest.fixture(params=[0, 1], ids=["at once", "late"])
+def lag(request, monkeypatch):
+    """How late norms are read: 1 stands in for a device."""
+    monkeypatch.setattr(Reader, "lag", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("bad", [6, 7])  # the step that a rollback resumes at, and the one after
-def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_been(tmp_path, policy, bad):
+def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_been(tmp_path, policy, bad, lag):
     """The forward of the bad step moves the buffer, and so does the second, which looks for the origin."""
     task = Task(48, bad=(samples_of(bad, 48)[2],))
     config = settings(tmp_path, 12, guards={"nonfinite": policy})
     taken, code = go(None, config, task)
     assert code == 0
-    assert taken == (list(range(12)) if policy == "skip" else [*range(bad), *range(6, 12)])
+    assert taken == (list(range(12)) if policy == "skip" else [*range(bad + lag), *range(6, 12)])
     wanted, norms = by_hand(task, config, left_out=(bad,))
     alike(kept(tmp_path), wanted)
     found = losses(tmp_path)
     assert [found[k]["grad_norm"] for k in range(1, bad + 1)] == pytest.approx(norms[:bad])
     assert [found[k]["grad_norm"] for k in range(bad + 2, 13)] == pytest.approx(norms[bad:])
-    told = bad + 1 if policy == "skip" else 7  # a resumed run knows of it from its first record on
+    told = bad + 1 + lag if policy == "skip" else 7  # a resumed run knows of it from its first record on
     assert {k for k, r in found.items() if r.get("steps_left_out")} == set(range(told, 13))
     assert {r["steps_left_out"] for r in found.values() if "steps_left_out" in r} == {1}
 
@@ -179,7 +189,7 @@ SPIKE = 37  # 32 norms are known by then
 
 
 @pytest.mark.parametrize(("policy", "freq"), [("skip", 3), ("rollback", 3), ("rollback", SPIKE)])
-def test_a_spike_that_is_left_out_leaves_the_weights(tmp_path, policy, freq):
+def test_a_spike_that_is_left_out_leaves_the_weights(tmp_path, policy, freq, lag):
     """The last: at the very step that the run resumes at, before enough is known again to call anything a spike."""
     task = Task(180, bad=(samples_of(SPIKE, 180)[1],), times=1e3)
     config = settings(tmp_path, 45, guards={"spike": policy}, ckpt_freq=freq)
@@ -199,3 +209,69 @@ def test_a_spike_that_is_not_left_out_trains(tmp_path, policy):
     said = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
     assert (f"step {SPIKE}: the gradient's norm" in said) == (policy == "warn")
     assert "steps_left_out" not in losses(tmp_path)[45]
+
+
+class Flipped(Task):
+    """On the rank that is named, the weights change a little before the forward of step 5."""
+
+    def __init__(self, victim):
+        super().__init__(48)
+        self.calls, self.victim = 0, victim
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.victim and self.calls == 6:  # one micro-batch a step on each of two ranks
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1e-9
+        return super().loss(model, batch)
+
+
+def flipped(world, folder, steps, freq, victim):
+    task = Flipped(world.rank == victim)
+    try:
+        go(world, settings(folder, 12, stop_at=steps, guards={"desync_freq": freq, "straggler": 0.0}), task)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "freq", "victim", "line"),
+    [
+        (12, 4, 1, "after step 8 rank 0 and rank 1 differ"),
+        (7, 4, 1, "after step 7 rank 0 and rank 1 differ"),  # what is kept at the end is compared too
+        (7, 100, 1, "after step 7 rank 0 and rank 1 differ"),
+        (7, 0, 1, ""),
+        (12, 1, None, ""),
+    ],
+)
+def test_replicas_are_compared_after_the_right_steps(tmp_path, steps, freq, victim, line):
+    said = run(flipped, 2, tmp_path, steps, freq, victim)
+    assert all(each.startswith(line) and bool(each) == bool(line) for each in said), said
+
+
+class Slow(Rows):
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+class Late(Task):
+    """A training set that one rank takes long to load."""
+
+    def dataset(self, split):
+        return (Slow if self.slow else Rows)(self.size, (), 1.0) if split == "train" else None
+
+
+def late(world, folder, ratio):
+    task = Late(200)
+    task.slow = world.rank == 1
+    go(world, settings(folder, 24, guards={"straggler": ratio}, ckpt_freq=0), task)
+
+
+@pytest.mark.parametrize("ratio", [1.2, 0.0])
+def test_a_slow_rank_is_named_in_the_log(tmp_path, ratio):
+    run(late, 2, tmp_path, ratio)
+    said = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
+    assert ("rank 1 is slow: " in said) == bool(ratio)
+    assert said.count("of loading data, the others") == bool(ratio)

@@ -331,3 +331,43 @@ def test_a_parameter_that_one_of_two_backwards_uses_is_told():
             wanted = branching(World(), "single", uses)[1]
             for key, value in wanted.items():
                 torch.testing.assert_close(torch.tensor(state[key]), torch.tensor(value), rtol=1e-6, atol=1e-8)
+
+
+class Shifted(nn.Module):
+    """A layer whose input is shifted by a buffer that is in no state."""
+
+    def __init__(self, shift):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(2, 1).double()
+        self.register_buffer("shift", torch.tensor(shift, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        return self.line(x + self.shift)
+
+
+def shifted(world, names):
+    """The weights after two steps under exact; each rank has made its buffer with another value."""
+    found = []
+    for name in names:
+        model = Shifted(0.5 + 3.0 * world.rank)
+        made = lockstep.engine(
+            name, model, lambda m: torch.optim.SGD(m.parameters(), lr=0.125), world, exact_micro_batches=4
+        )  # fmt: skip
+        rows, mine = (
+            torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [-2.0, 1.0]], dtype=torch.float64),
+            4 // world.size,
+        )
+        for _ in range(2):
+            for slot in range(world.rank * mine, (world.rank + 1) * mine):
+                with made.accumulate(slot % mine == mine - 1):
+                    made.backward(made.model(rows[slot : slot + 1]).square().sum(), 0.25)
+            made.step(1.0)
+        found.append({key: whole(tensor, world).tolist() for key, tensor in made.state().items()})
+    return found
+
+
+def test_under_exact_all_ranks_begin_with_rank_0s_buffers_also_those_in_no_state():
+    wanted = shifted(World(), ["single"])
+    for found in run(shifted, 2, ["ddp", "zero"]):
+        assert found == wanted * 2

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.guards.hang import Watch
 from lockstep.guards.spike import Spike
 from lockstep.guards.straggler import Straggler
 from lockstep.heartbeat import Vitals
+from lockstep.progress import COMPUTING, SAVING, WAITING
+from lockstep.world import World
 
 
 class Run:
@@ -172,3 +175,14 @@ def test_each_kind_of_slowness_is_told_once():
         said = windows.hear(SLOW, "data")
     assert "of loading data" in said
     assert not any(windows.hear(SLOW, kind) for kind in ("data", "computing") for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "hangs"),
+    [(COMPUTING, 7.9, False), (COMPUTING, 8.1, True), (WAITING, 8.1, True), (SAVING, 80.0, False)],
+)
+def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, seconds, hangs):
+    progress = SimpleNamespace(phase=phase, since=100.0, step=3)
+    watch = Watch(World(timeout=8.0), SimpleNamespace(progress=progress), tmp_path)
+    monkeypatch.setattr("lockstep.guards.hang.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
+    assert bool(watch._reason()) == hangs

@@ -36,7 +36,7 @@ WHOLE = "test_loop*.py test_bookkeeper*.py test_seam*.py test_run*.py"
 GUARDS = "guards/test_guards*.py"
 # (area, its modules under src/lockstep, the tests that matter to them, cheapest first; patterns of files)
 TABLE = [
-    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate.py test_worlds.py {WHOLE}"),
+    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
     ("data", "data/order.py", "test_order.py test_batches*.py"),
     ("data", "data/batches*.py", f"test_batches*.py data/*.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
     ("data", "data/hub*.py", "hf/test_hub_data.py data/*.py"),
@@ -48,8 +48,8 @@ TABLE = [
         f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS} test_worlds.py",
     ),
     ("checkpoint", "checkpoint/export*.py", "test_export.py"),
-    ("checkpoint", "checkpoint/*.py", f"checkpoint/test_*.py engines/test_engine_checkpoints.py {WHOLE} guards/*.py"),
-    ("guards", "guards/*.py guarded.py", f"{GUARDS} test_loop*.py test_seam*.py guards/test_*.py test_run*.py"),
+    ("checkpoint", "checkpoint/*.py", "checkpoint/test_*.py guards/test_saver*.py engines/test_engine_checkpoints.py test_run*.py"),
+    ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_desync*.py guards/test_hang*.py test_loop*.py test_seam*.py"),
     ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
     ("diagnose", "diagnose/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
