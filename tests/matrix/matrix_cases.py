@@ -1,16 +1,33 @@
-"""The factors of the matrix, which combinations are runs, and a set of them that has every pair.
+"""The factors of the matrix, which combinations are runs, and sets of them that have every pair or triple.
 
-    for case in covering(): ...         # each pair of two factors' values that a run can have is in one of them
+    for case in covering(everything(), 2): ...      # each pair of two factors' values that a run can have is in one
     case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after")
 
 A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
 """
 
 import itertools
+import os
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["FACTORS", "Case", "covering", "everything", "pairs", "parse", "reference", "refusal", "sample", "valid"]
+__all__ = [
+    "FACTORS",
+    "SEED",
+    "Case",
+    "covering",
+    "everything",
+    "parse",
+    "reference",
+    "refusal",
+    "sample",
+    "tuples",
+    "valid",
+]
+
+
+SEED = int(os.environ.get("MATRIX_SEED") or random.SystemRandom().randrange(10**6))  # of the sample of all runs
 
 
 class Case(NamedTuple):
@@ -98,26 +115,29 @@ def everything() -> list[Case]:
     return [case for values in itertools.product(*FACTORS.values()) if valid(case := Case(*values))]  # type: ignore[arg-type]
 
 
-def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Its 45 pairs of (factor, value)."""
-    return set(itertools.combinations(zip(Case._fields, case, strict=True), 2))
+def tuples(case: Case, size: int) -> set[tuple[tuple[str, object], ...]]:
+    """Its pairs (size 2) or triples (3) of (factor, value)."""
+    return set(itertools.combinations(zip(Case._fields, case, strict=True), size))
 
 
-def covering(seed: int = 0, tries: int = 60) -> list[Case]:
-    """Runs that have every pair which any run has: greedily, the best of a few runs with a pair that is still missing."""
-    draw, runs = random.Random(seed), everything()
-    having: dict[object, list[Case]] = {}
-    for case in draw.sample(runs, len(runs)):
-        for pair in pairs(case):
-            having.setdefault(pair, []).append(case)
-    missing, chosen = dict.fromkeys(sorted(having, key=repr)), []
+def covering(runs: list[Case], size: int, having: Iterable[Case] = (), seed: int = 0, tries: int = 60) -> list[Case]:
+    """Some of `runs` that, with those of `having`, have every pair or triple of values which any of `runs` has.
+
+    Greedily: of a few runs with the rarest tuple that is still missing, the one that has most of the missing.
+    """
+    draw = random.Random(seed)
+    those: dict[object, list[Case]] = {}
+    for case in draw.sample(runs, min(6000, len(runs))):  # of so many each tuple has some; a test holds that
+        for each in tuples(case, size):
+            those.setdefault(each, []).append(case)
+    had = {each for case in having for each in tuples(case, size)}
+    missing, chosen = dict.fromkeys(sorted(those.keys() - had, key=repr)), []
     while missing:
-        rarest = min(missing, key=lambda pair: len(having[pair]))
-        few = draw.sample(having[rarest], min(tries, len(having[rarest])))
-        best = max(few, key=lambda case: len(pairs(case) & missing.keys()))
-        chosen.append(best)
-        for pair in pairs(best):
-            missing.pop(pair, None)
+        rarest = those[min(missing, key=lambda each: len(those[each]))]
+        few = draw.sample(rarest, min(tries, len(rarest)))
+        chosen.append(max(few, key=lambda case: len(tuples(case, size) & missing.keys())))
+        for each in tuples(chosen[-1], size):
+            missing.pop(each, None)
     return chosen
 
 

@@ -27,7 +27,7 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
         moved: the first so many micro-batches of a step move the buffers of the model "buffer": those of rank 0, whose
             buffers are everybody's.
     """
-    net, data, places = make(model), Samples(fault), order()
+    net, data, places = make(model), Samples(model, fault), order()
     optimizer = torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, 0.95), eps=1e-8)
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)

@@ -21,7 +21,9 @@ __all__ = ["BAD", "BATCH", "MICRO", "SAMPLES", "STEPS", "Subject", "loss_sum", "
 BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
 STEPS = 10
 SAMPLES = STEPS * BATCH - MICRO  # the last step is short
-BAD = 7  # the step of the fault, 0-based; the sample lies in its last micro-batch
+BAD = 7  # the step of the fault, 0-based
+_BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
+_SPIKE = {"tied": 300.0}  # the bad sample's targets, else 60
 _INPUTS, _WIDTH, _OUTPUTS = 6, 8, 5
 
 
@@ -76,15 +78,18 @@ class Moving(Mlp):
 
 
 class Tied(nn.Module):
-    """The head is the embedding, and a layer is frozen."""
+    """The head is the embedding, and a layer is frozen. Its gradients overflow float16 in the first step, and where the
+    spike is."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(_OUTPUTS, _WIDTH)
         self.frozen, self.middle = nn.Linear(_INPUTS, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.head = nn.Linear(_WIDTH, _OUTPUTS, bias=False)
-        self.head.weight = self.embedding.weight  # drawn larger than a Linear's: in float16 the spike overflows here
+        self.head.weight = self.embedding.weight
         self.frozen.requires_grad_(False)
+        with torch.no_grad():
+            self.embedding.weight.mul_(2.0)
 
     def forward(self, x, token):
         return self.head(torch.tanh(self.middle(self.embedding(token) + self.frozen(x))))
@@ -128,23 +133,23 @@ class Samples(torch.utils.data.Dataset):
     one then raises, once in all processes and starts of the run.
 
     Args:
-        fault: as in the case.
+        model, fault: as in the case; another sample is bad for each model.
         raised: the file that says that it has raised.
     """
 
-    def __init__(self, fault, raised=None):
+    def __init__(self, model, fault, raised=None):
         draw = torch.Generator().manual_seed(11)
         self.x = torch.randn(SAMPLES, _INPUTS, generator=draw)
         self.token = torch.randint(_OUTPUTS, (SAMPLES,), generator=draw)
         self.target = 0.3 * torch.randn(SAMPLES, _OUTPUTS, generator=draw)
         self.kept = torch.arange(_OUTPUTS) < torch.randint(1, _OUTPUTS + 1, (SAMPLES, 1), generator=draw)
-        self.bad = order()[(BAD + 1) * BATCH - 2]
+        self.bad = order()[BAD * BATCH + _BAD_MICRO[model] * MICRO + 2]
         self.kept[self.bad] = True
         self.draws_random, self.raised = fault == "error", raised
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
         if fault == "spike":
-            self.target[self.bad] = 60.0
+            self.target[self.bad] = _SPIKE.get(model, 60.0)
 
     def __len__(self):
         return SAMPLES
@@ -152,7 +157,7 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         x = self.x[index]
         if self.draws_random:
-            x = x + 0.1 * torch.randn(_INPUTS) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+            x = x + torch.randn(_INPUTS) + float(np.random.rand()) + random.random()
             if index == self.bad and self.raised and _first(self.raised):
                 raise OSError(5, "Input/output error", f"{index}.png")
         return {"x": x, "token": self.token[index], "target": self.target[index], "kept": self.kept[index]}
@@ -179,7 +184,7 @@ class Subject:
         return made
 
     def dataset(self, split):
-        return Samples(self.fault, self.folder / "raised") if split == "train" else None
+        return Samples(self.name, self.fault, self.folder / "raised") if split == "train" else None
 
     def collate(self, samples):
         return collate(samples)
