@@ -96,16 +96,17 @@ class Tied(nn.Module):
 
 
 class Rotary(Mlp):
-    """A complex table turns pairs of features by the token's angle."""
+    """Complex buffers turn pairs of features by the token's angle: a table, and one that is kept in checkpoints."""
 
     def __init__(self):
         super().__init__()
         angles = torch.outer(torch.arange(float(_OUTPUTS)), 2.0 ** -torch.arange(_WIDTH // 2))
         self.register_buffer("table", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("phase", torch.polar(torch.ones(_WIDTH // 2), torch.linspace(0.1, 1.0, _WIDTH // 2)))
 
     def forward(self, x, token):
         pairs = torch.view_as_complex(self.first(x).float().view(-1, _WIDTH // 2, 2))
-        return self.last(torch.tanh(torch.view_as_real(pairs * self.table[token]).flatten(1)))
+        return self.last(torch.tanh(torch.view_as_real(pairs * self.table[token] * self.phase).flatten(1)))
 
 
 _MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}

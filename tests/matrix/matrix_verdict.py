@@ -99,7 +99,7 @@ def _compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torc
     for name, expected in wanted.items():
         equal = name.startswith("scaler/") or name.endswith("/step") or not expected.is_floating_point()
         size = float(expected.abs().max()) if expected.numel() else 0.0
-        worst = float((found[name].double() - expected.double()).abs().max())
+        worst = _distance(found[name], expected)
         if not worst <= (0.0 if equal else _TOLERANCE[case.precision] * size):
             problems.append(f"{name} differs by {worst:.3g} of {size:.3g}")
     return problems
@@ -116,7 +116,7 @@ def _buffers(case: Case, folder: Path) -> list[str]:
             continue
         if any(_bits(other[name]) != _bits(mine) for other in held):
             problems.append(f"buffer {name} differs between the ranks")
-        worst = float((mine - expected).abs().max())
+        worst = _distance(mine, expected)
         if not worst <= _TOLERANCE[case.precision] * float(expected.abs().max()):
             problems.append(f"buffer {name} on rank 0 differs by {worst:.3g} of {float(expected.abs().max()):.3g}")
     return problems
@@ -130,6 +130,11 @@ def _silent(case: Case, folder: Path) -> list[str]:
     return [f"a healthy run says {line!r}" for line in lines if " WARNING " in line or " ERROR " in line]
 
 
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    return float((one.to(wide) - other.to(wide)).abs().max())
+
+
 def _bits(tensor: torch.Tensor) -> str:
-    whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(whole.numpy().tobytes()).hexdigest()}"
