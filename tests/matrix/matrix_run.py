@@ -56,6 +56,10 @@ class Start(NamedTuple):
     stop_at: int
     kills: bool
 
+    @property
+    def meets_the_fault(self) -> bool:
+        return not self.stop_at or self.stop_at > BAD
+
 
 def starts(case: Case) -> list[Start]:
     """The starts of a case, in order. Half of those that are stopped began on other ranks, under another engine."""
@@ -114,7 +118,7 @@ def _group(world: int, todo: list[Start], root: Path) -> None:
             return
         except RankError as error:
             done = [start for start in todo if all(_said(root, start, rank).exists() for rank in range(world))]
-            broken = next(start for start in todo if start not in done)
+            broken = next((start for start in todo if start not in done), todo[-1])  # or they could not take leave
             if not broken.kills:
                 (folder_of(root, broken.case) / f"{broken.number}-broken.txt").write_text(str(error))
             todo = [start for start in todo[todo.index(broken) + 1 :] if start.case != broken.case]

@@ -64,7 +64,7 @@ def _starts_well(start: Start, said: list[dict[str, object]]) -> list[str]:
     errors, ends = {str(each["error"]) for each in said}, {tuple(each["taken"])[-1:] for each in said}
     if len(ends) > 1:
         return [f"{where}: the ranks ended in different steps, {ends}"]
-    if start.case.stops and start.stop_at != 5:
+    if start.case.stops and start.meets_the_fault:
         bad = [e for e in errors if not e.startswith("LockstepError: ") or f"step {BAD}" not in e or "\n" in e]
         return [f"{where}: expected one line that names step {BAD}, found {bad or 'none'}"] if bad or not errors else []
     if errors != {""}:
