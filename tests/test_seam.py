@@ -141,7 +141,10 @@ def test_a_bad_step_leaves_no_trace_whatever_leaves_it_out(tmp_path, monkeypatch
     two = [(config(tmp_path, f"two-{name}", {"nonfinite": name}), task) for name in ("skip", "rollback")]
     assert run(several, 2, two) == [[wanted, wanted]] * 2
     state = checkpoint.read_state(checkpoint.newest(tmp_path / "rollback", say=print))
-    assert state["steps_left_out"] == 1
+    assert (state["steps_left_out"], state["running_missed"]) == (1, 0)
+    for name in ("r", "rollback", "workers"):  # the window of steps 1 to 10 has the mean of the other nine
+        (first,) = [r for r in records(tmp_path / name / "metrics.jsonl") if "running_loss" in r]
+        assert math.isfinite(first["running_loss"])
 
 
 def test_a_bad_step_moves_no_statistics(tmp_path):

@@ -104,6 +104,7 @@ class Bookkeeper:
         self._meter.settle()
         parts.state |= parts.horizon.place(done) | {
             "running_loss": self._meter.running_loss,
+            "running_missed": self._meter.missed,
             "plan": parts.plan,
             "world_size": parts.world.size,
         }

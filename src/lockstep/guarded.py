@@ -126,4 +126,4 @@ class Guards:
         if self._parts.world.is_main:
             _LOG.warning("%s; left out (%d so far)", what, len(self._skips.steps))
         if action == "rollback":
-            raise Rollback(f"{what}; back to the newest checkpoint")
+            raise Rollback(f"step {step}: back to the newest checkpoint")

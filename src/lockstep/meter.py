@@ -37,11 +37,14 @@ class Meter:
         clock: where the time went.
         device: whose memory is reported.
         running: the sum of the losses of the window's steps that an earlier process took.
+        missed: how many of them had no finite loss, and so are not in the sum.
     """
 
-    def __init__(self, beat: Heartbeat, clock: Clock, device: torch.device, running: float = 0.0) -> None:
+    def __init__(
+        self, beat: Heartbeat, clock: Clock, device: torch.device, running: float = 0.0, missed: int = 0
+    ) -> None:
         self._beat, self._clock, self._device = beat, clock, device
-        self.running_loss = running
+        self.running_loss, self.missed = running, missed
         self._unread: list[_Unread] = []
         self._at_once = device.type == "cpu"
         self.skipped_steps = 0  # since this start
@@ -63,7 +66,8 @@ class Meter:
         """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
 
         Waits for the device and for all ranks. Each step's sums are formed in float64, where the order of a few
-        float32 terms does not show.
+        float32 terms does not show. A step whose loss is not finite is counted in `missed` instead: the guards name it,
+        and one that is left out should not make the window's mean NaN.
         """
         steps, self._unread = self._unread, []
         if not steps:
@@ -75,7 +79,11 @@ class Meter:
         numbers = iter(values)
         sums = [math.fsum(next(numbers) for _ in step.losses) for step in steps]
         for step, total in zip(steps, self._beat.totals(sums), strict=True):
-            self.running_loss += total / max(step.items, 1)
+            loss = total / max(step.items, 1)
+            if math.isfinite(loss):
+                self.running_loss += loss
+            else:
+                self.missed += 1
         return next(numbers, math.nan)
 
     def read(self, log_freq: int) -> dict[str, Any]:
@@ -84,7 +92,7 @@ class Meter:
         laps = self._clock.read()
         now = time.perf_counter()
         found = {
-            "running_loss": self.running_loss / log_freq,
+            "running_loss": self.running_loss / (log_freq - self.missed) if self.missed < log_freq else math.nan,
             "grad_norm": norm,
             "items_per_second": self._items / max(now - self._since, 1e-9),
             "memory": memory(self._device),
@@ -93,7 +101,7 @@ class Meter:
         }
         if self.skipped_steps:
             found["skipped_steps"] = self.skipped_steps
-        self.running_loss, self._items, self._since = 0.0, 0, now
+        self.running_loss, self.missed, self._items, self._since = 0.0, 0, 0, now
         return found
 
     def pause(self, seconds: float) -> None:

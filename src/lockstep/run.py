@@ -136,7 +136,9 @@ def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
         return (yield from _follow(parts, sinks))
     except BaseException as error:
         sinks.close(None)
-        if isinstance(error, Exception):
+        if isinstance(error, Rollback):
+            _LOG.warning("%s", error)
+        elif isinstance(error, Exception):
             once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
             _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
         raise
@@ -161,7 +163,7 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
         return Vitals(spent.get("data", 0.0), spent.get("forward", 0.0), books.saver.blocked)
 
     beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, busy)
-    meter = Meter(beat, clock, world.device, state["running_loss"])
+    meter = Meter(beat, clock, world.device, state["running_loss"], state.get("running_missed", 0))
     books = Bookkeeper(parts, meter, sinks, beat)
     guards = Guards(parts, beat, feed, seed)
     plan = Plan(parts.rate, seed, clock, guards.limit)
@@ -182,9 +184,7 @@ def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
                 books.log(record)
             best = False
             if done == cut.steps or (config.eval_freq and done % config.eval_freq == 0):
-                if (
-                    wish and done < parts.last
-                ):  # whoever sent the signal waits for no evaluation: the next start does it
+                if wish and done < parts.last:  # whoever sent a signal waits for none: the next start makes it
                     state["evaluation_due"] = True
                 else:
                     best = books.evaluate(done)

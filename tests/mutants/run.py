@@ -48,8 +48,16 @@ TABLE = [
         f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS} test_worlds.py",
     ),
     ("checkpoint", "checkpoint/export*.py", "test_export.py"),
-    ("checkpoint", "checkpoint/*.py", "checkpoint/test_*.py guards/test_saver*.py engines/test_engine_checkpoints.py test_run*.py"),
-    ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_desync*.py guards/test_hang*.py test_loop*.py test_seam*.py"),
+    (
+        "checkpoint",
+        "checkpoint/*.py",
+        "checkpoint/test_*.py guards/test_saver*.py engines/test_engine_checkpoints.py test_run*.py",
+    ),
+    (
+        "guards",
+        "guards/*.py guarded.py",
+        f"{GUARDS} guards/test_desync*.py guards/test_hang*.py test_loop*.py test_seam*.py",
+    ),
     ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
     ("diagnose", "diagnose/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
