@@ -5,8 +5,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import Config
 from lockstep.diagnose.fault import Fault, Site
 from lockstep.diagnose.tasks import Around
+from lockstep.errors import ConfigError
 
 __all__ = ["LocalBatchNorm"]
 
@@ -17,6 +19,10 @@ class LocalBatchNorm(Fault):
     text = "a running mean, as BatchNorm keeps it, takes in this rank's micro-batches alone"
 
     everywhere = True  # the single process has the layer too, and sees every micro-batch
+
+    def check(self, config: Config, steps: int, resume: int) -> None:
+        if config.exact:
+            raise ConfigError(f"--plant {self.name}: --exact refuses a buffer that a forward writes; leave --exact out")
 
     def task(self, task: Any, site: Site) -> Any:
         return _Averaging(task)
