@@ -116,6 +116,15 @@ def cases(world, task, settings):
     return [told(world, task, name, given) for name, given in settings]
 
 
+def test_complex_gradients_are_exchanged_whole_in_half_precision():
+    norms, weights = plainly("float32")
+    for half in ("bf16", "fp16"):
+        found = run(cases, 2, Waves("float32"), [("ddp", {"micro": 4, "compression": half})])[0][0]
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(norms), rtol=0.02, atol=0.02)
+        values = torch.tensor(found[1]["model/weight"])
+        torch.testing.assert_close(values, weights["weight"], rtol=0.01, atol=0.01)
+
+
 def fitted(world, task, settings):
     return fit(world, task, "ddp", **settings)
 

@@ -18,11 +18,13 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """The bucket's mean over the ranks, exchanged in `dtype`: divided before, so that the sum has a gradient's size."""
-    whole: Tensor = bucket.buffer()
+    buffer: Tensor = bucket.buffer()
+    whole = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
     work: Any = dist.all_reduce((whole / dist.get_world_size()).to(dtype), async_op=True)  # collective
 
     def widened(future: "torch.futures.Future[Any]") -> Tensor:
-        return whole.copy_(future.value()[0])
+        whole.copy_(future.value()[0])
+        return buffer
 
     future: torch.futures.Future[Tensor] = work.get_future().then(widened)
     return future
