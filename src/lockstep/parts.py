@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,9 @@ from lockstep.sinks.remote import check
 from lockstep.task_check import check_methods, check_task
 from lockstep.tasks.named import named_task
 from lockstep.transforms import Chosen, prepare
-from lockstep.world import World
+from lockstep.world import World, together
 
-__all__ = ["Parts", "assemble", "say", "together"]
-
-T = TypeVar("T")
+__all__ = ["Parts", "assemble", "say"]
 
 
 @dataclass
@@ -292,17 +290,6 @@ def _evaluation(config: Config, task: Any, dataset: Any, world: World) -> Batche
         return None
     cut = one_step(len(dataset), config.micro_batch_size)
     return Batches(task, dataset, Sequential(len(dataset)), cut, world, seed=config.seed)
-
-
-def together(world: World, action: Callable[[], T]) -> T:
-    """What `action` returns on this rank, once it has succeeded on all; else the first error, raised on every rank."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as problem:
-        error = problem
-    world.check(error)
-    return result  # type: ignore[return-value]
 
 
 def say(world: World) -> Callable[[str], None]:

@@ -34,7 +34,7 @@ from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat, Vitals
 from lockstep.launch import failure
 from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
-from lockstep.parts import Parts, assemble, say, together
+from lockstep.parts import Parts, assemble, say
 from lockstep.progress import COMPUTING, IN_BODY
 from lockstep.records import StepRecord
 from lockstep.sinks import Sinks
@@ -42,7 +42,7 @@ from lockstep.sinks.console import Console
 from lockstep.sinks.jsonl import JsonLines, read
 from lockstep.sinks.log import close_log, open_log
 from lockstep.sinks.remote import masked, remote_sinks
-from lockstep.world import World
+from lockstep.world import World, together
 
 __all__ = ["train"]
 

@@ -24,7 +24,7 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
-from lockstep.world import World
+from lockstep.world import World, together
 
 __all__ = ["check_methods", "check_task"]
 
@@ -73,13 +73,13 @@ def check_task(model: nn.Module, task: Any, training: Batches, evaluation: Batch
         DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
             no mean; a `count` that does not add up. The same on every rank, or a PeerError that names the first.
     """
-    trial = _agreed(world, lambda: _loaded(training, evaluation))
+    trial = together(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
     with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
         reseed = seeder(0, "check", world.device)
-        losses = _agreed(world, lambda: _losses(model, task, trial, both, reseed))
-        _agreed(world, lambda: _check_sums(task, trial, losses))
-        _agreed(world, lambda: _check_metrics(model, task, trial, reseed))
+        losses = together(world, lambda: _losses(model, task, trial, both, reseed))
+        together(world, lambda: _check_sums(task, trial, losses))
+        together(world, lambda: _check_metrics(model, task, trial, reseed))
 
 
 def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
@@ -193,17 +193,6 @@ def _is_whole(value: Any) -> bool:
         return False
     number = float(value)
     return number >= 0 and number.is_integer()
-
-
-def _agreed(world: World, action: Callable[[], Any]) -> Any:
-    """What `action` returns on this rank, once it has succeeded on all. Collective."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as problem:
-        error = problem
-    world.check(error)  # collective
-    return result
 
 
 def _eager() -> Any:

@@ -19,9 +19,10 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World", "check_reachable", "listening"]
+__all__ = ["World", "check_reachable", "listening", "together"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -225,6 +228,20 @@ class World:
         """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
         if self.control is not None:
             _ABANDONED.append(self)
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank, once it has succeeded on all; else the first error, raised on every rank.
+
+    Collective.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as problem:
+        error = problem
+    world.check(error)  # collective
+    return result  # type: ignore[return-value]
 
 
 def listening(host: str, port: int) -> socket.socket | None:

@@ -11,8 +11,7 @@ from lockstep.config import Config
 from lockstep.diagnose.processes import start
 from lockstep.diagnose.trial import Job, journal, run
 from lockstep.errors import ConfigError
-from lockstep.parts import together
-from lockstep.world import World
+from lockstep.world import World, together
 
 __all__ = ["Executor", "Joined", "Started", "launched"]
 

@@ -32,9 +32,9 @@ from lockstep.engines import ENGINES
 from lockstep.evaluate import evaluate
 from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, seeder, steps
-from lockstep.parts import Parts, assemble, together
+from lockstep.parts import Parts, assemble
 from lockstep.tasks.named import named_task
-from lockstep.world import World
+from lockstep.world import World, together
 
 __all__ = ["Job", "journal", "read_trace", "run"]
 
