@@ -4,6 +4,15 @@ Importing this loads no torch: the names below are imported when they are first 
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
+    from lockstep.config import Config
+    from lockstep.diagnose.verify import verify
+    from lockstep.engines import engine
+    from lockstep.run import train
+    from lockstep.tasks.causal_lm import CausalLM
+    from lockstep.world import World
 
 __version__ = "0.1.0"
 
