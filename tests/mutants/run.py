@@ -33,7 +33,7 @@ LEAST = 0.85  # of the mistakes that count
 NOT_COPIED = (".git", ".venv", "outputs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
 
 WHOLE = "test_loop*.py test_bookkeeper*.py test_seam*.py test_run*.py"
-GUARDS = "guards/test_guards*.py"
+GUARDS = "guards/test_guards*.py guards/test_desync*.py"
 # (area, its modules under src/lockstep, the tests that matter to them, cheapest first; patterns of files)
 TABLE = [
     ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
@@ -42,22 +42,14 @@ TABLE = [
     ("data", "data/hub*.py", "hf/test_hub_data.py data/*.py"),
     ("data", "data/*.py", "test_text.py data/*.py test_batches*.py hf/test_hub_data.py"),
     ("engines", "engines/deepspeed*.py", "engines_deepspeed/*.py"),
-    (
-        "engines",
-        "engines/*.py",
-        f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS} test_worlds.py",
-    ),
+    ("engines", "engines/*.py", f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS}"),
     ("checkpoint", "checkpoint/export*.py", "test_export.py"),
     (
         "checkpoint",
         "checkpoint/*.py",
-        "checkpoint/test_*.py guards/test_saver*.py engines/test_engine_checkpoints.py test_run*.py",
+        "checkpoint/*.py guards/test_saver*.py engines/test_engine_checkpoints.py",
     ),
-    (
-        "guards",
-        "guards/*.py guarded.py",
-        f"{GUARDS} guards/test_desync*.py guards/test_hang*.py test_loop*.py test_seam*.py",
-    ),
+    ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
     ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
     ("diagnose", "diagnose/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
