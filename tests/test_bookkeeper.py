@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.config import Checkpoint, Config, Optim
 from lockstep.data.order import Shuffled
-from lockstep.meter import Meter
+from lockstep.meter import Meter, memory
+from lockstep.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.records import StepRecord
 from lockstep.schedule import factor
 from lockstep.sinks.jsonl import read
@@ -233,3 +235,31 @@ def test_the_summary_says_what_to_do_now(tmp_path, capsys):
     assert "stopped: saved after step 4 of 11; the same command goes on from there" in capsys.readouterr().out
     go(None, settings(tmp_path), Task())
     assert "finished; see what was saved with: lockstep checkpoint inspect" in capsys.readouterr().out
+
+
+def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, monkeypatch):
+    """The hang watch must not take an evaluation for a hang, nor the rate count it."""
+    paused, phases = [], []
+    pause, at = Meter.pause, Progress.at
+
+    def paused_for(meter, seconds):
+        paused.append(seconds)
+        pause(meter, seconds)
+
+    def stands_at(progress, step, phase):
+        phases.append((step, phase))
+        at(progress, step, phase)
+
+    monkeypatch.setattr(Meter, "pause", paused_for)
+    monkeypatch.setattr(Progress, "at", stands_at)
+    go(None, settings(tmp_path, eval_freq=4, ckpt_freq=5, max_steps=10), Task())
+    shown = [place for place in phases if place[1] in (EVALUATING, SAVING, ENDING)]
+    evaluated = [(4, EVALUATING), (4, SAVING), (5, SAVING), (8, EVALUATING)]  # the first is the best, the next is not
+    assert shown == [*evaluated, (10, EVALUATING), (10, SAVING), (10, ENDING)]
+    assert len(paused) == 6
+    assert all(0 < seconds < 60 for seconds in paused)
+
+
+def test_the_memory_of_this_process_is_counted_in_bytes():
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert peak / 2 < memory(torch.device("cpu")) < peak * 2

@@ -216,11 +216,10 @@ class Flipped(Task):
 
     def __init__(self, victim):
         super().__init__(48)
-        self.calls, self.victim = 0, victim
+        self.first, self.victim = self.dataset("train")[samples_of(5, 48)[MICRO]], victim
 
     def loss(self, model, batch):
-        self.calls += 1
-        if self.victim and self.calls == 6:  # one micro-batch a step on each of two ranks
+        if self.victim and torch.equal(batch[0], self.first):  # rank 1 has the second micro-batch of two
             with torch.no_grad():
                 next(model.parameters()).view(-1)[0] += 1e-9
         return super().loss(model, batch)

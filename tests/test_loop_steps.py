@@ -1,0 +1,101 @@
+"""The loop's steps, one call after the other: where the time goes, what is seeded, and what an empty slot does."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.data.batches import MicroBatch
+from lockstep.engines.base import StepResult
+from lockstep.heartbeat import Heartbeat
+from lockstep.loop import Plan, loss_of, steps
+from lockstep.world import World
+
+
+class Told:
+    """Stands in for clock and engine, and writes down what is asked of them, in order."""
+
+    def __init__(self):
+        self.said, self.model = [], torch.nn.Linear(1, 1)
+
+    def start(self):
+        self.said.append("start")
+
+    def lap(self, name):
+        self.said.append(name)
+
+    def seed(self, step, index):
+        self.said.append(f"seed {step} {index}")
+
+    def accumulate(self, last):
+        self.said.append(f"last {last}")
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def backward(self, loss, weight):
+        self.said.append(f"backward {float(loss.detach()):g} {weight:g}")
+
+    def step(self, factor, limit):
+        self.said.append(f"step {factor} {limit}")
+        return StepResult(torch.tensor(2.0), limit > 0)
+
+
+@dataclass
+class Task:
+    """The loss of a micro-batch is its data, times the model's weight, which is one."""
+
+    reduction: str = "sum"
+
+    def loss(self, model, batch):
+        return model.weight.sum() / model.weight.sum().detach() * batch
+
+
+def run(task, micro, items):
+    told = Told()
+    feed = [(step, micro) for step in range(2)]
+    beat = Heartbeat(World(), lambda step: items, None)
+    plan = Plan(lambda step: 0.5 + step, told.seed, told, lambda step: 7.0 - 8.0 * step)
+    records = list(steps(told, task, iter(feed), beat, plan))
+    return told.said, records
+
+
+def test_the_calls_of_two_steps_in_order():
+    micro = [MicroBatch(3.0, 4, 2, 1.0), MicroBatch(5.0, 5, 2, 1.0), MicroBatch(5.0, 5, 2, 0.0)]
+    said, records = run(Task(), micro, 4)
+    first = said[: len(said) // 2]
+    assert [each for each in first if each not in ("data", "start")] == [
+        *("seed 0 4", "last False", "forward", "backward 3 0.25", "backward"),
+        *("seed 0 5", "last False", "forward", "backward 5 0.25", "backward"),
+        *("seed 0 5", "last True", "forward", "backward 5 0", "backward"),
+        *("step 0.5 7.0", "update"),
+    ]
+    assert first[:3] == ["start", "data", "seed 0 4"]  # what comes before the first forward is the loading
+    assert "step 1.5 -1.0" in said
+    assert [[float(loss) for loss in record.losses] for record in records] == [[3.0, 5.0]] * 2  # the empty slot's not
+    assert not any(loss.requires_grad for record in records for loss in record.losses)
+    found = [(record.step, record.items, record.factor, float(record.norm), record.applied) for record in records]
+    assert found == [(0, 4, 0.5, 2.0, True), (1, 4, 1.5, 2.0, False)]
+
+
+def test_the_callers_body_belongs_to_nobody():
+    """The clock begins anew after each step's record was handed out."""
+    said, _ = run(Task(), [MicroBatch(3.0, 0, 1, 1.0)], 1)
+    assert said.count("start") == 3
+    assert said[-1] == "start"
+
+
+def test_a_step_without_items_divides_by_one():
+    said, _ = run(Task(), [MicroBatch(0.0, 0, 0, 1.0)], 0)
+    assert "backward 0 1" in said
+
+
+@pytest.mark.parametrize(("reduction", "wanted"), [("sum", 3.0), ("mean", 12.0)])
+def test_a_mean_counts_with_its_items(reduction, wanted):
+    batch = SimpleNamespace(data=3.0, items=4)
+    assert loss_of(Task(reduction))(torch.nn.Linear(1, 1), batch).item() == pytest.approx(wanted)
