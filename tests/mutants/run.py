@@ -123,11 +123,12 @@ class Copy:
 
     Args:
         root: of the tree.
-        limit: seconds after which a run of tests counts as hung.
+        hang: seconds after which a test counts as hung.
+        limit: seconds after which the tests of one mistake are given up: nothing is known of it then.
     """
 
-    def __init__(self, root: Path, folder: Path, limit: float) -> None:
-        self.root, self._limit, self._temporary = folder / "tree", limit, folder / "tmp"
+    def __init__(self, root: Path, folder: Path, hang: float = 120.0, limit: float = 1800.0) -> None:
+        self.root, self._hang, self._limit, self._temporary = folder / "tree", hang, limit, folder / "tmp"
         shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
         self._now = time.time()
         self._healthy: dict[str, bool] = {}
@@ -148,7 +149,7 @@ class Copy:
             return Outcome("survived", "")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
         if code is None or not failed:
-            return Outcome("found", "a test hangs" if code is None else f"pytest ended with {code}")
+            return Outcome("unsure", "took too long") if code is None else Outcome("found", f"pytest ended with {code}")
         test = failed[1]
         if test not in self._healthy:
             self._healthy[test] = self._pytest(test)[0] == 0
@@ -160,8 +161,8 @@ class Copy:
         os.utime(path, (self._now, self._now))
 
     def _pytest(self, *tests: str) -> tuple[int | None, str]:
-        options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={self._temporary}", "--timeout=120")
-        return self._python("-m", "pytest", *options, "-m", "not slow and not gpu", *tests)
+        options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={self._temporary}")
+        return self._python("-m", "pytest", *options, f"--timeout={self._hang}", "-m", "not slow and not gpu", *tests)
 
     def _python(self, *command: str) -> tuple[int | None, str]:
         """(exit code, None where it took too long; what it printed)."""
@@ -223,7 +224,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     parser.add_argument("--count", type=int, default=48, help="mistakes that count (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/order.py")
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds a mistake (default: %(default)s)")
+    parser.add_argument("--hang", type=float, default=120.0, help="seconds a test may take (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="show what would be tried, and try nothing")
     asked = parser.parse_args(arguments)
     known = equal(Path(__file__).with_name("equal.txt"))
@@ -239,7 +240,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     results, counted, began = [], 0, time.monotonic()
     print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(root, Path(folder), asked.limit)
+        copy = Copy(root, Path(folder), asked.hang)
         while counted < asked.count and (site := next(queue, None)):
             outcome = Outcome("listed", "") if asked.list else copy.tried(site)
             results.append((site, outcome))

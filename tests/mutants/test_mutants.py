@@ -172,10 +172,11 @@ def test_what_hangs_is_found_and_what_fails_anyway_is_unsure(tmp_path, capsys):
     hangs = tree(tmp_path / "hangs", COUNTS, HANGING)
     found = runner.sites(hangs, TABLE)["core"]
     endless = next(site for site in found if site.mutant.kind == "forgotten update")
-    copy = runner.Copy(hangs, tmp_path / "copy", 3.0)
-    assert copy.tried(endless) == ("found", "a test hangs")
+    copy = runner.Copy(hangs, tmp_path / "copy", hang=2.0)
+    assert copy.tried(endless) == ("found", "tests/test_core.py::test_it_ends")
+    assert runner.Copy(hangs, tmp_path / "late", limit=0.1).tried(endless).verdict == "unsure"
     (hangs / "tests" / "test_core.py").write_text("def test_broken():\n    assert False\n")
-    broken = runner.Copy(hangs, tmp_path / "other", 30.0)
+    broken = runner.Copy(hangs, tmp_path / "other")
     assert broken.tried(endless) == ("unsure", "tests/test_core.py::test_broken")
 
 
@@ -184,4 +185,4 @@ def test_what_does_not_import_is_not_counted(tmp_path):
     made = tree(tmp_path / "toy", "def test_nothing(): pass\n", core)
     found = runner.sites(made, TABLE)["core"]
     beyond = next(site for site in found if site.mutant.line == 3 and site.mutant.text == "2")
-    assert runner.Copy(made, tmp_path / "copy", 30.0).tried(beyond).verdict == "uncounted"
+    assert runner.Copy(made, tmp_path / "copy").tried(beyond).verdict == "uncounted"
