@@ -6,6 +6,7 @@ from distributed import run
 from support import build
 from toys import Ragged
 
+import lockstep
 from lockstep.engines.optimizers import check_optimizer
 from lockstep.errors import ConfigError
 from lockstep.world import World
@@ -62,3 +63,44 @@ def test_one_fused_group_is_enough_to_be_refused_under_exact_fsdp():
             check_optimizer("fsdp", mixed, exact=True)
         check_optimizer("fsdp", mixed, exact=False)
         check_optimizer("ddp", mixed, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "wanted"),
+    [
+        ("Adagrad", {"initial_accumulator_value": 0.3}, {"sum": 0.3, "step": 0}),
+        ("ASGD", {}, {"mu": 1.0, "eta": 0.0625, "ax": 0, "step": 0}),
+        ("NAdam", {}, {"mu_product": 1.0, "exp_avg": 0, "exp_avg_sq": 0, "step": 0}),
+        ("Rprop", {}, {"step_size": 0.0625, "prev": 0, "step": 0}),
+        ("SGD", {"momentum": 0.9}, {"momentum_buffer": 0}),
+        ("AdamW", {"amsgrad": True}, {"exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0, "step": 0}),
+    ],
+)
+def test_a_state_before_the_first_step_is_what_the_optimizer_begins_with(kind, settings, wanted):
+    """And to have asked for it changes nothing of what is trained."""
+    weights = []
+    for ask in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).double()
+        before = model.weight.detach().clone()
+        made = lockstep.engine(
+            "single", model, getattr(torch.optim, kind)(model.parameters(), lr=0.0625, **settings), World()
+        )
+        if ask:
+            state = {name: t for name, t in made.state().items() if name.startswith("optimizer/weight/")}
+            assert {name.rpartition("/")[2]: set(t.flatten().tolist()) for name, t in state.items()} == {
+                key: {value} for key, value in wanted.items()
+            }
+            assert torch.equal(model.weight, before)
+            assert model.weight.grad is None
+        for step in range(3):
+            made.backward(made.model(torch.tensor([[1.0, -2.0, 0.5 + step]], dtype=torch.float64)).square().sum())
+            made.step(1.0)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_dampening_goes_with_every_other_engine():
+    damped = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9, dampening=0.5)
+    for name in ("single", "ddp", "zero", "fsdp"):
+        check_optimizer(name, damped, exact=False)

@@ -244,6 +244,7 @@ def step(made, overflows=False):
 
 def scaling(made):
     state = made.state()
+    assert {state[f"scaler/{name}"].dtype for name in ("scale", "good_steps")} == {torch.float64}
     return state["scaler/scale"].item(), int(state["scaler/good_steps"])
 
 

@@ -5,9 +5,14 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
+from distributed import run
+from torch import nn
 
+from lockstep.errors import DifferenceError
 from lockstep.guards.hang import Watch
 from lockstep.guards.spike import Spike
+from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
 from lockstep.heartbeat import Vitals
 from lockstep.progress import COMPUTING, SAVING, WAITING
@@ -186,3 +191,27 @@ def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, secon
     watch = Watch(World(timeout=8.0), SimpleNamespace(progress=progress), tmp_path)
     monkeypatch.setattr("lockstep.guards.hang.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     assert bool(watch._reason()) == hangs
+
+
+def begun(world, metas, differ):
+    """What is said of weights that differ, or not, some ranks' being without memory still."""
+    model = nn.Linear(2, 2, device="meta" if world.rank in metas else "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0 + differ * world.rank)
+    try:
+        check_weights(world, model)
+    except DifferenceError as error:
+        return str(error)
+    return ""
+
+
+def all_begun(world, cases):
+    return [begun(world, *case) for case in cases]
+
+
+def test_weights_that_rank_0_hands_out_are_not_compared():
+    cases = [((1,), 1.0), ((0, 1), 1.0), ((), 1.0), ((), 0.0)]
+    for said in run(all_begun, 2, cases):
+        assert [bool(each) for each in said] == [False, False, True, False]
+        assert "the initial weights differ: rank 0 and rank 1 differ" in said[2]
