@@ -141,6 +141,8 @@ def _all(world, todo, root):
     world.timeout = _SECONDS
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
+    gc.collect()
+    gc.freeze()  # each run ends with a collection, which need not look at all that was imported
     for start in todo:
         folder = folder_of(root, start.case)
         folder.mkdir(parents=True, exist_ok=True)
