@@ -19,10 +19,10 @@ from lockstep.errors import CheckpointError
 
 __all__ = ["verdict"]
 
-# The largest difference, as a share of the largest element of a tensor. Measured over the covering sets: 3e-7 in float32,
-# 4e-7 in fp16 and 6e-3 in bf16 (in a square of the gradient; 1e-3 in a weight), where a sum in another order now and then
-# rounds an activation to its neighbour. A step too many or too few, or another sample, is at least ten times as much.
-_TOLERANCE = {"float32": 2e-6, "bf16": 2e-2, "fp16": 1e-3}
+# The largest difference, as a share of the largest element of a tensor: of a weight or buffer, and of a moment. Measured
+# over the covering sets: 4e-7 in float32 and fp16, and in bf16, where a sum in another order now and then rounds an
+# activation to its neighbour, 1e-3 of a weight and 6e-3 of a moment. A step too many or too few is 1e-2 and 0.1.
+_TOLERANCE = {"float32": (2e-6, 2e-6), "fp16": (5e-4, 1e-3), "bf16": (4e-3, 2e-2)}
 
 
 def verdict(case: Case, root: Path) -> list[str]:
@@ -101,7 +101,7 @@ def _compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torc
         equal = name.startswith("scaler/") or name.endswith("/step") or not expected.is_floating_point()
         size = float(expected.abs().max()) if expected.numel() else 0.0
         worst = _distance(found[name], expected)
-        if not worst <= (0.0 if equal else _TOLERANCE[case.precision] * size):
+        if not worst <= (0.0 if equal else _TOLERANCE[case.precision][name.startswith("optimizer/")] * size):
             problems.append(f"{name} differs by {worst:.3g} of {size:.3g}")
     return problems
 
@@ -118,7 +118,7 @@ def _buffers(case: Case, folder: Path) -> list[str]:
         if any(_bits(other[name]) != _bits(mine) for other in held):
             problems.append(f"buffer {name} differs between the ranks")
         worst = _distance(mine, expected)
-        if not worst <= _TOLERANCE[case.precision] * float(expected.abs().max()):
+        if not worst <= _TOLERANCE[case.precision][0] * float(expected.abs().max()):
             problems.append(f"buffer {name} on rank 0 differs by {worst:.3g} of {float(expected.abs().max()):.3g}")
     return problems
 
