@@ -34,7 +34,7 @@ def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path, 
     """The lowest loss is that of step 4; an equal one later is not better, and what is not finite is not good."""
     told = []
 
-    def evaluate(engine, task, batches, world, *, step, seed):
+    def evaluate(engine, task, batches, world, *, step, **_):
         told.append(step)
         return SimpleNamespace(loss=LOSSES[step], items=1, metrics={})
 

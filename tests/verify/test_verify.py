@@ -201,7 +201,9 @@ def test_a_single_process_that_fails_is_no_difference():
 
 class Broken(Ragged):
     def loss(self, model, batch):
-        raise NotImplementedError("no loss")
+        if model.training:  # what is tried before step 1 is not
+            raise NotImplementedError("no loss")
+        return super().loss(model, batch)
 
 
 def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_path, capsys):
