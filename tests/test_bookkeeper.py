@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import signal
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -260,6 +261,32 @@ def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, m
     assert all(0 < seconds < 60 for seconds in paused)
 
 
-def test_the_memory_of_this_process_is_counted_in_bytes():
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@pytest.mark.parametrize("platform", ["linux", "no /proc", "darwin"])
+def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, platform):
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes already where the system is darwin
+    if platform != "linux":
+        monkeypatch.setattr("lockstep.meter.Path", lambda _: tmp_path / "none")
+    if platform == "darwin":
+        monkeypatch.setattr("lockstep.meter.sys", SimpleNamespace(platform=platform))
+        peak //= 1024
     assert peak / 2 < memory(torch.device("cpu")) < peak * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 75, "ended by a signal"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_run_that_a_signal_ends_saves_the_present_step_and_says_so(tmp_path, capsys, monkeypatch, number, code, word):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    training, taken = lockstep.train(settings(tmp_path), Task()), []
+    try:
+        while True:
+            taken.append(next(training).step)
+            if taken[-1] == 3:
+                signal.raise_signal(number)
+    except StopIteration as end:
+        assert end.value == code
+    assert len(taken) in (4, 5)  # the wish is agreed on in this step or the next
+    assert state_of(tmp_path)["global_step"] == len(taken)
+    assert f"{word}: saved after step {len(taken)} of 11; the same command goes on" in capsys.readouterr().out
+    go(None, settings(tmp_path), Task())
+    assert state_of(tmp_path)["global_step"] == 11
