@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 
 from lockstep.errors import DifferenceError
 from lockstep.guards.hang import Watch
+from lockstep.guards.preemption import Preemption
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.heartbeat import Vitals
+from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Vitals
 from lockstep.progress import COMPUTING, SAVING, WAITING
 from lockstep.world import World
 
@@ -215,3 +217,14 @@ def test_weights_that_rank_0_hands_out_are_not_compared():
     for said in run(all_begun, 2, cases):
         assert [bool(each) for each in said] == [False, False, True, False]
         assert "the initial weights differ: rank 0 and rank 1 differ" in said[2]
+
+
+def test_a_second_ctrl_c_ends_now_whatever_came_between():
+    wishes, before = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with Preemption(SimpleNamespace(stop=wishes.append)):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert wishes == [SAVE_AND_END, INTERRUPT, SAVE_AND_END, SAVE_AND_END]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
