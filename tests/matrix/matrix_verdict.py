@@ -19,8 +19,8 @@ from lockstep.errors import CheckpointError
 
 __all__ = ["verdict"]
 
-# The largest difference, as a share of the largest element of a tensor: of a weight or buffer, and of a moment.
-# Measured over the covering sets: 4e-7 in float32 and fp16, and in bf16, where a sum in another order now and then rounds an
+# The largest difference, as a share of a tensor's largest element: of a weight or buffer, and of a moment. Measured
+# over the covering sets: 4e-7 in float32 and fp16, and in bf16, where a sum in another order now and then rounds an
 # activation to its neighbour, 1e-3 of a weight and 6e-3 of a moment. A step too many or too few is 1e-2 and 0.1.
 _TOLERANCE = {"float32": (2e-6, 2e-6), "fp16": (5e-4, 1e-3), "bf16": (4e-3, 2e-2)}
 
