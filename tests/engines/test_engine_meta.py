@@ -54,10 +54,11 @@ class Deep(torch.nn.Module):
 
 
 def _held():
-    """Bytes of all plain tensors of this process, each piece of memory once."""
+    """Bytes of all plain float tensors of this process, each piece of memory once: the mesh's ranks are integers."""
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor) and not thing.is_meta:
+        plain = issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor)
+        if plain and not thing.is_meta and thing.is_floating_point():
             found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
     return sum(found.values())
 
