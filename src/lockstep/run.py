@@ -59,7 +59,8 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
     is the command's exit code.
 
     A process trains one run at a time, and as many as it likes one after the other. A run that was left in the middle
-    and is still there (an error in a notebook's cell keeps it) is ended when the next one begins.
+    and is still there (an error in a notebook's cell keeps it) is ended when the next one begins, but for runs in a
+    world that the caller joined.
 
     Args:
         config: everything but the task.
@@ -77,7 +78,8 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Gener
 
 
 def _train(config: Config, task: Any, world: World | None, own: list[Any]) -> Generator[StepRecord, None, int]:
-    _take_turn(own[0])
+    if world is None:  # who joined one keeps count of what runs in it
+        _take_turn(own[0])
     joined = world or World.join(config.device, config.timeout)
     code: int | None = None
     try:
