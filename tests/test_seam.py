@@ -401,6 +401,38 @@ def test_an_empty_slot_moves_no_buffer(first):
     assert found[2] == [buffer.tolist() for buffer in first().buffers()]
 
 
+def test_the_search_for_a_bad_batch_leaves_the_tasks_own_state(tmp_path):
+    found = []
+    for name in ("skip", "rollback"):
+        task = Queue()
+        task.bad = BAD
+        found.append(go(None, config(tmp_path, name, {"nonfinite": name}), task))
+        assert checkpoint_tensors(tmp_path / name)["task/shift"] == pytest.approx(0.01 * 48)
+    assert found[0] == found[1]
+
+
+def grown(world):
+    optimizer = {}
+
+    def make(held):
+        optimizer[0] = torch.optim.SGD(held[0].parameters(), lr=0.1)
+        return optimizer[0]
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    made = engine("zero", model, make, world)
+    optimizer[0].add_param_group({"params": list(model[1].parameters())})
+    made.backward(made.model(torch.ones(1, 2)).sum())
+    try:
+        made.step(1.0)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+def test_zero_says_that_it_takes_no_group_later():
+    assert all("zero cannot take a parameter group that is added later" in said for said in run(grown, 2))
+
+
 class Replacing(nn.Module):
     """Puts a new tensor in its buffer's place, which may come to lie where the old one was."""
 

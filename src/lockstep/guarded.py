@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.data.batches import Feed
+from lockstep.engines.buffers import unmoved
 from lockstep.errors import LockstepError
 from lockstep.guards import desync
 from lockstep.guards.nonfinite import origin
@@ -100,7 +101,10 @@ class Guards:
 
     def _bad(self, step: ReadStep) -> None:
         parts = self._parts
-        found = origin(step, parts.model, self._loss_of, self._seed, parts.batches.samples, parts.world)  # collective
+        with unmoved(parts.own.values()):  # which the loss may move
+            found = origin(
+                step, parts.model, self._loss_of, self._seed, parts.batches.samples, parts.world
+            )  # collective
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
 

@@ -77,7 +77,12 @@ class Parts:
         The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
         `load_state_dict` with them.
         """
-        return self.engine.state() | _own(self.task)
+        return self.engine.state() | self.own
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """The task's own tensors, as `task/NAME`."""
+        return _own(self.task)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Takes over what `tensors` gave and a checkpoint filled."""

@@ -9,7 +9,7 @@ spectral norm) are those of rank 0 on every rank after each step, as under Distr
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -233,12 +233,12 @@ def _by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Ten
 
 
 @contextmanager
-def unmoved(model: nn.Module) -> Iterator[None]:
-    """Within it forwards may move the model's buffers; afterwards they are as before."""
-    held = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it forwards may move these tensors (a model's buffers, a task's own); afterwards they are as before."""
+    held = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in held:
-                buffer.copy_(before)
+            for tensor, before in held:
+                tensor.copy_(before)

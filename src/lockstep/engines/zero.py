@@ -58,14 +58,17 @@ class Zero:
 
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         self._replicas.finish()
+        self._check_groups()
         if factor is None:
             self._take_rates()
         return self._update(factor, limit)  # collective: the owners broadcast
 
-    def _take_rates(self) -> None:
-        """The rates that a scheduler set in the optimizer as its maker has it."""
+    def _check_groups(self) -> None:
         if len(self._plain.param_groups) != len(self._zero.param_groups):
             raise LockstepError("--engine zero cannot take a parameter group that is added later; make the engine anew")
+
+    def _take_rates(self) -> None:
+        """The rates that a scheduler set in the optimizer as its maker has it."""
         rates = {id(group["params"][0]): group["lr"] for group in self._plain.param_groups if group["params"]}
         for group in self._zero.param_groups:
             group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]

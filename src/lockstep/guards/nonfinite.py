@@ -38,7 +38,7 @@ def origin(
     """
     mine: list[Any] | None = None
     losses = iter(step.losses)
-    with unmoved(plain):
+    with unmoved(plain.buffers()):
         for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
             module, finite = _first(plain, loss_of, batch)
