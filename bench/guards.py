@@ -41,7 +41,7 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-class Task:
+class Task(lockstep.Task):
     items_per_sample = LENGTH
 
     def model(self):

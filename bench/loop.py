@@ -53,7 +53,7 @@ class Table:
         return self.x[rows], self.y[rows]
 
 
-class Mlp:
+class Mlp(lockstep.Task):
     """64 -> 128 -> 128 -> 10; a step is a few hundred microseconds, nearly all of it overhead."""
 
     items_per_sample = 1

@@ -16,7 +16,7 @@ import torch
 from distributed import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Holes, HolesMean, fit, parts, train
+from toys import Holes, HolesMean, Partial, fit, parts, train
 
 from lockstep.data.batches import Batches, Cut, Loading, Origin, slots
 from lockstep.data.device import mover
@@ -38,7 +38,7 @@ class Numbers(torch.utils.data.Dataset):
         return index, torch.rand(()).item(), np.random.random(), random.random()
 
 
-class Task:
+class Task(Partial):
     def collate(self, samples):
         return {"samples": samples, "noise": torch.rand(()).item()}
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from toys import parts, train
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.engines.base import NOTHING, StepResult
 from lockstep.engines.buffers import with_buffers
@@ -45,7 +46,7 @@ class Images(torch.utils.data.Dataset):
         return self.inputs[index], self.labels[index]
 
 
-class Classify:
+class Classify(lockstep.Task):
     """Three BatchNorm layers, one of them two-dimensional and without an affine part."""
 
     items_per_sample = 1

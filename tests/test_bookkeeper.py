@@ -38,7 +38,7 @@ class Point(nn.Module):
 
 
 @dataclass
-class Task:
+class Task(lockstep.Task):
     """Training: the loss of sample n is (n + 1) * place, so its gradient is n + 1 and the place goes down for ever.
 
     Evaluation: the distance to `wanted` squared, plus 3. `scripted` gives the losses of the evaluations instead.

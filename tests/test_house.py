@@ -20,7 +20,7 @@ ROOT = Path(lockstep.__file__).parent
 FLOORS = [
     ["errors", "seeds", "schedule", "secrets", "world"],
     ["config", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
-    ["models", "data", "tasks", "optim", "transforms", "precision"],
+    ["models", "data", "task", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan", "task_check"],
     ["parts", "guarded", "bookkeeper", "run", "train_command", "diagnose", "launch", "report"],

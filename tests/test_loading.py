@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from toys import Partial
 
 from lockstep.data.batches import Batches, Cut, Loading
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Shuffled
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
 from lockstep.guards.loader import Guarded, troubles
 from lockstep.world import World
 
@@ -40,7 +41,7 @@ class Noisy:
         return found
 
 
-class Task:
+class Task(Partial):
     def collate(self, samples):
         return {"samples": samples, "noise": torch.rand(()).item()}
 
@@ -230,21 +231,13 @@ def test_lists_and_tensors_are_datasets():
     check_dataset(torch.ones(3), "train")
 
 
-def test_a_task_without_collate_gets_torchs_own():
-    class Bare:
-        def count(self, batch):
-            return len(batch)
+def test_a_task_without_collate_and_count_gets_torchs_own_and_counts_samples():
+    class Bare(Partial):
+        pass
 
     found = next(feed(torch.arange(12), Bare()).from_step(0))[1]
     assert [batch.data.shape for batch in found] == [(2,), (2,)]
-    assert sum(batch.items for batch in found) == 4
-
-
-def test_a_task_without_count_is_refused_in_one_line():
-    class Bare:
-        pass
-
-    with pytest.raises(ConfigError, match=r"the task Bare has no `count\(batch\)`.*items_per_sample"):
-        feed(Noisy(), Bare())
+    assert [batch.items for batch in found] == [2, 2]
+    assert Bare().count({"image": torch.zeros(3, 4), "label": torch.zeros(3)}) == 3
     Bare.items_per_sample = 2
     assert next(feed(torch.arange(12), Bare()).from_step(0))[1][0].items == 4

@@ -55,7 +55,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 @dataclass
-class Task:
+class Task(lockstep.Task):
     """A regression with bad samples."""
 
     size: int

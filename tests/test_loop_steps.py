@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from toys import Partial
 
 from lockstep.data.batches import MicroBatch
 from lockstep.engines.base import StepResult
@@ -47,7 +48,7 @@ class Told:
 
 
 @dataclass
-class Task:
+class Task(Partial):
     """The loss of a micro-batch is its data, times the model's weight, which is one."""
 
     reduction: str = "sum"

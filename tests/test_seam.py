@@ -59,7 +59,7 @@ class Average(nn.Module):
         return x
 
 
-class Regress:
+class Regress(lockstep.Task):
     items_per_sample = 1
 
     def __init__(self, bad=None, factor=math.nan, first=nn.Identity):

@@ -17,7 +17,7 @@ from toys import Network, Ragged, Sentences
 import lockstep
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parts import assemble
-from lockstep.task_check import check_methods
+from lockstep.task import adapted
 from lockstep.world import World
 
 
@@ -139,10 +139,10 @@ def test_what_a_task_lacks_is_named():
         model = dataset = print
 
     with pytest.raises(ConfigError, match=r"the task Bare has no method `loss`: loss\(model, batch\) returns the loss"):
-        check_methods(Bare())
+        adapted(Bare())
     Bare.loss, Bare.reduction = print, "Mean"
     with pytest.raises(ConfigError, match="reduction is 'Mean': it must be 'sum', the default, or 'mean'"):
-        check_methods(Bare())
+        adapted(Bare())
 
 
 class Both(Ragged):

@@ -80,7 +80,7 @@ class Partly(torch.nn.Module):
         return self.second(x) if x.sum() > 0 else x
 
 
-class Branching:
+class Branching(lockstep.Task):
     def model(self):
         return Partly()
 

@@ -16,6 +16,7 @@ from lockstep.loop import Plan, seeder, steps
 from lockstep.optim import adamw
 from lockstep.precision import pin
 from lockstep.schedule import factor
+from lockstep.task import Task
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -60,8 +61,21 @@ class Network(nn.Module):
         return self.head(x)
 
 
+class Partial(Task):
+    """What is enough where no model is trained."""
+
+    def model(self):
+        raise NotImplementedError
+
+    def dataset(self, split):
+        raise NotImplementedError
+
+    def loss(self, model, batch):
+        raise NotImplementedError
+
+
 @dataclass
-class Ragged:
+class Ragged(Task):
     """The task: summed cross entropy over the labelled tokens of `Sentences`."""
 
     samples: int = 40

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.diagnose.verify import verify
     from lockstep.engines import engine
     from lockstep.run import train
+    from lockstep.task import Task
     from lockstep.tasks.causal_lm import CausalLM
     from lockstep.world import World
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 # The public names and the modules that define them.
 _HOME = {
+    "Task": "lockstep.task",
     "CausalLM": "lockstep.tasks.causal_lm",
     "Config": "lockstep.config",
     "World": "lockstep.world",
@@ -26,7 +28,7 @@ _HOME = {
     "verify": "lockstep.diagnose.verify",
 }
 
-__all__ = ["CausalLM", "Config", "World", "engine", "train", "verify"]
+__all__ = ["CausalLM", "Config", "Task", "World", "engine", "train", "verify"]
 
 
 def __getattr__(name: str) -> object:

@@ -137,8 +137,7 @@ class Bookkeeper:
         parts = self._parts
         self.saver.settle(last=True)  # collective
         self._beat.progress.at(self.saved, ENDING)
-        sample = getattr(parts.task, "sample", None)
-        text = sample(parts.engine.model, parts.world.device) if sample and not code else ""
+        text = "" if code else parts.task.sample(parts.engine.model, parts.world.device)
         self._sinks.close(
             {
                 "experiment": parts.config.experiment_name,

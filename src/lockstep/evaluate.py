@@ -4,7 +4,7 @@ record = evaluate(engine, task, batches, world, step=500, seed=0)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lockstep.engines.base import Engine
 from lockstep.errors import LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
+from lockstep.task import Task
 from lockstep.world import World
 
 __all__ = ["evaluate", "measures", "one_step"]
@@ -27,7 +28,7 @@ def one_step(samples: int, micro_size: int) -> Cut:
 
 def evaluate(
     engine: Engine,
-    task: Any,
+    task: Task,
     batches: Batches,
     world: World,
     *,
@@ -60,31 +61,25 @@ def evaluate(
     return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
 
 
-def measures(task: Any) -> Callable[[nn.Module, MicroBatch], tuple[Any, dict[str, Any]]]:
+def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
 
-    A task with `evaluate(model, batch)` returns both from one forward; else `loss` and `metrics` make one each. The
-    loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
-    both, measure = getattr(task, "evaluate", None), getattr(task, "metrics", None)
-    mean = getattr(task, "reduction", "sum") == "mean"
+    mean = task.reduction == "mean"
 
-    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
-        data = batch.data  # once on the device, for both
-        if both:
-            loss, found = both(model, data)
-        else:
-            loss, found = task.loss(model, data), measure(model, data) if measure else {}
+    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
+        loss, found = task.evaluate(model, batch.data)
         loss = scalar(loss)
-        if mean:
-            loss = loss * batch.items if batch.items else 0.0
-        return loss, found
+        if not mean:
+            return loss, found
+        return loss * batch.items if batch.items else 0.0, found
 
     return measured
 
 
 def _own_rows(
-    model: nn.Module, task: Any, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
+    model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
 ) -> tuple[list[str], list[list[float]]]:
     """(names of the metrics, a row a micro-batch of this rank that counts: loss, items, then sum and count of each)."""
     measure, names = measures(task), None

@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.heartbeat import Heartbeat
 from lockstep.records import StepRecord
 from lockstep.seeds import derive
+from lockstep.task import Task
 
 __all__ = ["Plan", "described", "loss_of", "scalar", "seeder", "steps"]
 
@@ -40,7 +41,7 @@ class Plan:
     limit: Callable[[int], float] = lambda step: math.inf
 
 
-def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) -> Iterator[StepRecord]:
+def steps(engine: Engine, task: Task, feed: Feed, beat: Heartbeat, plan: Plan) -> Iterator[StepRecord]:
     """Trains, and yields what each step did. The loss of a step is the sum over its items divided by their number.
 
     `items` is counted over all ranks and micro-batches, so the gradient does not depend on who computed what.
@@ -71,9 +72,9 @@ def steps(engine: Engine, task: Any, feed: Feed, beat: Heartbeat, plan: Plan) ->
         clock.start()
 
 
-def loss_of(task: Any) -> Callable[[nn.Module, MicroBatch], Tensor]:
+def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
-    mean = getattr(task, "reduction", "sum") == "mean"
+    mean = task.reduction == "mean"
 
     def summed(model: nn.Module, batch: MicroBatch) -> Tensor:
         loss = task.loss(model, batch.data)

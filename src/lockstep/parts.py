@@ -20,7 +20,7 @@ from lockstep import checkpoint, options
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import check_dataset
-from lockstep.data.order import Sequential, Shuffled
+from lockstep.data.order import Sequential
 from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
@@ -36,7 +36,8 @@ from lockstep.precision import check_precision, pin
 from lockstep.schedule import factor
 from lockstep.seeds import derive
 from lockstep.sinks.remote import check
-from lockstep.task_check import check_methods, check_task
+from lockstep.task import Task, adapted
+from lockstep.task_check import check_task
 from lockstep.tasks.named import named_task
 from lockstep.transforms import Chosen, prepare
 from lockstep.world import World, together
@@ -60,7 +61,7 @@ class Parts:
     config: Config
     world: World
     folder: RunFolder
-    task: Any
+    task: Task
     horizon: Horizon
     model: nn.Module
     engine: Engine
@@ -110,8 +111,8 @@ class Parts:
         return partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
 
 
-def assemble(config: Config, task: Any, world: World) -> Parts:
-    """The parts of a run; `task` None is the one that the config names.
+def assemble(config: Config, given: Any, world: World) -> Parts:
+    """The parts of a run that trains the task `given`; None: the one that the config names.
 
     Raises:
         UsageError: what was asked for cannot be done; the same on every rank.
@@ -131,9 +132,8 @@ def assemble(config: Config, task: Any, world: World) -> Parts:
     )
     together(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
-    task = task or together(world, lambda: named_task(config, say(world)))
-    together(world, lambda: check_methods(task))
-    world.check_same("source", getattr(task, "sources", {}))
+    task = together(world, lambda: named_task(config, say(world)) if given is None else adapted(given))
+    world.check_same("source", dict(task.sources))
     training, evaluation = together(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
     samples = together(world, lambda: _size(training))
@@ -198,9 +198,9 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
     return checkpoint.find_resume(folder.path, world, say(world)) or (None, {"running_loss": 0.0, "best": None})
 
 
-def _own(task: Any) -> dict[str, Tensor]:
+def _own(task: Task) -> dict[str, Tensor]:
     """What the task's `state_dict()` names, as `task/NAME`."""
-    return {f"task/{name}": tensor for name, tensor in getattr(task, "state_dict", dict)().items()}
+    return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
 
 
 def _check_plan(
@@ -216,7 +216,7 @@ def _check_plan(
         say(world)(f"resuming although the plan differs: {change}")
 
 
-def _model(config: Config, task: Any, world: World) -> nn.Module:
+def _model(config: Config, task: Task, world: World) -> nn.Module:
     """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
     torch.manual_seed(derive(config.seed, "model"))
     where, moves = birth(config.engine, world, config.engine_options)
@@ -227,7 +227,7 @@ def _model(config: Config, task: Any, world: World) -> nn.Module:
         return made
 
     model = together(world, make)
-    named = getattr(task, "blocks", None)
+    named = task.blocks(model)
     return prepare(
         model,
         precision=config.precision,
@@ -237,13 +237,13 @@ def _model(config: Config, task: Any, world: World) -> nn.Module:
         chosen=Chosen(
             config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact
         ),
-        blocks=named(model) if named else find_blocks(model).modules,
+        blocks=find_blocks(model).modules if named is None else list(named),
         named=named is not None,
         say=say(world),
     )
 
 
-def _datasets(task: Any) -> tuple[Any, Any]:
+def _datasets(task: Task) -> tuple[Any, Any]:
     """The training set, and the evaluation set or None."""
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
     check_dataset(training, "train")
@@ -257,7 +257,7 @@ def _guarded(config: Config, dataset: Any, world: World) -> Any:
     return Guarded(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
-def _engine(config: Config, task: Any, model: nn.Module, world: World) -> Engine:
+def _engine(config: Config, task: Task, model: nn.Module, world: World) -> Engine:
     optim = config.optim
     make = partial(
         adamw,
@@ -269,7 +269,6 @@ def _engine(config: Config, task: Any, model: nn.Module, world: World) -> Engine
         fused=False if config.exact else None,
     )
     exact = config.micro_batches if config.exact else 0
-    blocks = getattr(task, "blocks", None)
     return engine(
         config.engine,
         model,
@@ -278,19 +277,19 @@ def _engine(config: Config, task: Any, model: nn.Module, world: World) -> Engine
         clip=optim.clip,
         exact_micro_batches=exact,
         loss_scaling=config.precision == "fp16",
-        blocks=blocks(model) if blocks else (),
+        blocks=task.blocks(model) or (),
         options=config.engine_options,
         say=say(world),
     )
 
 
-def _training(config: Config, task: Any, dataset: Any, horizon: Horizon, world: World) -> Batches:
-    order = getattr(task, "order", Shuffled)(len(dataset), config.seed)
+def _training(config: Config, task: Task, dataset: Any, horizon: Horizon, world: World) -> Batches:
+    order = task.order(len(dataset), config.seed)
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     return Batches(task, dataset, order, horizon.cut, world, seed=config.seed, loading=loading)
 
 
-def _evaluation(config: Config, task: Any, dataset: Any, world: World) -> Batches | None:
+def _evaluation(config: Config, task: Task, dataset: Any, world: World) -> Batches | None:
     if dataset is None or not len(dataset):
         return None
     cut = one_step(len(dataset), config.micro_batch_size)

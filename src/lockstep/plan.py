@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.config import Config
 from lockstep.data.batches import START, Cut, Origin
+from lockstep.task import Task, written
 
 __all__ = ["Horizon", "differences", "origin_of", "plan_of"]
 
@@ -73,17 +74,16 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
     return Origin(*state.get("origin", START))
 
 
-def plan_of(config: Config, horizon: Horizon, task: Any, model: nn.Module) -> dict[str, Any]:
+def plan_of(config: Config, horizon: Horizon, task: Task, model: nn.Module) -> dict[str, Any]:
     """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content."""
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
-    data = getattr(getattr(task, "corpus", None), "fingerprint", None) or getattr(task, "fingerprint", "")
     optim = config.optim
     return {
         **{name: getattr(config, name) for name in _FIXED},
         "steps": horizon.cut.steps,
         "samples": horizon.samples,
-        "data": data,
-        "task": type(task).__qualname__,
+        "data": task.fingerprint,
+        "task": type(written(task)).__qualname__,
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
         "model.dropout": config.model.dropout,

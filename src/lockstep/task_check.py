@@ -1,6 +1,5 @@
 """The user's task, tried once before the first step: a mistake in it is one line then, and not a lost run later.
 
-    check_methods(task)                                         # it has what is asked of it
     check_task(engine.model, task, batches, evaluation, world)  # each method, on one micro-batch of each rank
 
 Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused
@@ -24,15 +23,11 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
+from lockstep.task import Task, has_own
 from lockstep.world import World, together
 
-__all__ = ["check_methods", "check_task"]
+__all__ = ["check_task"]
 
-_METHODS = {
-    "model": "model() returns the nn.Module",
-    "dataset": "dataset(split) returns the samples of 'train' or 'evaluation'",
-    "loss": "loss(model, batch) returns the loss, summed over the items of the batch, as a 0-dim tensor",
-}
 _PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
 _BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
 
@@ -53,17 +48,7 @@ class _Trial:
     evaluation: MicroBatch | None
 
 
-def check_methods(task: Any) -> None:
-    """Raises ConfigError, in one line, for a task that lacks a method, or whose reduction is unknown."""
-    for name, what in _METHODS.items():
-        if not callable(getattr(task, name, None)):
-            raise ConfigError(f"the task {type(task).__name__} has no method `{name}`: {what}")
-    reduction = getattr(task, "reduction", "sum")
-    if reduction not in ("sum", "mean"):
-        raise ConfigError(f"the task's reduction is {reduction!r}: it must be 'sum', the default, or 'mean'")
-
-
-def check_task(model: nn.Module, task: Any, training: Batches, evaluation: Batches | None, world: World) -> None:
+def check_task(model: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World) -> None:
     """Runs `loss`, `count` and `metrics` (or `evaluate`) once, on every rank alike. Collective.
 
     Args:
@@ -94,7 +79,7 @@ def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
     return _Trial(whole, halves, (half, samples - half), drew, seen)
 
 
-def _losses(model: nn.Module, task: Any, trial: _Trial, both: bool, reseed: Callable[[int, int], None]) -> list[float]:
+def _losses(model: nn.Module, task: Task, trial: _Trial, both: bool, reseed: Callable[[int, int], None]) -> list[float]:
     """The losses of the micro-batch and, where every rank can, of its halves."""
     found = []
     for batch in (trial.whole, *(trial.halves if both else ())):
@@ -104,11 +89,10 @@ def _losses(model: nn.Module, task: Any, trial: _Trial, both: bool, reseed: Call
     return found
 
 
-def _check_sums(task: Any, trial: _Trial, losses: list[float]) -> None:
+def _check_sums(task: Task, trial: _Trial, losses: list[float]) -> None:
     """The count of the micro-batch, and whether loss and count of its halves add up."""
-    count = getattr(task, "count", None)
-    if count:
-        found = _called("count", count, trial.whole.held)
+    if has_own(task, "count"):
+        found = _called("count", task.count, trial.whole.held)
         if not _is_whole(found):
             told = repr(found) if isinstance(found, int | float) else described(found)
             raise ConfigError(f"the task's `count` returned {told}: it must return a whole number of items, 0 or more")
@@ -119,7 +103,7 @@ def _check_sums(task: Any, trial: _Trial, losses: list[float]) -> None:
     if not all(map(math.isfinite, losses)):
         return
     off = abs(whole - sum(halves))
-    mean, items = getattr(task, "reduction", "sum") == "mean", [half.items for half in trial.halves]
+    mean, items = task.reduction == "mean", [half.items for half in trial.halves]
     told = f"{sum(trial.samples)} samples give {whole:.4g}, and their two halves {halves[0]:.4g} and {halves[1]:.4g}"
     if scale and not mean and off > 0.25 * scale and _is_mean(whole, halves, (items, trial.samples), scale):
         raise ConfigError(
@@ -144,23 +128,19 @@ def _is_mean(whole: float, halves: list[float], weights: tuple[Any, ...], scale:
     return any(abs(whole - mean) < 0.02 * scale for mean in means)
 
 
-def _check_metrics(model: nn.Module, task: Any, trial: _Trial, reseed: Callable[[int, int], None]) -> None:
+def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> None:
     """What the evaluation will call, on what it will call it with."""
-    both, measure = getattr(task, "evaluate", None), getattr(task, "metrics", None)
     if trial.evaluation is None:
         return
     reseed(0, 0)
-    if both:
-        result = _called("evaluate", lambda data: both(model, data), trial.evaluation.data)
+    method = "evaluate" if has_own(task, "evaluate") else "metrics"
+    result: Any = _called(method, lambda data: getattr(task, method)(model, data), trial.evaluation.data)
+    if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
         scalar(result[0])
         result = result[1]
-    elif measure is None:
-        return
-    else:
-        result = _called("metrics", lambda data: measure(model, data), trial.evaluation.data)
-    told = _BOTH if both else _PAIR
+    told = _BOTH if method == "evaluate" else _PAIR
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {told}; it returned {described(result)}")
     for name, pair in result.items():
@@ -202,10 +182,10 @@ def _eager() -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, task: Any, device: torch.device) -> Iterator[None]:
+def _as_it_was(model: nn.Module, task: Task, device: torch.device) -> Iterator[None]:
     """In eval mode; afterwards modes, buffers, the task's own tensors and the generators are what they were."""
     modes = [(module, module.training) for module in model.modules()]
-    own: Iterable[Tensor] = getattr(task, "state_dict", dict)().values()
+    own: Iterable[Tensor] = task.state_dict().values()
     held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

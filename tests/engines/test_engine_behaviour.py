@@ -6,6 +6,7 @@ from distributed import RankError, run
 from support import alone, build, close, each
 from toys import Network, Ragged, train
 
+import lockstep
 from lockstep.engines.footprint import described, footprint, human
 from lockstep.world import World
 
@@ -24,7 +25,7 @@ class Three(torch.nn.Module):
         return self.extra(x) if self.wanted(x) else x
 
 
-class Plain:
+class Plain(lockstep.Task):
     """The task of `Three`: `branch` is "never", "always" or "sometimes" (by the sample)."""
 
     def __init__(self, branch="never"):

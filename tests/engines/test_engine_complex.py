@@ -6,6 +6,7 @@ from distributed import run
 from support import alone, build, digest, fit, whole
 from toys import train
 
+import lockstep
 from lockstep.errors import ConfigError
 from lockstep.optim import adamw
 from lockstep.schedule import factor
@@ -34,7 +35,7 @@ class Fourier(torch.nn.Module):
         return self.last(torch.fft.irfft(torch.fft.rfft(turned) * self.weight, n=8))
 
 
-class Waves:
+class Waves(lockstep.Task):
     """The task: squares of what `Fourier` makes of eight numbers a sample."""
 
     def __init__(self, precision="float64", trained=True):

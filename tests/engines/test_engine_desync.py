@@ -6,6 +6,7 @@ from distributed import run
 from support import build
 from toys import train
 
+import lockstep
 from lockstep.checkpoint.layout import local_of
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync
@@ -35,7 +36,7 @@ class Shifted(torch.nn.Module):
         return self.last((self.first(x) + self.offset).relu())
 
 
-class Squares:
+class Squares(lockstep.Task):
     def model(self):
         return Shifted().double()
 

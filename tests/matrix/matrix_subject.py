@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.data.order import Shuffled
 from lockstep.seeds import derive
 
@@ -172,7 +173,7 @@ def _first(path):
     return True
 
 
-class Subject:
+class Subject(lockstep.Task):
     """The task, as a user writes it."""
 
     def __init__(self, model, fault, folder):

@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from toys import Network, Ragged
 
+import lockstep
 
-class Images:
+
+class Images(lockstep.Task):
     """A convolution, BatchNorm and dropout; float32 images, a label each."""
 
     items_per_sample = 1

@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, Self
-
-import numpy as np
+from typing import Any, NamedTuple, Self
 
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
+from lockstep.data.order import Order
 from lockstep.errors import DataError
+from lockstep.task import Task
 from lockstep.world import World
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Feed",
     "Loading",
     "MicroBatch",
-    "Order",
     "Origin",
     "draws",
     "seed_everything",
@@ -36,13 +35,6 @@ __all__ = [
 ]
 
 _SEARCHED = 16  # steps in which a micro-batch with items is looked for
-
-
-class Order(Protocol):
-    """Which sample stands at each position of the run's endless stream."""
-
-    def at(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epochs and the sample indices (int64) at the positions start .. stop - 1."""
 
 
 @dataclass(slots=True)
@@ -149,7 +141,7 @@ class Batches:
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         dataset: Any,
         order: Order,
         cut: Cut,
@@ -165,7 +157,7 @@ class Batches:
         self._move = mover(world.device)
         self._loading = loading or Loading()
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
-        self._mean = getattr(task, "reduction", "sum") == "mean"
+        self._mean = task.reduction == "mean"
 
     def from_step(self, start: int) -> "Feed":
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""

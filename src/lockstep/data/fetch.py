@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
+from lockstep.task import Task, has_own, items_of_a_sample
 
 __all__ = [
     "Drawing",
@@ -24,7 +25,6 @@ __all__ = [
     "Reseeding",
     "blamed",
     "check_dataset",
-    "collate_of",
     "draws",
     "generator_states",
     "seed_everything",
@@ -70,35 +70,21 @@ def check_dataset(dataset: Any, split: str) -> None:
         )
 
 
-def collate_of(task: Any) -> Callable[[list[Any]], Any]:
-    """The task's `collate`; torch's default_collate for a task that has none."""
-    return getattr(task, "collate", None) or default_collate
-
-
 class Fetch:
     """Key -> (collated batch, items). Whatever it draws at random depends on (seed, epoch, sample) alone.
 
     A dataset whose attribute `draws_random` is False promises that neither it nor the collate function draws
-    anything; then nothing is seeded, which saves a few microseconds a sample. A task without `count` must have
-    `items_per_sample`.
-
-    Raises:
-        ConfigError: the task has neither.
+    anything; then nothing is seeded, which saves a few microseconds a sample.
     """
 
-    def __init__(self, dataset: Any, task: Any, seed: int, rank: int = 0) -> None:
-        self._dataset, self._collate, self._seed, self._rank = dataset, collate_of(task), seed, rank
-        self._count = getattr(task, "count", None)
+    def __init__(self, dataset: Any, task: Task, seed: int, rank: int = 0) -> None:
+        self._dataset, self._collate, self._seed, self._rank = dataset, task.collate, seed, rank
+        self._count = task.count
         self.draws = draws(dataset)
         self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._plainly
         self._many = getattr(dataset, "__getitems__", None)
-        self._each: int | None = getattr(task, "items_per_sample", None)
-        if self._count is None and self._each is None:
-            raise ConfigError(
-                f"the task {type(task).__name__} has no `count(batch)`: it returns how many items the loss sums over "
-                "in a batch, as an int; or give the task `items_per_sample`"
-            )
-        self._believed = self._each is None or self._count is None
+        self._each = items_of_a_sample(task)
+        self._believed = self._each is None or not has_own(task, "count")
 
     def __getitem__(self, key: Key) -> tuple[Any, int]:
         if self.draws:
@@ -124,7 +110,7 @@ class Fetch:
 
     def _counted(self, data: Any, key: Key) -> int:
         try:
-            return int(self._count(data))  # type: ignore[misc]
+            return int(self._count(data))
         except LockstepError:
             raise
         except Exception as error:
@@ -136,7 +122,7 @@ class Fetch:
 
     def _check(self, data: Any, samples: int) -> None:
         """A wrong `items_per_sample` would scale every gradient: the first micro-batch is counted all the same."""
-        counted, self._believed = int(self._count(data)), True  # type: ignore[misc]
+        counted, self._believed = int(self._count(data)), True
         if counted != self._each * samples:  # type: ignore[operator]
             raise DataError(
                 f"the task's items_per_sample is {self._each}, but `count` finds {counted} items in {samples} samples; "

@@ -7,8 +7,8 @@ import numpy as np
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.data.batches import Batches, MicroBatch, Order, seed_everything
-from lockstep.data.order import Shuffled
+from lockstep.data.batches import Batches, MicroBatch, seed_everything
+from lockstep.data.order import Order, Shuffled
 from lockstep.diagnose.fault import Fault, Seed, Site
 from lockstep.diagnose.tasks import Around
 from lockstep.errors import ConfigError

@@ -1,16 +1,10 @@
-"""A user's task as a proof runs it: in float64 where asked, with a small evaluation set; and a task from a file."""
+"""A user's task as a proof runs it: in float64 where asked, with a small evaluation set."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.data.fetch import collate_of
-from lockstep.errors import ConfigError
-
-__all__ = ["Around", "Prepared", "load_task"]
+__all__ = ["Around", "Prepared"]
 
 
 class Around:
@@ -39,7 +33,7 @@ class Prepared(Around):
         return _First(found, self._samples)
 
     def collate(self, samples: Any) -> Any:
-        batch = collate_of(self.inner)(samples)
+        batch = self.inner.collate(samples)
         return _in_float64(batch) if self._wide else batch
 
 
@@ -67,34 +61,3 @@ def _in_float64(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_in_float64(item) for item in value)
     return value
-
-
-def load_task(named: str) -> Any:
-    """The task that `FILE.py:Class` names, made without arguments.
-
-    Raises:
-        ConfigError: no such file or class, or one that cannot be made so.
-    """
-    file, _, name = named.rpartition(":")
-    path = Path(file)
-    if not file or not name or not path.is_file():
-        raise ConfigError(f"--task '{named}': there is no such file; give FILE.py:Class")
-    module_name = f"lockstep_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--task '{named}' is no Python file; give FILE.py:Class")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # its classes can be pickled, to loader processes
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:  # the file may import its neighbours
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-        kind = getattr(module, name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"--task '{named}': {reason}; the file must import and define {name}") from error
-    try:
-        return kind()
-    except Exception as error:
-        raise ConfigError(f"--task '{named}': {name}() failed ({error}); it must need no arguments") from error

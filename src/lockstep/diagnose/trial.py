@@ -26,13 +26,14 @@ from lockstep.diagnose.keepers import Comparing, Writing
 from lockstep.diagnose.operations import Journal
 from lockstep.diagnose.recorder import Keeper, Recorder
 from lockstep.diagnose.shelf import Shelf
-from lockstep.diagnose.tasks import Prepared, load_task
+from lockstep.diagnose.tasks import Prepared
 from lockstep.diagnose.tolerance import EXACT, Allowance
 from lockstep.engines import ENGINES
 from lockstep.evaluate import evaluate
 from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, seeder, steps
 from lockstep.parts import Parts, assemble
+from lockstep.task import adapted, load_task
 from lockstep.tasks.named import named_task
 from lockstep.world import World, together
 
@@ -194,7 +195,7 @@ def _assembled(job: Job, world: World, site: Site, name: str) -> Parts:
 def _task(job: Job, config: Config, world: World) -> Any:
     task = job.task if job.task is not None else load_task(job.named) if job.named else None
     quiet = lambda line: None  # noqa: E731
-    task = named_task(config, quiet) if task is None else task
+    task = named_task(config, quiet) if task is None else adapted(task)
     # Two steps and one micro-batch: at two ranks and more one of them has a slot that must not count.
     return Prepared(task, config.precision == "float64", 2 * config.batch_size + config.micro_batch_size)
 

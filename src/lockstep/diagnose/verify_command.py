@@ -23,10 +23,10 @@ from lockstep import options
 from lockstep.config import Config
 from lockstep.diagnose import certificate
 from lockstep.diagnose.plant import FAULTS
-from lockstep.diagnose.tasks import load_task
 from lockstep.diagnose.verify import prove
 from lockstep.diagnose.wanted import DEFAULT_ENGINES, Wanted
 from lockstep.errors import ConfigError, DifferenceError
+from lockstep.task import load_task
 
 __all__ = ["command"]
 

@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import platform
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -16,12 +15,13 @@ from torch import nn
 import lockstep
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync
+from lockstep.task import Task, written
 from lockstep.world import World
 
 __all__ = ["check_programs", "check_weights"]
 
 
-def check_programs(world: World, task: Any, order: list[int]) -> None:
+def check_programs(world: World, task: Task, order: list[int]) -> None:
     """Compares versions, code and the first samples of the data's order. Collective.
 
     Raises:
@@ -64,9 +64,9 @@ def _code() -> str:
     return digest.hexdigest()[:16]
 
 
-def _task_code(task: Any) -> str:
+def _task_code(task: Task) -> str:
     try:
-        text = inspect.getsource(type(task))
+        text = inspect.getsource(type(written(task)))
     except (OSError, TypeError):  # made in an interactive session
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from lockstep.data.corpus import Corpus, Windows
 from lockstep.data.hub_corpus import Blocks, TokenCorpus
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig, generate
+from lockstep.task import Task
 
 __all__ = ["IGNORED", "CausalLM", "collate_tokens", "count_labels", "summed_cross_entropy"]
 
@@ -25,7 +26,7 @@ IGNORED = -100  # the label of a token that is not predicted
 
 
 @final
-class CausalLM:
+class CausalLM(Task):
     """The built-in GPT on a prepared corpus.
 
     Args:
@@ -57,6 +58,7 @@ class CausalLM:
         self.corpus = corpus
         self.config = config
         self.sources = dict(sources or {})
+        self.fingerprint = corpus.fingerprint
         self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
 
     def model(self) -> nn.Module:

@@ -22,6 +22,7 @@ from lockstep.data.text import default_cache
 from lockstep.errors import ConfigError
 from lockstep.hub import is_hub_name
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
+from lockstep.task import Task
 from lockstep.tasks.causal_lm import collate_tokens, count_labels, summed_cross_entropy
 
 __all__ = ["Chosen", "HubCausalLM", "cache_of", "corpus_for", "hub_task", "trained_size"]
@@ -33,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @final
-class HubCausalLM:
+class HubCausalLM(Task):
     """A causal language model of `transformers` on a prepared corpus.
 
     Args:
@@ -74,6 +75,7 @@ class HubCausalLM:
                 "--model.pretrained"
             )
         self.corpus, self.sources = corpus, dict(sources)
+        self.fingerprint = corpus.fingerprint
         self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
         self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
 

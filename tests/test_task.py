@@ -1,0 +1,113 @@
+"""The task's base class: what it gives to whom, and which mistakes it names."""
+
+import pytest
+import torch
+from toys import Partial, Ragged
+
+from lockstep.errors import ConfigError
+from lockstep.task import Task, adapted, has_own, items_of_a_sample, load_task, written
+
+
+class Plain:
+    """Not a subclass; what it does not have is the default."""
+
+    item_name = "words"
+
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def dataset(self, split):
+        return torch.ones(6, 2)
+
+    def loss(self, model, batch):
+        return model(batch).sum()
+
+    def metrics(self, model, batch):
+        return {"rows": (len(batch), 1)}
+
+
+def test_a_plain_object_gets_the_defaults_and_keeps_its_own():
+    plain = Plain()
+    task = adapted(plain)
+    assert isinstance(task, Task)
+    assert written(task) is plain
+    assert (task.item_name, task.reduction, task.items_per_sample) == ("words", "sum", None)
+    assert task.collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)
+    loss, metrics = task.evaluate(task.model(), torch.ones(3, 2))
+    assert loss.ndim == 0
+    assert metrics == {"rows": (3, 1)}
+    assert (task.optimizer(task.model(), None), task.schedule(0, 10), task.blocks(task.model())) == (None, None, None)
+    assert [has_own(task, name) for name in ("metrics", "evaluate", "count")] == [True, False, False]
+
+
+def test_a_task_stays_itself():
+    task = Ragged()
+    assert adapted(task) is task
+    assert written(task) is task
+
+
+def test_items_are_samples_unless_the_task_counts():
+    class Four(Ragged):
+        items_per_sample = 4
+
+    assert items_of_a_sample(adapted(Plain())) == 1
+    assert items_of_a_sample(Ragged()) is None
+    assert items_of_a_sample(Four()) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.ones(3, 2), 3),
+        ([torch.ones(4), torch.ones(4)], 4),
+        ({"x": (torch.ones(5),)}, 5),
+    ],
+)
+def test_samples_are_counted_by_the_first_tensor(batch, samples):
+    assert adapted(Plain()).count(batch) == samples
+
+
+def test_a_batch_that_cannot_be_counted_is_named():
+    with pytest.raises(ConfigError, match=r"returned str, whose samples cannot be counted: write `count\(batch\)`"):
+        adapted(Plain()).count("abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("metrcs", "metrics"),
+        ("optimiser", "optimizer"),
+        ("evalute", "evaluate"),
+        ("colate", "collate"),
+        ("configure_optimizers", "optimizer"),
+        ("validation_step", "evaluate"),
+        ("collate_fn", "collate"),
+    ],
+)
+def test_a_method_that_is_never_called_is_named(name, meant):
+    task = type("Mine", (Partial,), {name: lambda self: None})()
+    with pytest.raises(ConfigError, match=f"the task Mine has a method `{name}`, .* call it `{meant}`"):
+        adapted(task)
+
+
+@pytest.mark.parametrize("name", ["training_step", "metric", "encode", "_metric"])
+def test_helpers_are_let_be(name):
+    task = type("Mine", (Ragged,), {name: lambda self: None})()  # which has `loss` and `metrics`
+    assert adapted(task) is task
+
+
+def test_the_class_itself_is_not_a_task():
+    with pytest.raises(ConfigError, match=r"the task is the class Plain itself; give an object of it: Plain\(\)"):
+        adapted(Plain)
+
+
+def test_a_task_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from toys import Ragged\nclass Mine(Ragged):\n    pass\nclass Needs(Ragged):\n    model = None\n")
+    assert type(load_task(f"{file}:Mine")).__name__ == "Mine"
+    with pytest.raises(ConfigError, match="has no method `model`"):
+        load_task(f"{file}:Needs")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_task(f"{tmp_path}/other.py:Mine")
+    with pytest.raises(ConfigError, match="the file must import and define Other"):
+        load_task(f"{file}:Other")
