@@ -34,7 +34,7 @@ def stepper(task, slots, folder, name, world, **settings):
         log_freq=100,
         **settings,
     )
-    records = lockstep.train(config, task, world)
+    records = iter(lockstep.Run(config, task, world))
     return lambda count: [next(records) for _ in range(count)]
 
 

@@ -68,12 +68,11 @@ def per_step(guards, steps):
             save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=4, seq_len=LENGTH, ckpt_freq=0,
             log_freq=100, optim=Optim(), guards=guards,
         )  # fmt: skip
-        training, times = lockstep.train(config, Task()), []
-        for record in training:
+        times = []
+        for step in lockstep.Run(config, Task()):
             times.append(time.perf_counter())
-            if record.step == steps:
+            if step.record.step == steps:
                 break
-        training.close()
     return statistics.median(after - before for before, after in itertools.pairwise(times[5:]))
 
 

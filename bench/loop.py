@@ -113,7 +113,7 @@ def lockstep_stepper(task, size, micro, folder, **settings):
         optim=Optim(clip=task.clip, warmup_steps=20),
         **settings,
     )
-    records = lockstep.train(config, task)
+    records = iter(lockstep.Run(config, task))
 
     def step(count):
         for _ in range(count):

@@ -40,7 +40,7 @@ class Task:
     def count(self, batch): return len(batch[1])
     def loss(self, model, batch): return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 config = lockstep.Config(save_dir={folder!r}, experiment_name={name!r}, batch_size=64, micro_batch_size=64, max_steps=9)
-next(lockstep.train(config, Task()))
+next(iter(lockstep.Run(config, Task())))
 """
 
 DONE = "\nimport time, os; print(time.time() - float(os.environ['STARTED'])); os._exit(0)"

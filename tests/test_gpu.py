@@ -27,7 +27,7 @@ def here():
 
 
 def finish(settings, task):
-    return list(lockstep.train(settings, task))
+    return list(lockstep.Run(settings, task))
 
 
 def test_a_gpu_trains_what_the_cpu_does():

@@ -23,7 +23,19 @@ FLOORS = [
     ["models", "data", "task", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan", "task_check"],
-    ["parts", "guarded", "bookkeeper", "run", "train_command", "diagnose", "launch", "report"],
+    [
+        "parts",
+        "guarded",
+        "bookkeeper",
+        "opening",
+        "session",
+        "run",
+        "trained",
+        "train_command",
+        "diagnose",
+        "launch",
+        "report",
+    ],
     ["cli", "__main__"],
 ]
 APART = "lint"
@@ -98,8 +110,8 @@ def test_a_type_checker_sees_the_real_types(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import lockstep\n\n"
         "config = lockstep.Config(max_steps=3)\n"
-        "for record in lockstep.train(config):\n"
-        "    reveal_type(record.step)\n"
+        "for step in lockstep.Run(config):\n"
+        "    reveal_type(step.global_step)\n"
         "reveal_type(lockstep.World.join().rank)\n"
         "reveal_type(lockstep.engine)\n"
         "lockstep.Config(max_steps='3')\n"

@@ -8,6 +8,7 @@ import torch
 from distributed import run
 from safetensors.torch import load_file
 from torch import nn
+from toys import taken
 
 import lockstep
 from lockstep import checkpoint
@@ -116,12 +117,7 @@ def by_hand(task, config, left_out=()):
 
 def go(world, config, task):
     """The steps taken, in order: a step may come twice after a rollback; and the exit code."""
-    training, taken = lockstep.train(config, task, world), []
-    while True:
-        try:
-            taken.append(next(training).step)
-        except StopIteration as end:
-            return taken, end.value
+    return taken(config, task, world)
 
 
 def kept(folder, name="r"):

@@ -12,6 +12,7 @@ import torch
 from distributed import run
 from torch import nn
 from torch.nn import functional as F
+from toys import taken
 
 import lockstep
 from lockstep import checkpoint
@@ -98,11 +99,7 @@ def bits(path):
 
 def go(world, settings, task, leave_at=None):
     """Trains, and returns the bits of what was saved last."""
-    training = lockstep.train(settings, task, world)
-    for record in training:
-        if record.step + 1 == leave_at:
-            training.close()
-            break
+    taken(settings, task, world, leave_at)
     if settings.exact:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)

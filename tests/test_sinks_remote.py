@@ -128,7 +128,7 @@ def settings(folder, **changes):
 
 
 def test_a_run_with_both(tmp_path):
-    assert len(list(lockstep.train(settings(tmp_path, tensorboard=True, wandb=True), Ragged()))) == 4
+    assert len(list(lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged()))) == 4
     folder = tmp_path / "r"
     assert [step for step, _ in scalars(folder / "tensorboard")["running_loss"]] == [2, 4]
     [kept] = (folder / "wandb").glob("offline-run-*-r")
@@ -163,7 +163,7 @@ def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(tmp_path, monkey
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", refuse)
     monkeypatch.setattr("wandb.init", refuse)
-    training = lockstep.train(settings(tmp_path, tensorboard=True, wandb=True), Ragged())
+    training = lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged())
     assert len(list(training)) == 4
     said = capsys.readouterr().err
     assert said.count("TensorBoard failed and may miss records: ConnectionError: no route; training goes on") == 1
@@ -177,6 +177,6 @@ def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, 
         with pytest.raises(ConfigError, match=rf"--{name} needs .*pip install 'lockstep-train\[{name}\]'"):
             check(config)
         with pytest.raises(ConfigError):
-            list(lockstep.train(config, Ragged()))
+            list(lockstep.Run(config, Ragged()))
     assert not list(tmp_path.glob("r"))
     assert remote_sinks(settings(tmp_path), tmp_path, 0) == []

@@ -23,10 +23,8 @@ from lockstep.world import World
 
 def first(folder, task, world=None, **changes):
     """One step of a run."""
-    training = lockstep.train(config(folder, micro_batch_size=4, max_steps=1, **changes), task, world)
-    record = next(training)
-    training.close()
-    return record.items
+    training = iter(lockstep.Run(config(folder, micro_batch_size=4, max_steps=1, **changes), task, world))
+    return next(training).items
 
 
 def refused(folder, task, kind=ConfigError, **changes):
@@ -342,8 +340,8 @@ def test_nothing_is_left_behind(tmp_path):
 def stepped(world, folder, what, engine):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     task = Broken(what)
-    training = lockstep.train(config(folder, micro_batch_size=4, max_steps=3, engine=engine), task, world)
-    return [record.items for record in training]
+    training = lockstep.Run(config(folder, micro_batch_size=4, max_steps=3, engine=engine), task, world)
+    return [step.items for step in training]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero"])
@@ -362,5 +360,5 @@ def test_a_step_too_short_for_all_ranks_to_halve_is_served(tmp_path):
 
 def short(world, folder):
     task = Ragged(samples=5)
-    record = next(iter(lockstep.train(config(folder, micro_batch_size=4, max_steps=0, engine="ddp"), task, world)))
-    return record.items and 5
+    config_ = config(folder, micro_batch_size=4, max_steps=0, engine="ddp")
+    return next(iter(lockstep.Run(config_, task, world))).items and 5

@@ -178,22 +178,22 @@ def _several_runs(world, folder, engine):
         )
 
     def whole(name, task):
-        return [float(record.norm) for record in lockstep.train(config(name), task)]
+        return [step.norm for step in lockstep.Run(config(name), task)]
 
     task = Ragged(dropout=0.1, dtype=torch.float32)
     first = whole("a", task)
-    for record in lockstep.train(config("b"), task):
-        if record.step == 2:
+    for step in lockstep.Run(config("b"), task):
+        if step.global_step == 1:
             break
     kept = []  # as a notebook keeps the last error, and with it whatever its frames hold
     try:
         whole("c", Failing(dtype=torch.float32))
     except ValueError as error:
         kept.append(error)
-    left = lockstep.train(config("b"), task)  # goes on from step 2
-    assert next(left).step == 2
+    left = iter(lockstep.Run(config("b"), task))  # goes on from where it was left, and is left in the middle
+    assert next(left).global_step == 2
     try:
-        next(lockstep.train(Config(save_dir=folder, experiment_name="b", batch_size=0), task))
+        next(iter(lockstep.Run(Config(save_dir=folder, experiment_name="b", batch_size=0), task)))
     except UsageError as error:
         kept.append(error)
     rest = whole("b", task)  # of the folder that `left` held
@@ -219,8 +219,8 @@ def test_a_process_of_its_own_trains_one_run_after_the_other(tmp_path, capsys):
 def test_a_run_inside_a_run_is_refused(tmp_path):
     class Nested(Ragged):
         def loss(self, model, batch):
-            return next(lockstep.train(Config(save_dir=str(tmp_path)), self))
+            return next(iter(lockstep.Run(Config(save_dir=str(tmp_path)), self)))
 
     config = Config(save_dir=str(tmp_path), batch_size=8, micro_batch_size=2, max_steps=2, device="cpu")
     with pytest.raises(UsageError, match="one run at a time"):
-        list(lockstep.train(config, Nested(dtype=torch.float32)))
+        list(lockstep.Run(config, Nested(dtype=torch.float32)))

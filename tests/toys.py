@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches, Cut
@@ -156,6 +157,19 @@ def train(world, made, batches, task, *, start=0, stop=None):
         if record.step + 1 == stop:
             break
     return losses, norms
+
+
+def taken(config, task=None, world=None, leave_at=None):
+    """The steps of a run (0-based; one may come twice after a rollback), and its exit code, None where it was left."""
+    run, steps = lockstep.Run(config, task, world), []
+    try:
+        for step in run:
+            steps.append(step.global_step - 1)
+            if step.global_step == leave_at:
+                return steps, None
+    except KeyboardInterrupt:
+        pass
+    return steps, run.result.exit_code
 
 
 def fit(world, task, **settings):

@@ -7,28 +7,53 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
-    from lockstep.config import Config
+    from lockstep.config import Checkpoint, Config, Data, EngineOptions, Guards, Model, Optim
     from lockstep.diagnose.verify import verify
     from lockstep.engines import engine
-    from lockstep.run import train
+    from lockstep.records import Best, EvaluationRecord, Step
+    from lockstep.run import Result, Run, train
     from lockstep.task import Task
     from lockstep.tasks.causal_lm import CausalLM
+    from lockstep.trained import load
     from lockstep.world import World
 
 __version__ = "0.1.0"
 
-# The public names and the modules that define them.
-_HOME = {
-    "Task": "lockstep.task",
-    "CausalLM": "lockstep.tasks.causal_lm",
-    "Config": "lockstep.config",
-    "World": "lockstep.world",
-    "engine": "lockstep.engines",
-    "train": "lockstep.run",
-    "verify": "lockstep.diagnose.verify",
+# The modules of the public names.
+_MODULES = {
+    "lockstep.config": ("Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"),
+    "lockstep.diagnose.verify": ("verify",),
+    "lockstep.engines": ("engine",),
+    "lockstep.trained": ("load",),
+    "lockstep.records": ("Best", "EvaluationRecord", "Step"),
+    "lockstep.run": ("Result", "Run", "train"),
+    "lockstep.task": ("Task",),
+    "lockstep.tasks.causal_lm": ("CausalLM",),
+    "lockstep.world": ("World",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["CausalLM", "Config", "Task", "World", "engine", "train", "verify"]
+__all__ = [
+    "Best",
+    "CausalLM",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "EngineOptions",
+    "EvaluationRecord",
+    "Guards",
+    "Model",
+    "Optim",
+    "Result",
+    "Run",
+    "Step",
+    "Task",
+    "World",
+    "engine",
+    "load",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:

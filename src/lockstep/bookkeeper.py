@@ -21,7 +21,7 @@ from lockstep.heartbeat import SAVE_FAILED, Heartbeat
 from lockstep.meter import Meter
 from lockstep.parts import Parts
 from lockstep.progress import ENDING, EVALUATING, SAVING
-from lockstep.records import StepRecord
+from lockstep.records import EvaluationRecord, StepRecord
 from lockstep.sinks import Sinks
 from lockstep.world import World
 
@@ -37,6 +37,7 @@ class Bookkeeper:
     Attributes:
         saved: the step of the newest checkpoint that was begun.
         saver: writes them.
+        is_best: whether the last evaluation had the lowest loss of the run.
     """
 
     def __init__(self, parts: Parts, meter: Meter, sinks: Sinks, beat: Heartbeat) -> None:
@@ -51,6 +52,7 @@ class Bookkeeper:
         self._began = time.perf_counter()
         self._engine_name = name_of(parts.config.engine, parts.world)
         self.saved = parts.start
+        self.is_best = False
 
     def log(self, record: StepRecord) -> None:
         """One record of the steps since the last."""
@@ -60,18 +62,19 @@ class Bookkeeper:
         bad = self._troubles()
         if parts.world.is_main:
             names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
-            self._sinks.log({**{k: place[k] for k in names}, "lr": parts.config.lr * record.factor, **found, **bad})
+            self._sinks.log({**{k: place[k] for k in names}, "lr": parts.lr * record.factor, **found, **bad})
 
     def _troubles(self) -> dict[str, float]:
         """What went wrong and was put right so far, over all ranks; nothing where nothing did."""
         counts = [*self._beat.totals(troubles(self._parts.loading)), float(self._parts.state.get("steps_left_out", 0))]
         return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
 
-    def evaluate(self, done: int) -> bool:
-        """Evaluates after `done` steps, and says whether the loss is the lowest so far."""
+    def evaluate(self, done: int) -> EvaluationRecord | None:
+        """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
         parts, began = self._parts, time.perf_counter()
+        self.is_best = False
         if parts.evaluation is None:
-            return False
+            return None
         self._beat.progress.at(done, EVALUATING)
         found = evaluate(
             parts.engine,
@@ -88,10 +91,12 @@ class Bookkeeper:
             self._sinks.log({"global_step": done, **shown})
         self._meter.pause(time.perf_counter() - began)
         best = parts.state["best"]
-        if not math.isfinite(found.loss) or (best and best["loss"] <= found.loss):
-            return False
-        parts.state["best"] = {"step": done, "loss": found.loss}
-        return True
+        self.is_best = math.isfinite(found.loss) and not (best and best["loss"] <= found.loss)
+        if self.is_best:
+            parts.state["best"] = {"step": done, "loss": found.loss}
+        if parts.world.is_main:
+            parts.folder.write_evaluated(done, parts.state["best"])
+        return found
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
@@ -115,11 +120,16 @@ class Bookkeeper:
 
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
         """In the saver's thread, with its own group."""
-        folder, keep, best = self._parts.folder, self._parts.config.checkpoint, state["best"]
+        folder = self._parts.folder
         checkpoint.write_share(folder.path, done, share, state, world, engine=self._engine_name)  # collective
         if world.is_main:
-            folder.write_state(state)
-            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+            self._tidy(state)
+
+    def _tidy(self, state: dict[str, Any]) -> None:
+        """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
+        folder, keep, best = self._parts.folder, self._parts.config.checkpoint, state["best"]
+        folder.write_state(state)
+        checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
 
     def __enter__(self) -> Self:
         return self
@@ -128,16 +138,20 @@ class Bookkeeper:
         """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
         self.saver.abandon(1.0 if isinstance(error, PeerError) else self._parts.world.timeout)
 
-    def close(self, code: int) -> None:
-        """The summary. Every rank takes part in the sample, since the forward of a split model needs them all.
+    def close(self, code: int, *, sample: bool = True) -> None:
+        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+
+        Every rank takes part in the sample, since the forward of a split model needs them all.
 
         Raises:
             LockstepError: the last save failed: what it should have kept is lost.
         """
         parts = self._parts
         self.saver.settle(last=True)  # collective
+        if parts.world.is_main and self.is_best:  # known since the checkpoint was begun
+            self._tidy(parts.state)
         self._beat.progress.at(self.saved, ENDING)
-        text = "" if code else parts.task.sample(parts.engine.model, parts.world.device)
+        text = "" if code or not sample else parts.task.sample(parts.engine.model, parts.world.device)
         self._sinks.close(
             {
                 "experiment": parts.config.experiment_name,

@@ -21,6 +21,7 @@ from lockstep.lock import RunLock
 __all__ = ["RunFolder"]
 
 _END = "ended.json"
+_EVALUATED = "checkpoints/evaluated.json"  # goes where they go
 
 
 class RunFolder:
@@ -98,16 +99,29 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a small file of the folder so that it is there whole or not at all."""
-        with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=f".{name}.", delete=False) as file:
+        target = self.path / name
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             try:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(file.name, self.path / name)
+                os.replace(file.name, target)
             except OSError as error:
                 Path(file.name).unlink(missing_ok=True)
-                error.filename = str(self.path / name)  # a write's own error does not say which file
+                error.filename = str(target)  # a write's own error does not say which file
                 raise
+
+    def write_evaluated(self, step: int, best: dict[str, Any] | None) -> None:
+        """Notes that the evaluation after `step` steps was made: the checkpoint of that step is older."""
+        self.write(_EVALUATED, json.dumps({"step": step, "best": best}) + "\n")
+
+    def read_evaluated(self) -> dict[str, Any]:
+        """What `write_evaluated` noted last; {} for nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.path / _EVALUATED).read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
 
     def write_state(self, state: dict[str, Any]) -> None:
         """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""

@@ -29,7 +29,7 @@ from lockstep.errors import LockstepError, PeerError
 from lockstep.progress import COMPUTING, WAITING, Progress
 from lockstep.world import World
 
-__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "Heartbeat", "Vitals"]
+__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "STOP", "Heartbeat", "Vitals"]
 
 # A beat wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
 RAGGED_SECONDS = 0.02
@@ -39,7 +39,7 @@ MOST_STEPS = 16
 _HEADER = 6  # wish to stop, seconds a step, the run's last step as this rank sees it, and its vitals
 
 
-CONTINUE, SAVE_AND_END, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # wishes, in order of urgency
+CONTINUE, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(5)  # wishes, in order of urgency
 
 
 class Vitals(NamedTuple):

@@ -64,11 +64,12 @@ def steps(engine: Engine, task: Task, feed: Feed, beat: Heartbeat, plan: Plan) -
         beat.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
         clock.lap("data")
         factor = plan.factor(step)
-        result = engine.step(factor, plan.limit(step))
+        limit = plan.limit(step)
+        result = engine.step(factor, limit)
         clock.lap("update")
         agreed = beat.receive()
         clock.lap("data")
-        yield StepRecord(step, items, losses, result.norm, factor, agreed, result.applied)
+        yield StepRecord(step, items, losses, result.norm, factor, agreed, result.applied, limit)
         clock.start()
 
 

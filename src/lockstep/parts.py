@@ -6,6 +6,8 @@ Nothing is written into the run's folder here.
 """
 
 import dataclasses
+import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep import checkpoint, options
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
-from lockstep.data.fetch import check_dataset
+from lockstep.data.fetch import blamed, check_dataset
 from lockstep.data.order import Sequential
 from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
 from lockstep.engines.exact import check_servable
-from lockstep.errors import DataError, ResumeError
+from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError, UsageError
 from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
 from lockstep.guards.loader import Guarded
@@ -36,13 +39,15 @@ from lockstep.precision import check_precision, pin
 from lockstep.schedule import factor
 from lockstep.seeds import derive
 from lockstep.sinks.remote import check
-from lockstep.task import Task, adapted
+from lockstep.task import Task, adapted, has_own
 from lockstep.task_check import check_task
 from lockstep.tasks.named import named_task
 from lockstep.transforms import Chosen, prepare
 from lockstep.world import World, together
 
 __all__ = ["Parts", "assemble", "say"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass
@@ -55,6 +60,8 @@ class Parts:
         batches, evaluation: the training stream and the evaluation set (None where the task has none).
         plan: what a resume must find unchanged.
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+        lr: base learning rate of the optimizer's first group.
+        kept: the caller's own objects that have tensors, by name.
         loading: what counts retries and skips of the loading (see guards/loader.py).
     """
 
@@ -71,6 +78,27 @@ class Parts:
     source: Path | None
     state: dict[str, Any]
     loading: list[Any]
+    lr: float
+    kept: dict[str, Any]
+
+    def keep(self, name: str, what: Any) -> None:
+        """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"run.keep: the name '{name}' must be of letters, digits, '-' and '_'")
+        if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
+            raise UsageError(
+                f"run.keep('{name}', ...): {type(what).__name__} has no state_dict() and load_state_dict()"
+            )
+        state = what.state_dict()
+        plain = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        if plain is not None:
+            raise UsageError(f"run.keep('{name}', ...): '{plain}' of its state_dict() is no tensor; make it one")
+        self.kept[name] = what
+        checkpoint.check_keepable(self.own_of(name))
+
+    def own_of(self, name: str) -> dict[str, Tensor]:
+        """The tensors of what is kept as `name`."""
+        return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: the engine's state, and as `task/NAME` what the task's `state_dict()` names.
@@ -82,15 +110,26 @@ class Parts:
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """The task's own tensors, as `task/NAME`."""
-        return _own(self.task)
+        """The task's own tensors, as `task/KEY`, and the caller's, as `kept.NAME/KEY`."""
+        found = _own(self.task)
+        for name in self.kept:
+            found |= self.own_of(name)
+        return found
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Takes over what `tensors` gave and a checkpoint filled."""
-        own = {name.removeprefix("task/"): tensor for name, tensor in tensors.items() if name.startswith("task/")}
-        self.engine.restore({name: tensor for name, tensor in tensors.items() if not name.startswith("task/")})
-        if own:
-            self.task.load_state_dict(own)
+        owners = {"task": self.task} | {f"kept.{name}": what for name, what in self.kept.items()}
+        engine, own = {}, dict[str, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            if group in owners:
+                own.setdefault(group, {})[key] = tensor
+            else:
+                engine[name] = tensor
+        if engine:
+            self.engine.restore(engine)
+        for group, state in own.items():
+            owners[group].load_state_dict(state)
 
     @property
     def start(self) -> int:
@@ -106,12 +145,14 @@ class Parts:
     @property
     def rate(self) -> Callable[[int], float]:
         """step -> what the base learning rate is multiplied by."""
-        optim = self.config.optim
-        horizon = (optim.schedule == "cosine-periodic" and optim.period) or self.horizon.cut.steps
+        optim, whole = self.config.optim, self.horizon.cut.steps
+        if has_own(self.task, "schedule") and self.task.schedule(0, whole) is not None:
+            return lambda step: _own_factor(self.task, step, whole)
+        horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
         return partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
 
 
-def assemble(config: Config, given: Any, world: World) -> Parts:
+def assemble(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Parts:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
     Raises:
@@ -148,11 +189,12 @@ def assemble(config: Config, given: Any, world: World) -> Parts:
     together(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
     stream = _training(config, task, training, horizon, world)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), horizon.cut.steps - 1), 0))
-    made = _engine(config, task, model, world)
+    rates: list[float] = []
+    made = _engine(config, task, model, world, rates)
     held_out = _evaluation(config, task, evaluation, world)
     if source is None:
         check_task(made.model, task, stream, held_out, world)  # collective
-    return Parts(
+    parts = Parts(
         config,
         world,
         folder,
@@ -166,7 +208,11 @@ def assemble(config: Config, given: Any, world: World) -> Parts:
         source,
         state,
         [training, stream.loader],
+        rates[0],
+        {} if kept is None else kept,
     )
+    together(world, lambda: [parts.rate(step) for step in (0, horizon.cut.steps - 1)])  # an own schedule's mistakes
+    return parts
 
 
 def _agreed(config: Config, world: World) -> Config:
@@ -175,6 +221,21 @@ def _agreed(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", options.flat(config))
     return config
+
+
+def _own_factor(task: Task, step: int, steps: int) -> float:
+    """What the task's `schedule` says. Raises ConfigError for what is no finite number from 0."""
+    try:
+        factor = task.schedule(step, steps)
+        held = math.isfinite(factor) and factor >= 0  # type: ignore[arg-type, operator]
+    except TypeError:
+        held = False
+    if not held:
+        raise ConfigError(
+            f"the task's `schedule` returned {factor!r} for step {step} of {steps}: it must return what the base rates "
+            "are multiplied by, a finite number from 0"
+        )
+    return float(factor)  # type: ignore[arg-type]
 
 
 def _idle(config: Config, ranks: int) -> str:
@@ -195,7 +256,16 @@ def _size(dataset: Any) -> int:
 
 def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
     """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
-    return checkpoint.find_resume(folder.path, world, say(world)) or (None, {"running_loss": 0.0, "best": None})
+    found = checkpoint.find_resume(folder.path, world, say(world))
+    if found is None:
+        return None, {"running_loss": 0.0, "best": None}
+    source, state = found
+    if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
+        noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
+        if noted.get("step") == state["global_step"]:
+            state["best"] = noted.get("best")
+            del state["evaluation_due"]
+    return source, state
 
 
 def _own(task: Task) -> dict[str, Tensor]:
@@ -257,10 +327,33 @@ def _guarded(config: Config, dataset: Any, world: World) -> Any:
     return Guarded(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
-def _engine(config: Config, task: Task, model: nn.Module, world: World) -> Engine:
+def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: list[float]) -> Engine:
+    """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
+
+    def make(held: nn.Module) -> Optimizer:
+        made = _own_optimizer(config, task, held) or _adamw(config, held)
+        rates[:] = [float(group["lr"]) for group in made.param_groups]
+        return made
+
+    exact = config.micro_batches if config.exact else 0
+    return engine(
+        config.engine,
+        model,
+        make,
+        world,
+        clip=config.optim.clip,
+        exact_micro_batches=exact,
+        loss_scaling=config.precision == "fp16",
+        blocks=task.blocks(model) or (),
+        options=config.engine_options,
+        say=say(world),
+    )
+
+
+def _adamw(config: Config, model: nn.Module) -> Optimizer:
     optim = config.optim
-    make = partial(
-        adamw,
+    return adamw(
+        model,
         lr=config.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
@@ -268,19 +361,31 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World) -> Engin
         decay_embeddings=optim.decay_embeddings,
         fused=False if config.exact else None,
     )
-    exact = config.micro_batches if config.exact else 0
-    return engine(
-        config.engine,
-        model,
-        make,
-        world,
-        clip=optim.clip,
-        exact_micro_batches=exact,
-        loss_scaling=config.precision == "fp16",
-        blocks=task.blocks(model) or (),
-        options=config.engine_options,
-        say=say(world),
-    )
+
+
+def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+    """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
+    try:
+        made = task.optimizer(model, config)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("optimizer", error, "the start, before step 1") from error
+    if made is None:
+        return None
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "
+            "parameters of the model that it is given, or None for the one that --optim says"
+        )
+    held = set(model.parameters())
+    others = sum(parameter not in held for group in made.param_groups for parameter in group["params"])
+    if others:
+        raise ConfigError(
+            f"the task's `optimizer` has {others} parameters that are not of the model that it was given, and an "
+            "engine may hold others than task.model() made: take those of the argument `model`"
+        )
+    return made
 
 
 def _training(config: Config, task: Task, dataset: Any, horizon: Horizon, world: World) -> Batches:

@@ -45,6 +45,10 @@ class Horizon:
         total = origin.position + coming if config.max_steps else config.num_epochs * self.samples
         return Cut(config.batch_size, config.micro_batch_size, total, origin)
 
+    def epochs(self, done: int) -> float:
+        """Passes over the training data after `done` steps: 1.25 is a quarter into the second."""
+        return self.cut.start(done) / self.samples
+
     def place(self, done: int) -> dict[str, Any]:
         """Where the run stands after `done` steps: epochs are counted in samples, so a step may lie across two."""
         size = self.config.batch_size

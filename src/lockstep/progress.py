@@ -22,6 +22,7 @@ __all__ = [
     "EVALUATING",
     "FOLDER_VARIABLE",
     "IN_BODY",
+    "READING",
     "SAVING",
     "STARTING",
     "WAITING",
@@ -31,7 +32,7 @@ __all__ = [
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
 
-STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY = range(7)
+STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY, READING = range(8)
 _PHASES = (
     "starting",
     "waiting for the other ranks",
@@ -40,6 +41,7 @@ _PHASES = (
     "saving",
     "ending",
     "in the body of the caller's loop",
+    "reading the loss of a step, which every rank has to do",
 )
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 

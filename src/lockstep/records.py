@@ -1,10 +1,12 @@
 """What a step and an evaluation report."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["EvaluationRecord", "StepRecord"]
+__all__ = ["Best", "EvaluationRecord", "Step", "StepRecord"]
 
 
 @dataclass(slots=True)
@@ -19,6 +21,7 @@ class StepRecord:
         factor: what the base learning rate was multiplied by.
         applied: whether the update was made, on all ranks alike; None where the device alone knows yet.
         agreed: what the ranks agreed to do after this step: heartbeat.CONTINUE, or a wish to stop.
+        limit: what the norm had to stay below.
     """
 
     step: int
@@ -28,6 +31,7 @@ class StepRecord:
     factor: float
     agreed: int = 0
     applied: bool | None = True
+    limit: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,72 @@ class EvaluationRecord:
         step: steps taken before it.
         loss: mean over the items.
         items: counted once each.
-        metrics: the task's own, each a sum over a count.
+        metrics: the task's own, each a sum over a count, or what a torchmetrics.Metric computed.
     """
 
     step: int
     loss: float
     items: int
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Step:
+    """One step of a run, in the body of its loop. What is not asked costs nothing.
+
+    Attributes:
+        global_step: steps taken, this one included; as in metrics.jsonl and in the names of checkpoints.
+        epoch: passes over the training data so far; 1.25 is a quarter into the second.
+        lr: learning rate of the first parameter group in this step.
+        items: what the loss was divided by: the items of the whole step, over all ranks.
+        evaluation: the evaluation that followed this step, or None.
+        record: the step as this rank saw it, with tensors that are not read yet.
+    """
+
+    __slots__ = ("_loss", "_read_loss", "epoch", "evaluation", "global_step", "items", "lr", "record")
+
+    def __init__(self, record: StepRecord, epoch: float, lr: float, read_loss: "Callable[[Step], float]") -> None:
+        self.record, self.epoch, self.lr = record, epoch, lr
+        self.global_step, self.items = record.step + 1, record.items
+        self.evaluation: EvaluationRecord | None = None
+        self._read_loss = read_loss
+        self._loss: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the items of the whole step. To be read on every rank alike, in the body of its own step.
+
+        Waits for the device. Collective, the first time, on more than one rank.
+
+        Raises:
+            LockstepError: the next step has begun.
+        """
+        if self._loss is None:
+            self._loss = self._read_loss(self)
+        return self._loss
+
+    @property
+    def norm(self) -> float:
+        """2-norm of the gradient before clipping. Waits for the device."""
+        norm = self.record.norm
+        return math.nan if norm is None else float(norm)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the update was made; a guard, or the loss scale of float16, may have left it out.
+
+        Waits for the device.
+        """
+        known = self.record.applied
+        return self.norm < self.record.limit if known is None else known
+
+    def __repr__(self) -> str:
+        return f"Step(global_step={self.global_step}, epoch={self.epoch:.2f}, lr={self.lr:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest loss of an evaluation so far: after which step, and which checkpoint keeps it."""
+
+    step: int
+    loss: float
+    path: str

@@ -1,115 +1,213 @@
-"""A run from a Config: the parts are put together, then each step is followed by what has to happen after it.
+"""What a user holds: a run, as a loop or as a call.
 
-    for record in lockstep.train(config, task): ...
+with lockstep.Run(config, task) as run:
+    for step in run:
+        if step.evaluation and step.evaluation.loss < 0.1:
+            run.stop()
+print(run.result)
 
-`lockstep train` does the same (train_command.py).
+result = lockstep.train(config, task)           # for those who want no loop
 """
 
-import gc
 import inspect
-import json
-import logging
 import os
 import sys
-import traceback
 import weakref
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from lockstep import checkpoint, environment, options
-from lockstep.bookkeeper import EXIT_INTERRUPTED, EXIT_SAVED, Bookkeeper
-from lockstep.clock import make_clock
+from torch import Tensor, nn
+
+from lockstep import checkpoint
 from lockstep.config import Config
-from lockstep.engines import name_of
-from lockstep.engines.footprint import described, footprint
-from lockstep.engines.shortage import explained
-from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
-from lockstep.guarded import Guards
-from lockstep.guards.hang import Watch
-from lockstep.guards.preemption import Preemption
-from lockstep.guards.skips import Rollback
-from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat, Vitals
-from lockstep.launch import failure
-from lockstep.loop import Plan, seeder, steps
-from lockstep.meter import Meter
-from lockstep.parts import Parts, assemble, say
-from lockstep.progress import COMPUTING, IN_BODY
-from lockstep.records import StepRecord
-from lockstep.sinks import Sinks
-from lockstep.sinks.console import Console
-from lockstep.sinks.jsonl import JsonLines, read
-from lockstep.sinks.log import close_log, open_log
-from lockstep.sinks.remote import masked, remote_sinks
-from lockstep.world import World, together
+from lockstep.errors import UsageError
+from lockstep.records import Best, EvaluationRecord, Step
+from lockstep.session import Session, Training, training
+from lockstep.world import World
 
-__all__ = ["train"]
+__all__ = ["Result", "Run", "train"]
 
-_LOG = logging.getLogger("lockstep")
-_LAST: "list[weakref.ref[Generator[StepRecord, None, int]]]" = []  # the run that began last in this process
-_EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
+_LAST: list[weakref.ref[Training]] = []  # the run that began last in this process
 
 
-def train(config: Config, task: Any = None, world: World | None = None) -> Generator[StepRecord, None, int]:
-    """Trains `task` (default: the one that the config names), yielding a record after each step and what follows it.
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to.
 
-    Records, evaluations, checkpoints and the resume of an earlier run happen as under the command. Leaving the loop
-    early ends the run without a further checkpoint; every rank must leave it at the same step. The generator's value
-    is the command's exit code.
+    Attributes:
+        status: "finished" (the plan's last step was taken), "stopped" (run.stop(), --stop-at, or the loop was left),
+            "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
+        global_step: steps taken, in all starts of the run.
+        evaluation: the last one in this process, or None.
+        best: the lowest evaluation loss of the run, or None.
+        folder: where records, log and checkpoints lie.
+        exit_code: what the command ends with: 0, 75 (preempted) or 130 (interrupted).
+    """
 
-    A process trains one run at a time, and as many as it likes one after the other. A run that was left in the middle
-    and is still there (an error in a notebook's cell keeps it) is ended when the next one begins, but for runs in a
-    world that the caller joined.
+    status: str
+    global_step: int
+    evaluation: EvaluationRecord | None
+    best: Best | None
+    folder: Path
+    exit_code: int
+
+
+class Run:
+    """A training run. It begins in `with`, or with its loop, and nothing is written before.
+
+        for step in lockstep.Run(config, task): ...     # records, evaluations and checkpoints as under the command
+        result = lockstep.Run(config, task)()           # without a loop
+
+    The same experiment name resumes. A process trains one run at a time, and as many as it likes one after the other;
+    one that was left in the middle is ended when the next one begins. Leaving the loop (`break`, an error in its body)
+    saves and ends the run where all ranks leave it after the same step.
 
     Args:
         config: everything but the task.
-        task: what is trained; None: what the config names.
+        task: a `lockstep.Task`, or an object with its methods; None: what the config names.
         world: one that this process joined already, and will leave itself; None: joined here, and left at the end.
+    """
+
+    def __init__(self, config: Config, task: Any = None, world: World | None = None) -> None:
+        self._session = Session(config, task, world)
+        self._steps: Training | None = None
+
+    def __enter__(self) -> Self:
+        """Begins: joins the ranks, makes model, data and optimizer, claims the folder, loads what is to be resumed.
+
+        Raises:
+            UsageError: what was asked for cannot be done; nothing was written.
+            LockstepError: the run failed.
+        """
+        if self._steps is not None or self._session.status != "new":
+            raise UsageError(f"this run is {self.status}: make another Run to go on, with the same config to resume")
+        steps = training(self._session)
+        if self._session.world is None:  # who joined one keeps count of what runs in it
+            _take_turn(weakref.ref(steps))
+        self._steps = steps
+        next(steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps to come, each once everything that follows it has been done. Raises as `__enter__` does.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C, once all is saved.
+        """
+        if self._steps is None:
+            self.__enter__()
+        steps, self._steps = self._steps, None  # the loop alone holds it: leaving the loop closes it
+        assert steps is not None
+        return _only_steps(steps)
+
+    def __call__(self) -> Result:
+        """Trains to the end. Raises as the loop does."""
+        for _ in self:
+            pass
+        return self.result
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Puts `values` into every sink, at the present step: the console, metrics.jsonl, TensorBoard, W&B.
+
+        To be called on any ranks; rank 0's values are taken. Reading a tensor waits for the device.
+        """
+        step = self._session.global_step
+        if self._session.is_main:
+            self._session.sinks.log({"global_step": step, **{name: float(value) for name, value in values.items()}})
+
+    def stop(self) -> None:
+        """Saves and ends the run after the present step, where every rank asks for it in that step's body.
+
+        What a rank asks for alone is agreed on with the next exchange, so a few steps later, on all ranks at once.
+        """
+        self._session.wants_stop = True
+
+    def keep(self, name: str, what: Any) -> None:
+        """Keeps an object of one's own (an average of the weights, a queue) in the checkpoints of this run.
+
+        To be called on every rank, after `with` and before the loop. Where the run resumes, the object is filled here.
+
+        Args:
+            name: letters, digits, "-" and "_".
+            what: has `state_dict()`, tensors by name that are the same on every rank, and `load_state_dict(state)`.
+
+        Raises:
+            UsageError: it comes too late, or is no such object.
+            CheckpointError: the checkpoint to resume from has no such state.
+        """
+        parts = self._session.parts
+        if parts is None or self._session.present is not None:
+            raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
+        parts.keep(name, what)
+        if parts.source:
+            own = parts.own_of(name)
+            checkpoint.load(parts.source, own, parts.world, verified=True)  # collective
+            parts.restore(own)
+
+    @property
+    def status(self) -> str:
+        """As in `Result`; "new" before the run begins, then "running"; "failed" after an error."""
+        return self._session.status
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0, which alone should print."""
+        return self._session.is_main
+
+    @property
+    def best(self) -> Best | None:
+        """The lowest evaluation loss so far, of all starts of the run."""
+        return self._session.best
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the task made it, on its device. After a rollback it is another object.
+
+        Raises:
+            UsageError: the run has not begun, so there is none yet.
+        """
+        if self._session.model is None:
+            raise UsageError("the run has not begun, so it has no model: ask within `with Run(...) as run` or later")
+        return self._session.model
+
+    @property
+    def result(self) -> Result:
+        """What the run came to, once it has ended. Raises UsageError before."""
+        session = self._session
+        if session.status in ("new", "running", "failed"):
+            raise UsageError(f"the run is {session.status}, so it has no result yet")
+        folder = Path(session.config.save_dir).expanduser() / session.config.experiment_name
+        return Result(session.status, session.global_step, session.evaluation, session.best, folder, session.exit_code)
+
+
+def train(config: Config, task: Any = None, world: World | None = None) -> Result:
+    """Trains `task` to the end and returns what it came to: `Run(config, task, world)()`.
 
     Raises:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
+        KeyboardInterrupt: Ctrl-C; all is saved.
     """
-    own: list[weakref.ref[Generator[StepRecord, None, int]]] = []  # no reference, or `break` would not close it
-    run = _train(config, task, world, own)
-    own.append(weakref.ref(run))
-    return run
+    return Run(config, task, world)()
 
 
-def _train(config: Config, task: Any, world: World | None, own: list[Any]) -> Generator[StepRecord, None, int]:
-    if world is None:  # who joined one keeps count of what runs in it
-        _take_turn(own[0])
-    joined = world or World.join(config.device, config.timeout)
-    code: int | None = None
+def _only_steps(steps: Training) -> Iterator[Step]:
     try:
-        while code is None:
-            with explained(None, joined):
-                parts = assemble(config, task, joined)
-            if parts.start >= parts.last:
-                say(joined)(_finished(parts))
-                code = 0
-            else:
-                with suppress(Rollback):  # a guard went back: everything is made anew, as after a restart
-                    code = yield from _in_folder(parts)
-            del parts  # its engine, before the next one or the groups: see World.leave
-            gc.collect()  # hooks make cycles of a model and what is around it
-    except GeneratorExit as left:
-        traceback.clear_frames(left.__traceback__)  # they hold the engine too
-        del parts
-        if world is None:
-            joined.leave()
-        raise
-    except BaseException:
-        if world is None:
-            joined.abandon()
-        raise
-    if world is None:
-        joined.leave()
-    return code
+        for step in steps:
+            if step is not None:
+                yield step
+    finally:
+        steps.close()
 
 
-def _take_turn(run: "weakref.ref[Generator[StepRecord, None, int]]") -> None:
+def _take_turn(run: "weakref.ref[Training]") -> None:
     """Ends the run of this process that was begun before and left in the middle: it holds lock, log and groups."""
     earlier = _LAST[-1]() if _LAST else None
     state = inspect.getgeneratorstate(earlier) if earlier else inspect.GEN_CLOSED
@@ -120,198 +218,3 @@ def _take_turn(run: "weakref.ref[Generator[StepRecord, None, int]]") -> None:
         if os.environ.get("RANK", "0") == "0":
             print("the run that this process left in the middle is ended: one at a time", file=sys.stderr, flush=True)
         earlier.close()
-
-
-def _in_folder(parts: Parts) -> Generator[StepRecord, None, int]:
-    """Trains with the folder claimed and the sinks open, and leaves both closed."""
-    world, sinks = parts.world, Sinks([])
-    together(world, lambda: _claim(parts))
-    try:
-        together(world, lambda: open_log(parts.folder.path, world.rank))
-        if parts.folder.cleared:
-            _LOG.warning("cleared the lock of %s, which ended without giving it back", parts.folder.cleared)
-        _count_restarts(parts.state)
-        _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)), extra={"only_file": True})
-        if world.is_main:
-            sinks = _open(parts)
-        _load(parts)
-        return (yield from _follow(parts, sinks))
-    except BaseException as error:
-        sinks.close(None)
-        if isinstance(error, Rollback):
-            _LOG.warning("%s", error)
-        elif isinstance(error, Exception):
-            once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
-            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
-        raise
-    finally:
-        close_log()
-        parts.folder.release()
-
-
-def _follow(parts: Parts, sinks: Sinks) -> Generator[StepRecord, None, int]:
-    """The run itself: after each step, in this order, the record, the evaluation, the checkpoint."""
-    config, world, state = parts.config, parts.world, parts.state
-    first = parts.start  # a save moves it
-    feed = parts.batches.from_step(first)
-    each = getattr(parts.task, "items_per_sample", None)
-    cut = parts.horizon.cut
-    if each is None and not sum(world.gather(feed.items(parts.start))):
-        raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
-    clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
-
-    def busy() -> Vitals:
-        spent = clock.spent()
-        return Vitals(spent.get("data", 0.0), spent.get("forward", 0.0), books.saver.blocked)
-
-    beat = Heartbeat(world, feed.items, (lambda step: each * cut.samples(step)) if each else None, cut.steps, busy)
-    meter = Meter(beat, clock, world.device, state["running_loss"], state.get("running_missed", 0))
-    books = Bookkeeper(parts, meter, sinks, beat)
-    guards = Guards(parts, beat, feed, seed)
-    plan = Plan(parts.rate, seed, clock, guards.limit)
-    wish = 0
-    watch = Watch(world, beat, parts.folder.path, failure.note)
-    with Preemption(beat), closing(feed), _rolled_back(beat), watch, books, explained(parts.engine, world):
-        if state.pop("evaluation_due", False):  # a signal came before it
-            books.evaluate(first)
-        for record in steps(parts.engine, parts.task, feed, beat, plan):
-            done, wish = record.step + 1, record.agreed
-            ending = done == parts.last or bool(wish)
-            meter.add(record)
-            sinks.progress(done)
-            guards.after(record)
-            if record.step == first:
-                _report(parts)
-            if done % config.log_freq == 0:
-                books.log(record)
-            best = False
-            if done == cut.steps or (config.eval_freq and done % config.eval_freq == 0):
-                if wish and done < parts.last:  # whoever sent a signal waits for none: the next start makes it
-                    state["evaluation_due"] = True
-                else:
-                    best = books.evaluate(done)
-            if ending or best or (config.ckpt_freq and done % config.ckpt_freq == 0):
-                guards.settle()
-                books.save(done)
-            beat.progress.at(record.step, IN_BODY)
-            yield record
-            beat.progress.at(record.step, COMPUTING)
-            if ending:
-                break
-        code = _EXIT_CODES.get(wish, 0)
-        books.close(code)
-    return _left(parts, code, books.saved)
-
-
-@contextmanager
-def _rolled_back(beat: Heartbeat) -> Iterator[None]:
-    """Gives the exchange's group back where the run goes back, since the next start makes its own."""
-    try:
-        yield
-    except Rollback:
-        beat.close()
-        raise
-
-
-def _left(parts: Parts, code: int, step: int) -> int:
-    """The exit code. Under torchrun a run that saved itself ends with 0, or it would be started again or called failed:
-    what it ended with stands in its folder, and `lockstep launch` returns it."""
-    if parts.world.is_main:
-        parts.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
-        if code:
-            parts.folder.write_end(code, step)
-    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
-
-
-def _report(parts: Parts) -> None:
-    """Once the first step has made the optimizer's states: what each rank holds."""
-    held = parts.world.gather(footprint(parts.engine))  # collective
-    _LOG.info(described(name_of(parts.config.engine, parts.world), held))
-
-
-def _count_restarts(state: dict[str, Any]) -> None:
-    """`restarts` of the state: how often a launcher started this run again after a failure, in all its starts."""
-    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    known = state.get("job", {})
-    before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
-    state |= {"restarts": before + now, "job": {"id": job, "restarts_before": before}}
-
-
-def _claim(parts: Parts) -> None:
-    if parts.world.is_main:
-        size = sum(p.numel() * p.element_size() for p in parts.model.parameters())
-        parts.folder.check_writable(3 * size)  # the parameters and AdamW's two moments
-        parts.folder.claim()
-
-
-def _open(parts: Parts) -> Sinks:
-    """What stands in the folder besides checkpoints, and where records go. On rank 0."""
-    config, folder = parts.config, parts.folder
-    checkpoint.clean(folder.path)
-    folder.forget_end()
-    folder.write("config.toml", options.to_toml(config))
-    environment.write(folder.environment, environment.describe() | {"sources": _sources(parts)})
-    metrics = JsonLines(folder.metrics, parts.start)
-    earlier = read(folder.metrics) if parts.start else []
-    unit = getattr(parts.task, "item_name", "items")
-    remote = remote_sinks(config, folder.path, parts.start)
-    sinks = Sinks([metrics, Console(parts.last, parts.start, unit, earlier), *remote])
-    sinks.start(_described(parts))
-    return sinks
-
-
-def _sources(parts: Parts) -> dict[str, str]:
-    """The revision of whatever came from a hub."""
-    return dict(getattr(parts.task, "sources", {}))
-
-
-def _described(parts: Parts) -> dict[str, Any]:
-    """What a sink may keep of the run's configuration: no secret is in it."""
-    config, samples = parts.config, parts.horizon.samples
-    return masked(
-        {
-            "experiment": config.experiment_name,
-            "args": options.flat(config),
-            "training_data_size": samples,
-            "num_batches": -(-samples // config.batch_size),
-            "world_size": parts.world.size,
-            "sources": _sources(parts),
-        }
-    )
-
-
-def _load(parts: Parts) -> None:
-    """The state of the checkpoint to resume from, or the weights of --init-from."""
-    world = parts.world
-    if parts.source:
-        state = parts.tensors()
-        checkpoint.load(parts.source, state, world, verified=True)  # collective
-        parts.restore(state)
-        _LOG.info("resumed from %s, step %d of %d", parts.source, parts.start, parts.horizon.cut.steps)
-    elif parts.config.init_from:
-        source, verified = _weights_in(Path(parts.config.init_from), world)
-        state = parts.engine.state()
-        weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
-        checkpoint.load(source, weights, world, verified=verified)  # collective
-        parts.engine.restore(state)
-        _LOG.info("a new run with the weights of %s", source)
-
-
-def _weights_in(path: Path, world: World) -> tuple[Path, bool]:
-    """The checkpoint that --init-from names, and whether it was verified: itself, or the newest whole one of a run."""
-    if any(world.gather(together(world, (path / "manifest.json").exists))):  # collective
-        return path, False
-    found = checkpoint.find_newest(path, world, _LOG.warning)  # collective
-    if found is None:
-        raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
-    return found, True
-
-
-def _finished(parts: Parts) -> str:
-    """What a person reads who starts again what has nothing left to do."""
-    path, whole = parts.folder.path, parts.horizon.cut.steps
-    if parts.start < whole:
-        return (
-            f"{path} is at step {parts.start} of {whole}, and --stop-at {parts.last} ends it there; raise it to go on"
-        )
-    return f"{path} is finished after {whole} steps; to train on: another --experiment-name, with --init-from {path}"

@@ -21,9 +21,18 @@ def command(argv: list[str]) -> int:
     config = options.parse(argv)
     if os.environ.get("RANK", "0") == "0":  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
-    training = importlib.import_module("lockstep.run").train(config)
-    while True:
-        try:
-            next(training)
-        except StopIteration as end:
-            return int(end.value)
+    run = importlib.import_module("lockstep.run").Run(config)
+    try:
+        return _code(run().exit_code)
+    except KeyboardInterrupt:
+        if run.status != "interrupted":
+            raise
+        return _code(run.result.exit_code)
+
+
+def _code(code: int) -> int:
+    """Under torchrun a run that saved itself ends with 0, or it would be started again or called failed.
+
+    What it ended with stands in its folder, and `lockstep launch` returns it.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code

@@ -51,8 +51,7 @@ def settings(folder, **changes):
 def counted(world, folder, engine, stop_at, task):
     """Trains until `stop_at`; the extra state that is in the newest checkpoint then."""
     warnings.simplefilter("ignore")  # torch's own, about views under fsdp
-    for _ in lockstep.train(settings(folder, engine=engine, stop_at=stop_at), task(), world):
-        pass
+    lockstep.train(settings(folder, engine=engine, stop_at=stop_at), task(), world)
     path = checkpoint.find_newest(folder / "r", world, print)
     with opened(path) as whole:
         return int(whole.read("model/_extra_state"))
@@ -69,7 +68,7 @@ def test_a_tensor_that_a_module_adds_comes_back_on_a_resume(tmp_path, engine):
 
 def test_an_extra_state_that_is_no_tensor_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(UsageError, match="the model has a dict as get_extra_state, and a checkpoint keeps tensors"):
-        next(lockstep.train(settings(tmp_path), Plain()))
+        (lockstep.train(settings(tmp_path), Plain()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +80,7 @@ def test_a_tasks_own_state_is_held_to_the_same(tmp_path):
     with pytest.raises(
         UsageError, match="'task/queue' is a list, and a checkpoint keeps tensors alone: make one of it"
     ):
-        next(lockstep.train(settings(tmp_path), Own()))
+        (lockstep.train(settings(tmp_path), Own()))
     assert list(tmp_path.iterdir()) == []
 
 

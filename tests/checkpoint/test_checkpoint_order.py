@@ -112,7 +112,7 @@ def kept_steps(folder, mode):
     settings = {"experiment_name": "r", "batch_size": 8, "micro_batch_size": 4, "lr": 0.1, "precision": "float64"}
     every = {"max_steps": 6, "ckpt_freq": 2, "eval_freq": 1, "log_freq": 1}
     config = Config(**settings, **every, save_dir=str(folder), checkpoint=Checkpoint(keep=9, mode=mode))
-    for _ in lockstep.train(config, Ragged()):
+    for _ in lockstep.Run(config, Ragged()):
         pass
     paths = {step: checkpoint.path_of(folder / "r", step) for step in checkpoint.list_steps(folder / "r")}
     prints = {

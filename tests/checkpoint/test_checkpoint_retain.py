@@ -41,10 +41,9 @@ def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path, 
     monkeypatch.setattr(bookkeeper, "evaluate", evaluate)
     weights = {}
     for stop in stops:
-        for record in lockstep.train(settings(tmp_path, stop_at=stop, checkpoint=Checkpoint(keep=3)), Ragged()):
-            step = record.step + 1
-            if step == 4:
-                checkpoint_of(tmp_path, step, weights)
+        for step in lockstep.Run(settings(tmp_path, stop_at=stop, checkpoint=Checkpoint(keep=3)), Ragged()):
+            if step.global_step == 4:
+                checkpoint_of(tmp_path, 4, weights)
     assert told == list(range(1, 13))
     assert checkpoint.list_steps(tmp_path / "r") == [4, 10, 11, 12]
     assert checkpoint.read_state(checkpoint.path_of(tmp_path / "r", 12))["best"] == {"step": 4, "loss": 2.5}
@@ -93,7 +92,7 @@ def test_a_run_keeps_as_many_as_it_was_told(tmp_path):
     for keep in (1, 2, 6):
         kept = Checkpoint(keep=keep, every=4)
         config = settings(tmp_path, experiment_name=str(keep), max_steps=6, eval_freq=0, checkpoint=kept)
-        for _ in lockstep.train(config, Ragged()):
+        for _ in lockstep.Run(config, Ragged()):
             pass
         best = (checkpoint.read_state(checkpoint.path_of(tmp_path / str(keep), 6))["best"] or {}).get("step")
         wanted = {4, best, *range(7 - keep, 7)} - {None}

@@ -59,9 +59,9 @@ def _slow_body(world, folder, seconds):
     world.timeout = 3.0
     config = Config(save_dir=folder, batch_size=8, micro_batch_size=2, max_steps=4, device="cpu")
     steps = []
-    for record in lockstep.train(config, Ragged(dtype=torch.float32), world):
-        steps.append(record.step)
-        if record.step == 1 and world.rank == world.size - 1:
+    for step in lockstep.Run(config, Ragged(dtype=torch.float32), world):
+        steps.append(step.global_step - 1)
+        if steps[-1] == 1 and world.rank == world.size - 1:
             time.sleep(seconds)
     return steps
 
@@ -97,4 +97,4 @@ class Hanging(Ragged):
 def _hanging_loader(world, folder):
     world.timeout = 3.0
     config = Config(save_dir=folder, batch_size=8, micro_batch_size=2, max_steps=4, device="cpu", ckpt_freq=1)
-    return [record.step for record in lockstep.train(config, Hanging(dtype=torch.float32), world)]
+    return [step.global_step for step in lockstep.Run(config, Hanging(dtype=torch.float32), world)]

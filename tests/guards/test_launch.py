@@ -19,8 +19,8 @@ from lockstep.launch import leash, memory
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
 from lockstep.launch.job import Job
+from lockstep.opening import count_restarts
 from lockstep.progress import COMPUTING, Place, Progress
-from lockstep.run import _count_restarts
 from lockstep.world import World, listening
 
 
@@ -184,7 +184,7 @@ def test_restarts_add_up_over_all_starts(monkeypatch):
     for job, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
-        _count_restarts(state)
+        count_restarts(state)
         assert state["restarts"] == total
 
 

@@ -5,9 +5,8 @@ import signal
 
 import pytest
 import torch
-from toys import Ragged
+from toys import Ragged, taken
 
-import lockstep
 from lockstep.config import Config
 from lockstep.sinks.jsonl import read
 
@@ -37,12 +36,7 @@ def trained(folder, task, **more):
         device="cpu",
         **more,
     )
-    run, steps = lockstep.train(config, task), []
-    while True:
-        try:
-            steps.append(next(run).step)
-        except StopIteration as end:
-            return steps, end.value
+    return taken(config, task)
 
 
 def evaluations(folder):

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,13 +51,8 @@ def go(world, places, argv):
     """(exit code, fingerprint of the weights) of a run in a process of its own, which knows HF_HOME by `places`."""
     os.environ |= places
     config = options.parse([*NAMED, "--seq-len", "32", "--device", "cpu", *argv])
-    training = lockstep.train(config, None, world)
-    while True:
-        try:
-            next(training)
-        except StopIteration as end:
-            path = Path(config.save_dir, config.experiment_name)
-            return end.value, checkpoint.fingerprint(checkpoint.newest(path, say=print))
+    result = lockstep.train(config, None, world)
+    return result.exit_code, checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
 
 
 def test_the_source_documents_command(tmp_path, home, places):

@@ -159,11 +159,11 @@ def _one(world, start, folder):
     task = Subject(case.model, case.fault, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     try:
-        for record in lockstep.train(settings(start, folder), task, world):
-            taken.append(record.step)
-            if start.kills and record.step == BAD and world.rank == world.size - 1:
+        for step in lockstep.Run(settings(start, folder), task, world):
+            taken.append(step.record.step)
+            if start.kills and step.record.step == BAD and world.rank == world.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if record.step == STEPS - 1:
+            if step.record.step == STEPS - 1:
                 buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
                 torch.save(buffers, folder / f"buffers-{world.rank}.pt")
     except LockstepError as problem:

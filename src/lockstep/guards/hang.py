@@ -27,8 +27,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.stacks import dump, where_main
+from lockstep.guards.told import Told, read_alone
 from lockstep.heartbeat import SAVE_AND_END, Heartbeat
-from lockstep.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, WAITING, Place
+from lockstep.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, READING, WAITING, Place
 from lockstep.world import World
 
 __all__ = ["Watch"]
@@ -41,6 +42,7 @@ _TELL = 1.0  # seconds between two words to the others, in a small world
 _CALL = 0.6  # seconds that the ranks have to answer
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
 _STORE = timedelta(seconds=1.0)
+_ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
 
 # What torch's errors say when a peer is gone or late; the classes alone do not tell.
 _PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
@@ -60,7 +62,7 @@ class Watch:
         self._ended = threading.Event()
         self._calling = threading.Lock()
         self._keys = world.name("watch")
-        self._store = self._own_store(timedelta(seconds=world.timeout))
+        self._told = self.connect(timedelta(seconds=world.timeout))
         self._failed_since, self._called, self._warned = 0.0, False, False
         self._verdict = ""
         self._heard: dict[int, str] = {}
@@ -71,8 +73,8 @@ class Watch:
         self._thread.start()
         if self._world.is_main:  # a thread of its own: a file system may answer late, or never
             threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
-        if self._store is not None:  # a thread of its own: a meeting point that is gone may never answer
-            threading.Thread(target=self._tell, args=(self._store,), name="lockstep-tell", daemon=True).start()
+        if self._told is not None:  # a thread of its own: a meeting point that is gone may never answer
+            threading.Thread(target=self._tell, args=(self._told,), name="lockstep-tell", daemon=True).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -108,36 +110,45 @@ class Watch:
         """Why this process has to end; "" while all is well."""
         progress, now = self._beat.progress, time.monotonic()
         stands, limit = now - progress.since, self._world.timeout
-        watched = (WAITING, COMPUTING) if self._world.size == 1 else (WAITING, COMPUTING, IN_BODY)
+        watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
             self._warned = True
             where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
             _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
         if progress.phase in watched and stands > limit:
             return f"no progress for {limit:g} s"
-        if self._store is None:
+        if self._told is None:
             return ""
+        if progress.phase == READING and stands > _ALONE:
+            with contextlib.suppress(RuntimeError):
+                others = self._told.passed(progress.step)
+                if others:
+                    return read_alone(self._world.rank, progress.step + 1, others)
         self._failed_since = (self._failed_since or now) if self._beat.broken() else 0.0
         if self._failed_since and now - self._failed_since > _GIVE:
             return "an exchange failed"
         return "another rank misses one of us" if self._called else ""
 
-    def _tell(self, store: TCPStore) -> None:
+    def _tell(self, told: Told) -> None:
         """Tells the others where this rank stands, and hears whether one of them misses somebody."""
         while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
             with contextlib.suppress(RuntimeError):
-                store.set(f"{self._keys}/at/{self._world.rank}", str(self._beat.progress.place))
-                self._called = self._called or store.check([f"{self._keys}/call"])
+                told.tell(self._world.rank, str(self._beat.progress.place))
+                self._called = self._called or bool(told.value("call"))
 
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
-        verdict = self._call(reason)
-        if self._ended.wait(_GIVE if "misses" in reason else 0.0):
-            return  # the main thread found out by itself
-        error = PeerError(
-            f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
-            "or data raise --timeout"
-        )
+        error: LockstepError
+        if "the loss was read" in reason:
+            error = LockstepError(reason)
+        else:
+            verdict = self._call(reason)
+            if self._ended.wait(_GIVE if "misses" in reason else 0.0):
+                return  # the main thread found out by itself
+            error = PeerError(
+                f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
+                "or data raise --timeout"
+            )
         try:
             _LOG.error("%s", error)
             if self._note:
@@ -161,7 +172,7 @@ class Watch:
             line, waits = "its exchange with the others", True
         dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
         _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
-        if self._store is None:
+        if self._told is None:
             return f"rank {self._world.rank} made no progress: it stands in {place}, at {line}"
         mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
         answers: dict[int, str] = {}
@@ -174,15 +185,15 @@ class Watch:
 
     def _ask(self, mine: str, answers: dict[int, str]) -> None:
         """Says where this rank stands, gives the others time to do so, and collects what they said."""
-        store = self._own_store(_STORE)  # the first one may be waiting for an answer for ever
-        if store is None:
+        told = self.connect(_STORE)  # the first one may be waiting for an answer for ever
+        if told is None:
             return
         with contextlib.suppress(RuntimeError):
-            store.set(f"{self._keys}/alive/{self._world.rank}", mine)
-            store.set(f"{self._keys}/call", "1")
+            told.store.set(f"{self._keys}/alive/{self._world.rank}", mine)
+            told.store.set(f"{self._keys}/call", "1")
             time.sleep(_CALL)
-            found = {rank: self._answer(store, f"alive/{rank}") for rank in range(self._world.size)}
-            self._heard = {rank: self._answer(store, f"at/{rank}") for rank, text in found.items() if not text}
+            found = {rank: told.value(f"alive/{rank}") for rank in range(self._world.size)}
+            self._heard = {rank: told.place_of(rank) for rank, text in found.items() if not text}
             answers |= found
 
     def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
@@ -208,12 +219,11 @@ class Watch:
         found = self._heard.get(rank)
         return f": it stood in {found} when last heard" if found else ""
 
-    def _answer(self, store: TCPStore, key: str) -> str:
-        full = f"{self._keys}/{key}"
-        return store.get(full).decode() if store.check([full]) else ""
+    def connect(self, wait: timedelta = _STORE) -> Told | None:
+        """A connection of one's own to the ranks' meeting point: another thread may sit in the first one.
 
-    def _own_store(self, wait: timedelta) -> TCPStore | None:
-        """A connection of the watch's own to the ranks' meeting point: another thread may sit in the first one."""
+        None in a world of one, and where the ranks met in another way.
+        """
         if self._world.size == 1 or self._world.control is None:
             return None
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -222,7 +232,7 @@ class Watch:
             store.set_timeout(_STORE)
         except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
             return None
-        return store
+        return Told(store, self._keys, self._world.size)
 
 
 def _of_a_peer(error: Exception) -> bool:

@@ -41,7 +41,7 @@ class Preemption:
     def __init__(self, beat: Heartbeat) -> None:
         self._beat = beat
         self._before: dict[signal.Signals, Any] = {}
-        self._interrupted = False
+        self._interrupted = self._again = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -54,8 +54,14 @@ class Preemption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def ends_now(self) -> bool:
+        """Whether a second Ctrl-C came, which waits for nothing."""
+        return self._again
+
     def _wish(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
+            self._again = True
             raise KeyboardInterrupt
         if number == signal.SIGHUP:
             leave_terminal()

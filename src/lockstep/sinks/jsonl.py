@@ -30,14 +30,15 @@ class JsonLines:
     Args:
         path: the file; made where it is missing, in a folder that exists.
         resume_step: the checkpoint's step; records with a later global_step are removed. None keeps all records.
+        evaluated: False removes the record of that step's own evaluation too, which will be made again.
 
     Raises:
         OSError: the file cannot be read or written. Any error of a later write comes from `log`.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None, evaluated: bool = True) -> None:
         if path.exists():
-            _trim(path, resume_step)
+            _trim(path, resume_step, evaluated)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
         self._torn = False
 
@@ -92,15 +93,17 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _keeps(line: bytes, last_step: int | None) -> bool:
+def _keeps(line: bytes, last_step: int | None, evaluated: bool) -> bool:
     record = _parse(line) if line.endswith(b"\n") else None
     if record is None:
         return False
     step = record.get("global_step")
+    if not evaluated and step == last_step and "evaluation/loss" in record:
+        return False
     return last_step is None or not isinstance(step, int | float) or step <= last_step
 
 
-def _trim(path: Path, last_step: int | None) -> None:
+def _trim(path: Path, last_step: int | None, evaluated: bool) -> None:
     """Keeps whole records up to `last_step`. The file is replaced in one move: a crash leaves it old or new."""
     part = path.with_name(f".{path.name}.part")
     dropped = False
@@ -108,7 +111,7 @@ def _trim(path: Path, last_step: int | None) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, "rb") as old, open(os.open(part, flags, 0o600), "wb") as new:
         for line in old:
-            if _keeps(line, last_step):
+            if _keeps(line, last_step, evaluated):
                 new.write(line)
             else:
                 dropped = True
