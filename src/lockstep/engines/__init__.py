@@ -18,17 +18,49 @@ from lockstep.engines.place import birthplace
 from lockstep.errors import ConfigError
 from lockstep.world import World
 
-__all__ = ["ENGINES", "Birth", "Engine", "MakeOptimizer", "Settings", "StepResult", "birth", "engine", "name_of"]
+__all__ = [
+    "ENGINES",
+    "PLAIN",
+    "Birth",
+    "Engine",
+    "Entry",
+    "MakeOptimizer",
+    "Settings",
+    "StepResult",
+    "birth",
+    "engine",
+    "name_of",
+    "options_for",
+]
 
-# name -> (module, class); imported when asked for, so that an engine's package is loaded only where it is used
+
+class Entry(NamedTuple):
+    """Where an engine is, and what is to be known of it before it is imported.
+
+    Attributes:
+        module, kind: its file and its class.
+        one_process: whether it is a single process, whatever the world.
+        everywhere: whether it needs no further package and no GPU.
+        float64: whether it can update in float64.
+    """
+
+    module: str
+    kind: str
+    one_process: bool = False
+    everywhere: bool = True
+    float64: bool = True
+
+
+# Imported when asked for, so that an engine's package is loaded only where it is used.
 ENGINES = {
-    "single": ("lockstep.engines.single", "Single"),
-    "ddp": ("lockstep.engines.ddp", "DDP"),
-    "fsdp": ("lockstep.engines.fsdp", "FSDP"),
-    "zero": ("lockstep.engines.zero", "Zero"),
-    "deepspeed": ("lockstep.engines.deepspeed", "DeepSpeed"),
-    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
+    "single": Entry("lockstep.engines.single", "Single", one_process=True),
+    "ddp": Entry("lockstep.engines.ddp", "DDP"),
+    "fsdp": Entry("lockstep.engines.fsdp", "FSDP"),
+    "zero": Entry("lockstep.engines.zero", "Zero"),
+    "deepspeed": Entry("lockstep.engines.deepspeed", "DeepSpeed", everywhere=False, float64=False),
+    "data-parallel": Entry("lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False),
 }
+PLAIN = "single"  # the one that splits nothing: what all others have to agree with
 
 
 def engine(
@@ -116,12 +148,20 @@ def birth(name: str, world: World, options: EngineOptions) -> Birth:
     return Birth(birthplace(options, world), not getattr(kind, "places", False))
 
 
+def options_for(name: str, options: EngineOptions) -> EngineOptions:
+    """Of these options those that the engine has; the others keep their default."""
+    return EngineOptions(**{option: getattr(options, option) for option in _class(name).options})
+
+
 def _kind(name: str, options: EngineOptions) -> Any:
     """The engine's class, which has these options."""
-    module, class_name = ENGINES[name]
-    kind = getattr(importlib.import_module(module), class_name)
+    kind = _class(name)
     _check_options(name, kind.options, options)
     return kind
+
+
+def _class(name: str) -> Any:
+    return getattr(importlib.import_module(ENGINES[name].module), ENGINES[name].kind)
 
 
 def _check_options(name: str, has: tuple[str, ...], options: EngineOptions) -> None:
