@@ -6,9 +6,10 @@ Importing this loads no torch: the names below are imported when they are first 
 import importlib
 from typing import TYPE_CHECKING
 
+from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
+
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
     from lockstep.config import Checkpoint, Config, Data, EngineOptions, Guards, Model, Optim
-    from lockstep.diagnose.verify import verify
     from lockstep.engines import engine
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run import Result, Run, train
@@ -22,7 +23,6 @@ __version__ = "0.1.0"
 # The modules of the public names.
 _MODULES = {
     "lockstep.config": ("Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"),
-    "lockstep.diagnose.verify": ("verify",),
     "lockstep.engines": ("engine",),
     "lockstep.trained": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),

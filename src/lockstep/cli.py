@@ -20,7 +20,7 @@ COMMANDS = {
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
     "checkpoint": ("lockstep.checkpoint.command", "command", "list, inspect or verify the checkpoints of a run"),
     "export": ("lockstep.checkpoint.export", "command", "write the weights of a checkpoint for other programs"),
-    "verify": ("lockstep.diagnose.verify_command", "command", "prove that all engines and world sizes train the same"),
+    "verify": ("lockstep.verify.command", "command", "prove that all engines and world sizes train the same"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }
 

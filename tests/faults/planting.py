@@ -3,13 +3,11 @@
 import dataclasses
 
 from lockstep.config import Config, Optim
-from lockstep.diagnose.combination import REFERENCE, Combination
-from lockstep.diagnose.compare import first_difference
-from lockstep.diagnose.executor import Started
-from lockstep.diagnose.jobs import job, reference_jobs, traces_of
-from lockstep.diagnose.plant import fault
-from lockstep.diagnose.trial import read_trace
-from lockstep.diagnose.wanted import Wanted
+from lockstep.verify.compare import first_difference, traces_of
+from lockstep.verify.executor import LocalExecutor
+from lockstep.verify.fault import fault
+from lockstep.verify.request import REFERENCE, Combination, Request, reference_specs, run_spec
+from lockstep.verify.worker import read_trace
 
 STEPS, RESUME, AT = 4, 2, 1
 
@@ -34,22 +32,21 @@ def found(task, config, folder, names, engines=("ddp",), world_size=2):
 
 
 def _found(task, config, folder, names, engines, world_size):
-    wanted = Wanted(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT)
-    executor = Started(config)
-    executor.use(folder)
-    executor.run(reference_jobs(wanted, folder, fault(names[0]), compiled=False))
+    request = Request(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT)
+    executor = LocalExecutor(config, folder)
+    executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]
 
     def planted(name, one):
-        made = job(wanted, one, folder, fault(name), reference["coarsest"])
+        made = run_spec(request, one, folder, fault(name), reference["coarsest"])
         return dataclasses.replace(made, key=f"{one.key}-{name or 'healthy'}")
 
-    alone = planted("", REFERENCE)
-    jobs = {(name, engine): planted(name, Combination(engine, world_size)) for engine in engines for name in names}
-    executor.run([alone])
-    executor.run(list(jobs.values()))
+    again = planted("", REFERENCE)
+    specs = {(name, engine): planted(name, Combination(engine, world_size)) for engine in engines for name in names}
+    executor.run([again])
+    executor.run(list(specs.values()))
     differences = {}
-    for place, one in {("", "single"): alone, **jobs}.items():
-        traces = read_trace(folder, one.key, one.combination.world_size)
-        differences[place] = first_difference(traces_of(one, reference, traces))
+    for place, spec in {("", "single"): again, **specs}.items():
+        traces = read_trace(folder, spec.key, spec.combination.world_size)
+        differences[place] = first_difference(traces_of(spec, reference, traces))
     return differences

@@ -4,9 +4,10 @@ import pytest
 from planting import AT, RESUME, STEPS, found, settings
 from toys import Ragged
 
-from lockstep.diagnose.plant import FAULTS, fault
-from lockstep.diagnose.stages import STAGES
 from lockstep.errors import ConfigError
+from lockstep.verify import FAULTS
+from lockstep.verify.fault import fault
+from lockstep.verify.table import STAGES
 
 # fault -> (step, first rank, what the place must name)
 PLACES = {
@@ -36,6 +37,7 @@ def differences(tmp_path_factory):
 def test_every_fault_has_a_place():
     assert PLACES.keys() == FAULTS.keys()
     assert len(FAULTS) == 14
+    assert all(fault(name).name == name for name in FAULTS)
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -43,7 +45,7 @@ def test_it_is_found(differences, name):
     difference = differences[name, "ddp"]
     step, rank, place = PLACES[name]
     assert difference is not None, "the fault went unnoticed"
-    assert (difference.step, difference.stage, difference.rank) == (step, FAULTS[name].stage, rank), difference
+    assert (difference.step, difference.stage, difference.rank) == (step, fault(name).stage, rank), difference
     assert difference.where == place
     assert difference.stage in STAGES
 
@@ -63,7 +65,7 @@ def test_it_is_found_in_sharded_engines(tmp_path, exact):
         if not name:
             assert difference is None, (engine, difference)
             continue
-        assert (difference.step, difference.stage) == (PLACES[name][0], FAULTS[name].stage), (engine, difference)
+        assert (difference.step, difference.stage) == (PLACES[name][0], fault(name).stage), (engine, difference)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ TABLE = [
     ),
     ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
     ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
-    ("diagnose", "diagnose/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
+    ("verify", "verify/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
     ("batchnorm", "batchnorm.py transforms/batchnorm.py", "test_batchnorm*.py test_seam*.py"),
     ("bookkeeper", "bookkeeper.py meter.py", f"test_bookkeeper*.py {WHOLE}"),

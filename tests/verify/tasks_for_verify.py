@@ -70,6 +70,22 @@ class Private(Ragged):
         return Rank(dtype=torch.float32)
 
 
+class Spectral(Network):
+    """Multiplies its logits' spectrum by trained complex numbers."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.spectrum = nn.Parameter(torch.ones(15, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(super().forward(x)) * self.spectrum, n=29)
+
+
+class Waves(Ragged):
+    def model(self):
+        return Spectral(dtype=torch.float32)
+
+
 class Hanging(Ragged):
     """Rank 1 of a larger world never comes back from its third forward."""
 

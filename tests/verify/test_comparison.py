@@ -1,6 +1,7 @@
 """The parts of a comparison, without processes: tensors, tolerances, the order of stages, operations, tasks."""
 
 import copy
+import inspect
 import json
 import math
 
@@ -10,19 +11,16 @@ from torch import nn
 
 from lockstep.checkpoint.layout import Block
 from lockstep.config import Config
-from lockstep.diagnose import certificate
-from lockstep.diagnose.combination import REFERENCE, Combination, combine, refusal
-from lockstep.diagnose.compare import first_difference
-from lockstep.diagnose.operations import Coarsest, Journal
-from lockstep.diagnose.operations import first_difference as first_line
-from lockstep.diagnose.shelf import Shelf, digest
-from lockstep.diagnose.stages import ORDER, explain
-from lockstep.diagnose.table import Row, Table
-from lockstep.diagnose.tasks import Prepared
-from lockstep.diagnose.tensors import compare, cut
-from lockstep.diagnose.tolerance import EXACT, Allowance, Scales, unit_roundoff
-from lockstep.diagnose.values import Difference, Traces
 from lockstep.errors import ConfigError
+from lockstep.task import Task
+from lockstep.verify import certificate
+from lockstep.verify.compare import Traces, first_difference
+from lockstep.verify.operations import DtypeTracker, OperationLog, digest, first_unequal
+from lockstep.verify.reference import TensorStore, compare, cut
+from lockstep.verify.request import REFERENCE, Combination, combine, refusal
+from lockstep.verify.table import STAGES, Difference, Row, Table
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
+from lockstep.verify.wrappers import PreparedTask, TaskWrapper
 
 
 def part(**changes):
@@ -50,13 +48,13 @@ def record(step=0, **changes):
 WRONG = {"name": "a", "values": [1.0, 2.0], "at": [3], "difference": 1.0, "allowed": 0.0}
 
 
-def traced(change, allowance=EXACT, clip=0.0):
+def traced(change, tolerance=EXACT, clip=0.0):
     """The first difference of one rank whose third step `change` has altered."""
     steps = [record(step) for step in range(4)]
     reference = {"rank": 0, "steps": steps, "evaluation": {"step": 4, "loss": 1.0, "items": 9, "metrics": {"m": 0.5}}}
     other = copy.deepcopy(reference) | {"resumed": []}
     change(other["steps"][2])
-    return first_difference(Traces(reference, [other], allowance, clip))
+    return first_difference(Traces(reference, [other], tolerance, clip))
 
 
 def test_equal_traces_have_no_difference():
@@ -104,7 +102,7 @@ def test_other_kernels_in_an_evaluation_are_told_from_lost_samples(items, loss, 
     other["evaluation"]["metrics"] = {"m": metric}
     found = first_difference(Traces(reference, [other], EXACT, 1.0))
     assert (found.stage, found.where, found.rank) == (stage, where, 1)
-    assert ("other kernels" in explain(stage)) is (stage == "evaluation kernels")
+    assert ("other kernels" in STAGES[stage]) is (stage == "evaluation kernels")
 
 
 def test_of_several_differences_the_earliest_stage_is_named():
@@ -169,27 +167,29 @@ def test_ranks_that_should_hold_the_same_bits_are_compared_with_each_other():
     for rank in ranks:  # two ranks share the step; the micro-batch is the first one's
         rank["steps"][0]["slots"] = rank["steps"][0]["slots"][rank["rank"] :]
     ranks[1]["steps"][0]["weights"]["digests"] = {"a": "2"}
-    found = first_difference(Traces(reference, ranks, Allowance(10, 2.0**-53, 2.0**-53)))
+    found = first_difference(Traces(reference, ranks, Tolerance(10, 2.0**-53, 2.0**-53)))
     assert (found.stage, found.rank, found.where) == ("optimizer", 1, "a")
     assert "its bits are not those of rank 0" in found.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (4, 3)])
-def test_the_shelf_gives_back_what_was_put(tmp_path, dtype, shape):
+def test_the_store_gives_back_what_was_written(tmp_path, dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    Shelf(tmp_path).put("weights", 3, [("one", tensor), ("two", tensor.t() if tensor.ndim == 2 else tensor)])
-    stored = Shelf(tmp_path).open("weights", 3)
+    TensorStore(tmp_path).write("weights", 3, [("one", tensor), ("two", tensor.t() if tensor.ndim == 2 else tensor)])
+    stored = TensorStore(tmp_path).read("weights", 3)
     assert stored.names == ["one", "two"]
     assert stored["one"].dtype == dtype
     assert torch.equal(stored["one"], tensor)
     assert torch.equal(stored["two"], tensor.t() if tensor.ndim == 2 else tensor)
-    assert Shelf(tmp_path).open("weights", 4).names == []
+    assert TensorStore(tmp_path).read("weights", 4).names == []
 
 
 def held(tmp_path, mine, theirs, allowed=-1.0):
-    Shelf(tmp_path).put("weights", 0, theirs.items())
-    return compare(mine.items(), Shelf(tmp_path).open("weights", 0), lambda *_: allowed)
+    TensorStore(tmp_path).write("weights", 0, theirs.items())
+    return compare(mine.items(), TensorStore(tmp_path).read("weights", 0), lambda *_: allowed)
 
 
 def test_tensors_are_compared_by_bits_or_by_norm(tmp_path):
@@ -203,6 +203,18 @@ def test_tensors_are_compared_by_bits_or_by_norm(tmp_path):
     assert found["largest"] == [0.25, "a"]
     assert held(tmp_path, off, wanted, 0.3)["first"] is None
     assert held(tmp_path, off, wanted, lambda place: torch.full((6,), 0.05, dtype=torch.float64)[place])["first"]
+
+
+def test_of_a_complex_tensor_both_parts_are_compared(tmp_path):
+    wanted = {"a": torch.full((2, 3), 3 + 4j)}
+    off = {"a": wanted["a"].clone()}
+    off["a"][1, 2] += 0.25j
+    found = held(tmp_path, off, wanted)
+    assert found["first"] == {"name": "a", "values": [4.25, 4.0], "at": [1, 2, 1], "difference": 0.25, "allowed": -1.0}
+    assert found["parts"]["a"][1] == found["sums"][2] == 6 * 25.0
+    assert held(tmp_path, off, wanted, 0.3)["first"] is None
+    assert held(tmp_path, off, wanted, 0.2)["first"]
+    assert held(tmp_path, wanted, wanted)["equal"]
 
 
 @pytest.mark.parametrize("value", [-0.0, math.nan, math.inf])
@@ -228,11 +240,11 @@ def test_a_part_of_a_tensor_is_compared_with_its_place():
 
 
 def test_the_tolerance_grows_with_terms_and_steps_and_is_cut():
-    fine = Allowance(10, unit_roundoff("float64"), unit_roundoff("float64"))
+    fine = Tolerance(10, unit_roundoff("float64"), unit_roundoff("float64"))
     assert fine.relative(0) == 32 * 10 * 2.0**-53
     assert fine.relative(0) < fine.relative(1) < fine.relative(7) < 1e-12
-    assert Allowance(20, 2.0**-53).relative(0) == 2 * Allowance(10, 2.0**-53).relative(0)
-    assert Allowance(10**9, 2.0**-8).relative(0) == 0.25
+    assert Tolerance(20, 2.0**-53).relative(0) == 2 * Tolerance(10, 2.0**-53).relative(0)
+    assert Tolerance(10**9, 2.0**-8).relative(0) == 0.25
     assert EXACT.relative(5) == 0.0
     assert EXACT.close(3, math.nan, math.nan)
     assert not EXACT.close(3, 1.0, 1.0 + 2.0**-52)
@@ -240,9 +252,9 @@ def test_the_tolerance_grows_with_terms_and_steps_and_is_cut():
 
 def test_a_cancelled_gradient_may_move_a_weight_by_its_rate_and_any_other_by_little():
     scales = Scales(norm=1.0, travel=0.1, beta2=0.95, eps=1e-8)
-    allowance = Allowance(10, unit_roundoff("float32"), unit_roundoff("float32"))
+    tolerance = Tolerance(10, unit_roundoff("float32"), unit_roundoff("float32"))
     second = torch.tensor([1e-18, 1e-4]) * 0.05
-    allowed = allowance.weights(0, torch.zeros(2), second, scales)(slice(0, 2))
+    allowed = tolerance.weights(0, torch.zeros(2), second, scales)(slice(0, 2))
     assert allowed[0] == pytest.approx(0.2)
     assert allowed[1] < 1e-4
 
@@ -257,12 +269,12 @@ def test_sums_in_another_order_stay_within_the_tolerance():
             forwards += parts[k]
             backwards += parts[-1 - k]
         error = torch.linalg.vector_norm((forwards - backwards).double())
-        assert error <= Allowance(terms, unit_roundoff("float32")).relative(0) * torch.linalg.vector_norm(forwards)
+        assert error <= Tolerance(terms, unit_roundoff("float32")).relative(0) * torch.linalg.vector_norm(forwards)
 
 
 def test_the_coarsest_dtype_is_seen():
     layer = nn.Linear(4, 4, dtype=torch.float64)
-    with Coarsest() as seen:
+    with DtypeTracker() as seen:
         layer(torch.zeros(2, 4, dtype=torch.float64)).sum().backward()
     assert seen.name == "float64"
     with seen, torch.autocast("cpu", torch.bfloat16):
@@ -270,19 +282,19 @@ def test_the_coarsest_dtype_is_seen():
     assert seen.name == "bfloat16"
 
 
-def test_a_journal_names_the_module_of_the_first_operation_that_differs():
+def test_a_log_of_operations_names_the_module_of_the_first_operation_that_differs():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     lines = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        with Journal(model) as journal:
+        with OperationLog(model) as log:
             model(torch.ones(2, 4)).sum().backward()
-        lines.append(journal.lines)
-    place, (module, operation, _), _ = first_line(*lines)
+        lines.append(log.lines)
+    place, (module, operation, _), _ = first_unequal(*lines)
     assert module == "1 (Dropout)"
     assert "dropout" in operation or "bernoulli" in operation
-    assert first_line(lines[0], lines[0]) is None
-    assert first_line(lines[0], lines[0][:3])[0] == 3
+    assert first_unequal(lines[0], lines[0]) is None
+    assert first_unequal(lines[0], lines[0][:3])[0] == 3
     assert place > 0
     assert not model._forward_hooks
 
@@ -308,13 +320,19 @@ def test_a_table_says_everything_in_words():
     assert "DIFFERENT from step 3 on, rank 1 (and 2), head.weight: [0] is 1.0 instead of 2.0. Cause: reduction" in str(
         table
     )
-    assert all(explain(stage) for stage in ORDER)
+    assert all(STAGES.values())
     assert not Table("title", [Row(REFERENCE, "unavailable", reason="no")]).ok
 
 
 def test_floating_point_data_follows_the_model_into_float64():
-    class Task:
+    class Nested(Task):
         reduction = "mean"
+
+        def model(self):
+            return nn.Linear(1, 1)
+
+        def loss(self, model, batch):
+            return model(batch["x"]).mean()
 
         def collate(self, samples):
             return {"x": torch.ones(2), "y": (torch.ones(2, dtype=torch.int64), [torch.ones(1)]), "z": "text"}
@@ -322,14 +340,28 @@ def test_floating_point_data_follows_the_model_into_float64():
         def dataset(self, split):
             return list(range(100)) if split == "train" else [7, 8, 9]
 
-    task = Prepared(Task(), True, 2)
+    task = PreparedTask(Nested(), wide=True, samples=2)
     batch = task.collate([])
     assert batch["x"].dtype == batch["y"][1][0].dtype == torch.float64
     assert batch["y"][0].dtype == torch.int64
-    assert task.reduction == "mean"
-    assert not hasattr(task, "metrics")
-    assert (len(task.dataset("train")), len(task.dataset("evaluation"))) == (100, 2)
-    assert Prepared(Task(), False, 2).collate([])["x"].dtype == torch.float32
+    assert (len(task.dataset("train")), list(task.dataset("evaluation"))) == (100, [7, 8])
+    assert PreparedTask(Nested(), wide=False, samples=2).collate([])["x"].dtype == torch.float32
+
+
+def test_a_wrapped_task_passes_on_every_method_and_value():
+    class Answering:
+        """Each method says which it is, each value which it is."""
+
+        def __getattribute__(self, name):
+            return name if name in Task.__annotations__ else lambda *_: name
+
+    answering = Answering()
+    wrapper = TaskWrapper(answering)
+    for name, value in vars(Task).items():
+        if callable(value) and not name.startswith("_"):
+            arguments = [None] * (len(inspect.signature(value).parameters) - 1)
+            assert getattr(wrapper, name)(*arguments) == (None if name == "load_state_dict" else name), name
+    assert all(getattr(wrapper, name) == name for name in Task.__annotations__)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from toys import Ragged
 import lockstep
 from lockstep import cli, options
 from lockstep.config import Config, Optim
-from lockstep.diagnose import certificate, verify_command
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
+from lockstep.verify import certificate, command
 
 PARTS = {"batch_size": 8, "lr": 0.01, "device": "cpu", "timeout": 60.0, "optim": Optim(warmup_steps=1)}
 QUICK = {"world_sizes": (2,), "steps": 3, "resume_at": 1}
@@ -51,6 +51,11 @@ def test_batch_norm_and_float32_images():
     assert table.ok, str(table)
     local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
+
+
+def test_complex_parameters_agree_within_rounding():
+    table = lockstep.verify(tasks.Waves(samples=60), config(), engines=("ddp",), precision="float32", **QUICK)
+    assert [row.verdict for row in table.rows] == ["equal", "close"], str(table)
 
 
 @pytest.mark.slow
@@ -111,7 +116,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
 @pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted")])
 def test_an_end_from_outside_leaves_no_files_and_no_tracebacks(number, code, said, tmp_path):
     """All processes get it, as from a terminal."""
-    flags = ["verify", "--device", "cpu", "--scratch", str(tmp_path), "--certificate", ""]
+    flags = ["verify", "--device", "cpu", "--scratch", str(tmp_path)]
     command = [sys.executable, "-m", "lockstep", *flags]
     with subprocess.Popen(
         command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -133,7 +138,7 @@ def test_inside_a_torchrun_job(tmp_path):
     file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
     here = str(Path(__file__).parent.parent)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
-    flags = ["verify", *FLAGS.split()[:-2], "--task", f"{file}:Mine", "--certificate", ""]
+    flags = ["verify", *FLAGS.split()[:-2], "--task", f"{file}:Mine"]
     for more, code in (([], 0), (["--plant", "bit-flip", "--plant-at", "1"], 1)):
         done = subprocess.run(
             [*launcher, *flags, *more], env=environment(PYTHONPATH=here), capture_output=True, text=True, check=False
@@ -206,12 +211,14 @@ class Broken(Ragged):
         return super().loss(model, batch)
 
 
-def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_path, capsys):
+def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_path, capsys, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
     path = str(tmp_path / "certificate.json")
-    assert cli.dispatch(["verify", *FLAGS.split(), "--task", f"{file}:Mine", "--certificate", path]) == 0
-    assert "ddp x2     within rounding" in capsys.readouterr().out
+    assert cli.dispatch(["verify", *FLAGS.split(), "--task", f"{file}:Mine", "--out", path]) == 0
+    shown = capsys.readouterr().out
+    assert "ddp x2     within rounding" in shown
+    assert shown.splitlines()[-1] == f"  certificate: {path}"
     made = json.loads((tmp_path / "certificate.json").read_text())
     assert made["config"]["precision"] == "float64"
     assert len(made["fingerprints"]) == 2
@@ -221,12 +228,15 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
 
     made["trace"]["steps"][1]["slots"][3]["seeded"] = "0" * 16
     (tmp_path / "other.json").write_text(json.dumps(made))
-    again = ["verify", "--device", "cpu", "--timeout", "60", "--certificate", ""]
-    assert verify_command.command([*again[1:], "--against", path]) == 0
+    again = ["verify", "--device", "cpu", "--timeout", "60"]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert command.command([*again[1:], "--against", path]) == 0
     assert "against the certificate, within rounding: it agrees" in capsys.readouterr().out
     with pytest.raises(DifferenceError, match="not the same training: the certificate"):
         cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
     assert "step 1 on, rank 0, micro-batch 3: the generators' states differ" in capsys.readouterr().out
+    assert not list(Path.cwd().iterdir()), "only --out writes"
 
 
 def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path):
@@ -269,6 +279,8 @@ def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path)
         (["--plant", "bit-flip", "--world-sizes", "1"], "goes wrong on one of several ranks"),
         (["--task", "nowhere.py:Task"], "there is no such file"),
         (["--against", "nowhere.json"], "--against nowhere.json: No such file"),
+        (["--out", "nowhere/certificate.json"], "--out nowhere/certificate.json: give a file in a folder that exists"),
+        (["--out", "."], "--out .: give a file"),
         (["--lrr", "1"], "unknown flag --lrr"),
         (["--steps", "many"], "--help` lists the flags"),
     ],

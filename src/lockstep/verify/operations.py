@@ -1,19 +1,20 @@
 """What a model computes, operation by operation, below autograd and modules.
 
-with Coarsest() as seen: ...            seen.dtypes: floating-point dtypes that came up
-with Journal(model) as journal: ...     journal.lines: (module, operation, digest of the result), in order
+with DtypeTracker() as seen: ...        seen.dtypes: floating-point and complex dtypes that came up
+with OperationLog(model) as log: ...    log.lines: (module, operation, digest of the result), in order
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.diagnose.shelf import digest
+from lockstep.checkpoint.write import bytes_of
 
-__all__ = ["Coarsest", "Journal", "Line", "coarsest", "first_difference"]
+__all__ = ["DtypeTracker", "Line", "OperationLog", "coarsest", "digest", "first_unequal"]
 
 Line = tuple[str, str, list[str]]  # module, operation, digests
 
@@ -23,8 +24,8 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> str:
     return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)).removeprefix("torch.")
 
 
-class Coarsest(TorchDispatchMode):
-    """Notes the floating-point dtypes of all results."""
+class DtypeTracker(TorchDispatchMode):
+    """Notes the floating-point and complex dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +33,7 @@ class Coarsest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.dtypes |= {t.dtype for t in _tensors(result) if t.is_floating_point()}
+        self.dtypes |= {t.dtype for t in _tensors(result) if t.is_floating_point() or t.is_complex()}
         return result
 
     @property
@@ -41,7 +42,7 @@ class Coarsest(TorchDispatchMode):
         return coarsest(self.dtypes)
 
 
-class Journal(TorchDispatchMode):
+class OperationLog(TorchDispatchMode):
     """Notes every operation's result by its digest, and the module in whose forward it ran. Waits for the device."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,8 +75,8 @@ class Journal(TorchDispatchMode):
         self._inside.pop()  # and returns None: a forward hook's value would take the place of the output
 
 
-def first_difference(one: list[Line], other: list[Line]) -> tuple[int, Line, Line] | None:
-    """(place, line, line) where two journals first differ; None where they agree."""
+def first_unequal(one: list[Line], other: list[Line]) -> tuple[int, Line, Line] | None:
+    """(place, line, line) where two logs first differ; None where they agree."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if list(mine) != list(theirs):
             return place, mine, theirs
@@ -92,3 +93,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def digest(value: Tensor | bytes) -> str:
+    """xxh3 of the bytes, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(bytes_of(value) if isinstance(value, Tensor) else value)

@@ -1,4 +1,4 @@
-"""certificate.json: what a proof found, and what the single process did, step by step.
+"""A certificate: what a verification found, and what the single process did, step by step; a file of JSON.
 
 write(path, made)
 given = read(path)
@@ -11,13 +11,12 @@ from typing import Any
 
 from lockstep import environment, options
 from lockstep.config import Config
-from lockstep.diagnose.compare import first_difference
-from lockstep.diagnose.recorder import TENSORS
-from lockstep.diagnose.table import Row
-from lockstep.diagnose.tolerance import EXACT, Allowance
-from lockstep.diagnose.values import Difference, Traces
-from lockstep.diagnose.wanted import Wanted
 from lockstep.errors import ConfigError
+from lockstep.verify.compare import Traces, first_difference
+from lockstep.verify.recorder import TENSORS
+from lockstep.verify.request import Request
+from lockstep.verify.table import Difference, Row
+from lockstep.verify.tolerance import EXACT, Tolerance
 
 __all__ = ["against", "config_of", "make", "read", "same_machine", "write"]
 
@@ -25,7 +24,7 @@ _FORMAT = 1
 _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_sizes", "resume_at", "compile", "task"}
 
 
-def make(wanted: Wanted, trace: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def make(request: Request, trace: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     """The certificate as plain values: what was asked for, the single process's trace, and the table's rows."""
     about = environment.describe()
     machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
@@ -34,13 +33,13 @@ def make(wanted: Wanted, trace: dict[str, Any], rows: list[Row]) -> dict[str, An
         "versions": about["versions"],
         "machine": machine,
         "devices": about["devices"],
-        "config": options.flat(wanted.config),
-        "steps": wanted.steps,
-        "engines": list(wanted.engines),
-        "world_sizes": list(wanted.world_sizes),
-        "resume_at": wanted.resume,
-        "compile": wanted.compile,
-        "task": wanted.named or (type(wanted.task).__qualname__ if wanted.task is not None else ""),
+        "config": options.flat(request.config),
+        "steps": request.steps,
+        "engines": list(request.engines),
+        "world_sizes": list(request.world_sizes),
+        "resume_at": request.resume,
+        "compile": request.compile,
+        "task": request.named or (type(request.task).__qualname__ if request.task is not None else ""),
         "rows": [
             {"combination": str(row.combination), "verdict": row.verdict, "found": row.text, "largest": row.largest[0]}
             for row in rows
@@ -57,7 +56,7 @@ def write(path: Path, made: dict[str, Any]) -> None:
         part.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise ConfigError(f"--certificate {path}: {error.strerror or error}; choose another file") from error
+        raise ConfigError(f"--out {path}: {error.strerror or error}; choose another file") from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -98,26 +97,26 @@ def same_machine(given: dict[str, Any]) -> list[str]:
     return different + ([f"devices {there} there, {here} here"] if there[:1] != here[:1] else [])
 
 
-def against(given: dict[str, Any], trace: dict[str, Any], allowance: Allowance) -> Difference | None:
+def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:
     """The first difference of this machine's single process to the certificate's, stage by stage as ever.
 
     Of tensors a certificate has digests and 2-norms: with a tolerance it is the norms that are compared.
     """
-    wanted = given["trace"]
-    steps = [_held(mine, theirs, allowance) for mine, theirs in zip(trace["steps"], wanted["steps"], strict=False)]
-    if len(steps) != len(wanted["steps"]):
-        text = f"{len(trace['steps'])} steps instead of {len(wanted['steps'])}"
+    expected = given["trace"]
+    steps = [_held(mine, theirs, tolerance) for mine, theirs in zip(trace["steps"], expected["steps"], strict=False)]
+    if len(steps) != len(expected["steps"]):
+        text = f"{len(trace['steps'])} steps instead of {len(expected['steps'])}"
         return Difference(len(steps), "data", "steps", 0, text)
-    return first_difference(Traces(wanted, [{**trace, "steps": steps}], allowance))
+    return first_difference(Traces(expected, [{**trace, "steps": steps}], tolerance))
 
 
-def _held(mine: dict[str, Any], theirs: dict[str, Any], allowance: Allowance) -> dict[str, Any]:
+def _held(mine: dict[str, Any], theirs: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
     """This machine's record of a step, its tensors held against the certificate's as a rank's would be."""
     step, kinds = mine["step"], [kind for kind in TENSORS if kind in mine]
-    return mine | {kind: _compared(mine[kind], theirs.get(kind), step, allowance) for kind in kinds}
+    return mine | {kind: _compared(mine[kind], theirs.get(kind), step, tolerance) for kind in kinds}
 
 
-def _compared(mine: dict[str, Any], theirs: dict[str, Any] | None, step: int, allowance: Allowance) -> dict[str, Any]:
+def _compared(mine: dict[str, Any], theirs: dict[str, Any] | None, step: int, tolerance: Tolerance) -> dict[str, Any]:
     found: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "sums": [0.0] * 4}
     there = theirs["digests"] if theirs else {}
     found["missing"] = sorted(mine["digests"].keys() ^ there.keys())
@@ -127,7 +126,7 @@ def _compared(mine: dict[str, Any], theirs: dict[str, Any] | None, step: int, al
             continue
         found["equal"] = False
         norms = [mine["norms"][name], theirs["norms"][name]] if theirs else [0.0, 0.0]
-        limit = -1.0 if allowance is EXACT else allowance.relative(step) * total
+        limit = -1.0 if tolerance is EXACT else tolerance.relative(step) * total
         if found["first"] is None and not abs(norms[0] - norms[1]) <= limit:
             difference = abs(norms[0] - norms[1])
             values = [f"a tensor of norm {norm!r}" for norm in norms]

@@ -1,6 +1,6 @@
 """Watches the real loop from outside: wrappers of the feed, the seeder and the engine, and torch's optimizer hooks.
 
-recorder = Recorder(engine, model, keeper, device)
+recorder = Recorder(engine, model, reference, device)
 for record in steps(recorder.engine, task, recorder.watch(feed), beat, Plan(rate, recorder.seeding(seed), clock)):
     recorder.close(record)                  # recorder.steps[-1] is what this rank did, as plain values
 """
@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.checkpoint.layout import local_of
 from lockstep.data.batches import Feed, MicroBatch
-from lockstep.diagnose.operations import Coarsest, coarsest
-from lockstep.diagnose.shelf import digest
-from lockstep.diagnose.wrapped import Wrapped
 from lockstep.engines.base import Engine, StepResult
 from lockstep.records import StepRecord
+from lockstep.verify.operations import DtypeTracker, coarsest, digest
+from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
+from lockstep.verify.wrappers import EngineWrapper
 
-__all__ = ["KINDS", "TENSORS", "Keeper", "Named", "Recorder"]
+__all__ = ["KINDS", "TENSORS", "Recorder"]
 
 KINDS = ("weights", "buffers", "optimizer")  # of the state
 TENSORS = ("initial", "gradient", *KINDS)  # of a step
-
-Named = list[tuple[str, Tensor]]
-
-
-class Keeper(Protocol):
-    """What is done with tensors: the reference writes them down, the others compare."""
-
-    def __call__(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
-        """Plain values for the record of `step`. `kind` is one of TENSORS."""
-
-    def seal(self, model: dict[str, Tensor]) -> str:
-        """One text for all tensors of the model; "" where there is no need of it."""
 
 
 class Recorder:
@@ -49,25 +37,34 @@ class Recorder:
     Args:
         engine: the one to watch.
         model: the plain module that it holds.
-        keep: see Keeper.
+        reference: takes the tensors of each step, and gives what the record is to say of them.
         device: whose generators are watched.
         before: digests of the state after the last step, from the recorder of the steps before a resume.
+        tracks_dtypes: whether the dtypes of the first forward are noted.
 
     Attributes:
         engine: for the loop.
         steps: a record a step, in order.
-        coarsest: the coarsest dtype of the first forward, where `survey` was asked for.
+        dtypes: those of the first forward.
+        ended: digests of the state after the last step.
     """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, keep: Keeper, device: torch.device, before: dict[str, Any] | None
+        self,
+        engine: Engine,
+        model: nn.Module,
+        reference: ReferenceWriter | ReferenceComparer,
+        device: torch.device,
+        before: dict[str, Any] | None = None,
+        *,
+        tracks_dtypes: bool = False,
     ) -> None:
         self.engine: Engine = _Probe(engine, self)
         self.steps: list[dict[str, Any]] = []
-        self.coarsest = Coarsest()
-        self.survey = False
+        self.dtypes = DtypeTracker()
         self.ended = before
-        self._model, self._keep, self._device = model, keep, device
+        self._tracks_dtypes = tracks_dtypes
+        self._model, self._reference, self._device = model, reference, device
         self._buffers = {name for name, _ in model.named_buffers()}
         self._slot = -1
         self._optimizer: Any = None
@@ -122,15 +119,15 @@ class Recorder:
             return None
         step, state = self.steps[-1], self._state()
         if self.ended is None:
-            step["initial"] = self._keep("initial", step["step"], state["weights"] + state["buffers"])
+            step["initial"] = self._reference.record("initial", step["step"], state["weights"] + state["buffers"])
         else:
             step["changed"] = [
                 [kind, name]
-                for kind, tensors in self._kinds(state)
-                for name, tensor in tensors
+                for kind in KINDS
+                for name, tensor in state[kind]
                 if self.ended[kind].get(name) != digest(local_of(tensor))
             ]
-        return self.coarsest if self.survey and len(self.steps) == 1 else None
+        return self.dtypes if self._tracks_dtypes and len(self.steps) == 1 else None
 
     def scaled(self, loss: Tensor) -> None:
         """What the loop hands to `backward`, and the generators after the forward."""
@@ -149,10 +146,10 @@ class Recorder:
         present["norm"] = float(result.norm)  # waits for the device
         present["applied"] = result.applied
         for kind in KINDS:
-            present[kind] = self._keep(kind, present["step"], state[kind])
-        present["fingerprint"] = self._keep.seal(dict(state["weights"]) | dict(state["persistent"]))
-        self.ended = {kind: {name: digest(local_of(t)) for name, t in tensors} for kind, tensors in self._kinds(state)}
-        # DeepSpeed's state has a rank's part of a parameter that the model holds whole, or, at stage 3, now and then.
+            present[kind] = self._reference.record(kind, present["step"], state[kind])
+        present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
+        self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in KINDS}
+        # An engine's state may have a rank's part of a parameter that the model holds whole, or holds now and then.
         held = [(name, local_of(p)) for name, p in self._model.named_parameters()]
         self.ended["held"] = {name: digest(tensor) for name, tensor in held if tensor.numel()}
         return result
@@ -168,14 +165,10 @@ class Recorder:
         found["buffers"] = list(self._model.named_buffers())
         return found
 
-    @staticmethod
-    def _kinds(state: dict[str, Named]) -> list[tuple[str, Named]]:
-        return [(kind, state[kind]) for kind in KINDS]
-
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         """A split optimizer calls one inside another: the outermost has all parameters.
 
-        DeepSpeed's takes one group after another, or a part of one: an update is over where the first comes again.
+        Another one takes one group after another, or a part of one: an update is over where the first comes again.
         """
         if not self._armed or self._optimizer not in (None, optimizer):
             return
@@ -193,15 +186,15 @@ class Recorder:
     def _before_first(self, step: dict[str, Any]) -> None:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         gradients = [(n, p.grad) for n, p in named if p.grad is not None]
-        if gradients:  # DeepSpeed keeps them elsewhere: there the norm is compared, and what the update makes
-            step["gradient"] = self._keep("gradient", step["step"], gradients)
+        if gradients:  # some engines keep them elsewhere: there the norm is compared, and what the update makes
+            step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
             kept, held = self.ended["held"], [(name, local_of(p)) for name, p in named]
             step["changed"] += [["weights", n] for n, p in held if n in kept and p.numel() and kept[n] != digest(p)]
 
 
-class _Probe(Wrapped):
+class _Probe(EngineWrapper):
     """The engine as the loop sees it."""
 
     def __init__(self, inner: Engine, recorder: Recorder) -> None:
@@ -210,12 +203,12 @@ class _Probe(Wrapped):
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         context = self.inner.accumulate(last)
-        survey = self._recorder.begin()
-        if survey is None:
+        tracker = self._recorder.begin()
+        if tracker is None:
             return context
         both = contextlib.ExitStack()
         both.enter_context(context)
-        both.enter_context(survey)
+        both.enter_context(tracker)
         return both  # type: ignore[return-value]
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """How far two runs that add the same numbers in another order may be apart. The derivation is in docs/verify.md.
 
-allowance = Allowance(terms=10, sums=2**-53, inner=2**-53)
-allowance.relative(step)        of a gradient, as a share of the whole gradient's norm
+tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
+tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
 """
 
 import math
@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Config
+from lockstep.transforms.precision import PARAMETERS
 
-__all__ = ["EXACT", "Allowance", "Scales", "unit_roundoff"]
+__all__ = ["EXACT", "Scales", "Tolerance", "tolerance_of", "unit_roundoff"]
 
 SAFETY = 32.0  # growth of an error by the model and the optimizer from step to step: the one assumption
 INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
 CEILING = 0.25  # a larger difference is never rounding
 _SPREAD = 4.0  # share of the norm in which an element may be off whatever its tensor's size: cancelled gradients
+_KERNEL_TERMS = 4096  # of the longest sum inside a model, which another compiler or machine may add in another order
 _TRAVEL = 2.0  # updates, in learning rates, that Adam makes at most of an element whose gradient is all rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class Tolerance:
     """What may differ.
 
     Attributes:
@@ -51,21 +53,23 @@ class Allowance:
         disturbed = INNER * self.inner if step or self.compiled else 0.0
         return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
 
-    def close(self, step: int, mine: float, wanted: float) -> bool:
+    def close(self, step: int, mine: float, expected: float) -> bool:
         """Whether two numbers that were summed from gradients, losses or weights of `step` agree."""
-        if mine == wanted or (mine != mine and wanted != wanted):
+        if mine == expected or (mine != mine and expected != expected):
             return True
-        return abs(mine - wanted) <= self.relative(step) * max(abs(mine), abs(wanted))
+        return abs(mine - expected) <= self.relative(step) * max(abs(mine), abs(expected))
 
-    def weights(self, step: int, wanted: Tensor, second: Tensor | None, scales: "Scales") -> Callable[[slice], Tensor]:
+    def weights(
+        self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
+    ) -> Callable[[slice], Tensor]:
         """Largest error of the elements at a place of a flattened parameter after the update of `step`, in float64.
 
         Args:
-            wanted: the reference's parameter.
+            expected: the reference's parameter.
             second: the reference's running mean of squared gradients, where the optimizer has one.
             scales: of this step.
         """
-        flat, moments = wanted.reshape(-1), None if second is None else second.reshape(-1)
+        flat, moments = expected.reshape(-1), None if second is None else second.reshape(-1)
         unbiased = 1.0 - scales.beta2 ** (step + 1)
         typical = 0.0 if moments is None else math.sqrt(max(0.0, _mean(moments) / unbiased))
         error = self.relative(step) * typical + self._noise(step) * scales.norm
@@ -118,12 +122,28 @@ class Scales:
         return found
 
 
-EXACT = Allowance(0)
+EXACT = Tolerance(0)
+
+
+def tolerance_of(config: Config, world_size: int, coarsest: str, *, other_kernels: bool) -> Tolerance:
+    """Bits with --exact, where the kernels are the same; else what the dtypes and the number of terms allow.
+
+    Args:
+        coarsest: dtype that the model computes in, at its coarsest.
+        other_kernels: those of another compiler or machine than the reference's.
+    """
+    if config.exact and not other_kernels:
+        return EXACT
+    inner = unit_roundoff(coarsest)
+    if config.matmul_precision != "highest" and config.device != "cpu":
+        inner = max(inner, 2.0**-11)  # TF32
+    terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
+    return Tolerance(terms, unit_roundoff(str(PARAMETERS[config.precision])), inner, other_kernels)
 
 
 def unit_roundoff(name: str) -> float:
     """2**-53 for "float64", 2**-24 for "float32", 2**-8 for "bfloat16": half the spacing of numbers at 1."""
-    return float(torch.finfo(getattr(torch, name)).eps) / 2
+    return float(torch.finfo(getattr(torch, name.removeprefix("torch."))).eps) / 2
 
 
 def _mean(flat: Tensor) -> float:

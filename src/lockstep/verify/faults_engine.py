@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lockstep.checkpoint.layout import local_of
 from lockstep.config import Config
-from lockstep.diagnose.fault import Fault, Site
-from lockstep.diagnose.wrapped import Wrapped
 from lockstep.engines.base import Engine, StepResult
 from lockstep.errors import ConfigError
+from lockstep.verify.fault import Fault, FaultContext
+from lockstep.verify.wrappers import EngineWrapper
 
 __all__ = [
     "BitFlip",
@@ -28,18 +28,18 @@ __all__ = [
 ]
 
 
-class _Counting(Wrapped):
+class _StepCounter(EngineWrapper):
     """An engine that knows which step it is in."""
 
-    def __init__(self, inner: Engine, site: Site) -> None:
+    def __init__(self, inner: Engine, context: FaultContext) -> None:
         super().__init__(inner)
-        self.site = site
-        self.done = site.begin
+        self.context = context
+        self.done = context.begin
 
     @property
     def here(self) -> bool:
         """Whether this is the step at which the fault is planted, on the rank that has it."""
-        return self.site.is_victim and self.done == self.site.step
+        return self.context.is_target_rank and self.done == self.context.step
 
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         result = self.inner.step(factor, limit)
@@ -52,10 +52,10 @@ class RankWeights(Fault):
     name, stage = "per-rank-weights", "initial weights"
     text = "the last rank begins with other weights"
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        if site.is_victim and not site.resumed:
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        if context.is_target_rank and not context.resumed:
             with torch.no_grad():
-                for parameter in site.parameters():
+                for parameter in context.parameters():
                     local_of(parameter).mul_(1.001)
         return engine
 
@@ -65,13 +65,13 @@ class OtherRate(Fault):
     name, stage, moment = "other-rate", "optimizer", "step"
     text = "the last rank has another learning rate"
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        return _OtherRate(engine, site)
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        return _OtherRate(engine, context)
 
 
-class _OtherRate(_Counting):
+class _OtherRate(_StepCounter):
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        late = self.site.is_victim and self.done >= self.site.step
+        late = self.context.is_target_rank and self.done >= self.context.step
         return super().step(factor * 1.01 if late and factor is not None else factor, limit)
 
 
@@ -80,11 +80,11 @@ class ExtraStep(Fault):
     name, stage, moment = "extra-step", "optimizer", "step"
     text = "the last rank updates twice"
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        return _Twice(engine, site)
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        return _Twice(engine, context)
 
 
-class _Twice(_Counting):
+class _Twice(_StepCounter):
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         if not self.here:
             return super().step(factor, limit)
@@ -102,17 +102,17 @@ class BitFlip(Fault):
     name, stage, moment = "bit-flip", "weights", "step"
     text = "one bit of one parameter flips on the last rank, between two steps"
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        return _Flipping(engine, site)
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        return _Flipping(engine, context)
 
 
-class _Flipping(_Counting):
+class _Flipping(_StepCounter):
     flipped = False
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         if self.here and not self.flipped:
             self.flipped = True
-            parameter = next(local_of(p) for p in self.site.parameters() if local_of(p).numel())
+            parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
             parameter.view(-1)[:1].view(torch.uint8)[0] ^= 1  # the lowest bit of the first element
         return self.inner.accumulate(last)
 
@@ -122,11 +122,11 @@ class UnsentGradient(Fault):
     name, stage, moment = "unsent-gradient", "reduction", "step"
     text = "the gradient of one micro-batch of the last rank is left out of the exchange"
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        return _Unsent(engine, site)
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        return _Unsent(engine, context)
 
 
-class _Unsent(_Counting):
+class _Unsent(_StepCounter):
     kept = False
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -141,19 +141,19 @@ class RankAverage(Fault):
     name, stage = "rank-average", "normalisation"
     text = "each rank divides by its own items, and the ranks' gradients are averaged"
 
-    def outside(self, engine: Engine, site: Site) -> Engine:
-        return _Averaged(engine, site)
+    def outside(self, engine: Engine, context: FaultContext) -> Engine:
+        return _Averaged(engine, context)
 
 
-class _Averaged(_Counting):
+class _Averaged(_StepCounter):
     share = 1.0
     known = -1
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.known != self.done:
-            assert self.site.feed is not None
-            self.known, own = self.done, self.site.feed.items(self.done)
-            every = self.site.world.gather(own)  # collective
+            assert self.context.feed is not None
+            self.known, own = self.done, self.context.feed.items(self.done)
+            every = self.context.world.gather(own)  # collective
             self.share = sum(every) / max(own * len(every), 1)
         self.inner.backward(loss, weight * self.share)
 
@@ -173,7 +173,7 @@ class ClipBeforeUnscale(Fault):
         if config.precision == "fp16":  # both scales together overflow, which shows first
             raise ConfigError(f"--plant {self.name} scales the loss, as --precision fp16 does: use another precision")
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
         seen: list[Any] = []
 
         def unscale(optimizer: Any, *_: Any) -> None:
@@ -192,7 +192,7 @@ class ClipBeforeUnscale(Fault):
         self._handle.remove()
 
 
-class _Scaled(Wrapped):
+class _Scaled(EngineWrapper):
     def __init__(self, inner: Engine, scale: float, reset: Callable[[], None]) -> None:
         super().__init__(inner)
         self._scale, self._reset = scale, reset
@@ -215,10 +215,10 @@ class SwappedState(Fault):
         if not resume:
             raise ConfigError(f"--plant {self.name} needs a resume: leave --resume-at out")
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
-        if site.resumed:
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        if context.resumed:
             state = engine.state()  # may be collective
-            moments = [local_of(t) for name, t in state.items() if site.is_victim and name.endswith("/exp_avg")]
+            moments = [local_of(t) for name, t in state.items() if context.is_target_rank and name.endswith("/exp_avg")]
             for moment in (m for m in moments if m.numel() > 1):
                 moment.copy_(moment.flatten().roll(moment.numel() // 2).view_as(moment))
         return engine

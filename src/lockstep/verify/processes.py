@@ -1,4 +1,4 @@
-"""Processes for a proof: N ranks of one function, on this machine.
+"""N processes on this machine, each a rank of one function.
 
     messages = start(work, 2, (argument,), folder=folder, patience=60.0)
 
@@ -32,7 +32,7 @@ __all__ = ["RankFailed", "start"]
 
 _START = 180.0  # seconds until a process runs: the first of all waits for the server to load torch
 _GRACE = 5.0  # seconds in which the other ranks may still say what they know, after one has failed
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.diagnose.trial"]
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.verify.worker"]
 
 
 class RankFailed(LockstepError):

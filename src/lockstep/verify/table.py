@@ -1,14 +1,51 @@
-"""What a proof found, as a table to print and rows to read."""
+"""What a verification finds: the first difference with its cause, a row a combination, and the table to print."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.combination import Combination
-from lockstep.diagnose.stages import explain
-from lockstep.diagnose.values import Difference, listed
+from lockstep.verify.request import Combination
 
-__all__ = ["Row", "Table"]
+__all__ = ["STAGES", "Difference", "Row", "Table", "listed"]
+
+# The stages of a step, in the order in which two runs are compared, and what a first difference there means. Whatever a
+# stage computes from is compared before it, so the first that differs is the cause.
+STAGES = {
+    "initial weights": "the ranks do not begin with the same weights",
+    "weights": "something other than the optimizer changed the weights between two updates",
+    "data": "the ranks do not read the samples of this step in the run's order",
+    "randomness": "random numbers do not depend on the step and the micro-batch alone",
+    "forward": "with the same weights, data and generators the model computes another loss on this rank",
+    "normalisation": "the loss is not divided by the items of the whole step",
+    "buffers": "the model's buffers depend on which rank computed what",
+    "reduction": "gradients are not the sum over all micro-batches of all ranks",
+    "clipping": "the gradient is not clipped by the norm of the whole, unscaled gradient",
+    "optimizer": "the same gradient leads to another update",
+    "schedule": "the learning rate is not the one of this step",
+    "evaluation": "the evaluation does not count every sample once",
+    "evaluation kernels": "the evaluation has the same items, but its forward is computed by other kernels",
+    "optimizer state": "the optimizer's state is not the one of this step",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a combination first differs from the reference.
+
+    Attributes:
+        step: 0-based.
+        stage: the cause, a key of STAGES.
+        where: the tensor, or the micro-batch.
+        rank: the first rank that differs; `ranks`: all of them, where known.
+        text: what was found there.
+    """
+
+    step: int
+    stage: str
+    where: str
+    rank: int
+    text: str
+    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -53,8 +90,7 @@ class Table:
         title: what was compared, and how exactly.
         notes: what applies to all rows: a task that is not deterministic, a planted fault.
         difference: between the single process and itself, or another machine's certificate.
-        certificate: what `certificate.json` holds; None where nothing was run.
-        path: where it was written.
+        certificate: what a certificate holds; None where nothing was run.
     """
 
     title: str
@@ -62,7 +98,6 @@ class Table:
     notes: list[str] = field(default_factory=list)
     difference: Difference | None = None
     certificate: dict[str, Any] | None = None
-    path: Path | None = None
 
     @property
     def ok(self) -> bool:
@@ -86,5 +121,11 @@ def _shown(found: Difference) -> str:
     also = f" (and {listed(others)})" if others else ""
     return (
         f"DIFFERENT from step {found.step} on, rank {found.rank}{also}, {found.where}: {found.text}. "
-        f"Cause: {found.stage}: {explain(found.stage)}"
+        f"Cause: {found.stage}: {STAGES[found.stage]}"
     )
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """`0, 1, 2`, shortened where long."""
+    texts = [str(number) for number in sorted(numbers)]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... ({len(texts)} of them)"])

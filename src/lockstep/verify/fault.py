@@ -1,8 +1,10 @@
-"""What a planted fault is: a wrapper around one part of a run. The faults themselves are in plant.py.
+"""What a planted fault is: a wrapper around one part of a run, which the comparison must find.
 
-Nothing in the product knows of them: a trial hands each of its parts to the fault, which gives back another.
+Nothing in the product knows of them: a run that is verified hands each of its parts to the fault, which gives back
+another. The faults themselves are in faults_data.py and faults_engine.py; lockstep.verify.FAULTS lists them.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +14,18 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Feed
 from lockstep.engines.base import Engine
+from lockstep.errors import ConfigError
+from lockstep.task import Task
+from lockstep.verify import FAULTS
 from lockstep.world import World
 
-__all__ = ["Fault", "Site"]
+__all__ = ["Fault", "FaultContext", "Seed", "fault"]
 
 Seed = Callable[[int, int], None]
 
 
 @dataclass
-class Site:
+class FaultContext:
     """Where a fault is planted.
 
     Attributes:
@@ -47,7 +52,7 @@ class Site:
         return list(self.model.parameters())
 
     @property
-    def is_victim(self) -> bool:
+    def is_target_rank(self) -> bool:
         """Whether this is the one rank that goes wrong: the last."""
         return self.world.rank == self.world.size - 1
 
@@ -69,22 +74,33 @@ class Fault:
     def check(self, config: Config, steps: int, resume: int) -> None:
         """Raises ConfigError where the fault could not show."""
 
-    def task(self, task: Any, site: Site) -> Any:
+    def task(self, task: Task, context: FaultContext) -> Task:
         return task
 
-    def inside(self, engine: Engine, site: Site) -> Engine:
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
         """The engine below the recorder: a fault of the engine or of the machine."""
         return engine
 
-    def outside(self, engine: Engine, site: Site) -> Engine:
+    def outside(self, engine: Engine, context: FaultContext) -> Engine:
         """The engine above the recorder: a fault of the loop."""
         return engine
 
-    def seed(self, seed: Seed, site: Site) -> Seed:
+    def seed(self, seed: Seed, context: FaultContext) -> Seed:
         return seed
 
-    def evaluation(self, batches: Batches, site: Site) -> Any:
+    def evaluation(self, batches: Batches, context: FaultContext) -> Any:
         return batches
 
     def close(self) -> None:
         """Takes back whatever was hung up in this process."""
+
+
+def fault(name: str) -> Fault:
+    """The fault of that name; "" is none. Raises ConfigError for an unknown one."""
+    if not name:
+        return Fault()
+    if name not in FAULTS:
+        raise ConfigError(f"--plant '{name}': choose one of {', '.join(FAULTS)}")
+    module, kind = FAULTS[name]
+    made: Fault = getattr(importlib.import_module(module), kind)()
+    return made

@@ -1,1 +1,0 @@
-"""Proofs and measurements of training, built on the public parts of lockstep alone."""

@@ -1,0 +1,98 @@
+"""The proof that N ranks train what one does.
+
+    table = lockstep.verify(task, config, engines=("single", "ddp"), world_sizes=(1, 2), steps=8)
+    print(table)
+    assert table.ok
+
+A single process takes the steps and writes down every tensor of each; then, in every combination of engine and world
+size, each rank compares its own with these as it goes. See docs/verify.md.
+
+Importing this loads no torch: what does the work is imported when it is asked for.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+    from lockstep.verify.table import Table
+
+__all__ = ["FAULTS", "verify"]
+
+# The faults that can be planted: name -> (module, class).
+FAULTS = {
+    "per-rank-seed": ("lockstep.verify.faults_data", "RankSeed"),
+    "per-rank-weights": ("lockstep.verify.faults_engine", "RankWeights"),
+    "overlapping-data": ("lockstep.verify.faults_data", "OverlappingShards"),
+    "dropped-sample": ("lockstep.verify.faults_data", "DroppedOnResume"),
+    "unsent-gradient": ("lockstep.verify.faults_engine", "UnsentGradient"),
+    "local-batchnorm": ("lockstep.verify.faults_data", "LocalBatchNorm"),
+    "rank-average": ("lockstep.verify.faults_engine", "RankAverage"),
+    "other-rate": ("lockstep.verify.faults_engine", "OtherRate"),
+    "rank-dropout": ("lockstep.verify.faults_data", "TiedDropout"),
+    "extra-step": ("lockstep.verify.faults_engine", "ExtraStep"),
+    "bit-flip": ("lockstep.verify.faults_engine", "BitFlip"),
+    "clip-before-unscale": ("lockstep.verify.faults_engine", "ClipBeforeUnscale"),
+    "padded-evaluation": ("lockstep.verify.faults_data", "PaddedEvaluation"),
+    "swapped-state": ("lockstep.verify.faults_engine", "SwappedState"),
+}
+
+
+def verify(
+    task: Any = None,
+    config: "Config | None" = None,
+    *,
+    engines: Sequence[str] = (),
+    world_sizes: Sequence[int] = (1, 2),
+    steps: int = 8,
+    precision: str = "",
+    resume_at: int | None = None,
+    compile: bool = False,
+    plant: str = "",
+    plant_at: int | None = None,
+    skip_unavailable: bool = False,
+    scratch: str = "",
+) -> "Table":
+    """Runs the same steps in every combination, and compares each with a single process, tensor by tensor.
+
+    The processes are started here; they import the module of `task`, which must therefore not start them itself when
+    it is imported. Under torchrun the job's own ranks are used, at their world size.
+
+    Args:
+        task: what is trained; None: what the config names. It has to go through pickle, except under torchrun.
+        config: of the run. With `exact` every bit must agree.
+        engines, world_sizes: all pairs of them, but for engines that are one process. No engines: every one that needs
+            no further package and no GPU.
+        steps: how many of the run's first steps.
+        precision: "" is float64 without `config.exact`, else the config's; a name is that one. An engine without
+            float64 among them: the config's.
+        resume_at: the step before which each combination is saved and resumed; None: half-way; 0: never.
+        compile: also compare compiled with eager.
+        plant: a fault to plant, to see it found (a key of lockstep.verify.FAULTS); plant_at: the step at which.
+        skip_unavailable: leave out what cannot run here.
+        scratch: a folder for about 4 copies of the model a step; "": the system's.
+
+    Returns:
+        the table; `ok` is False where anything differs.
+
+    Raises:
+        ConfigError: what was asked for cannot be done, or something cannot run here and `skip_unavailable` is False.
+        LockstepError: the single process itself failed.
+    """
+    request = importlib.import_module("lockstep.verify.request").Request(
+        config or importlib.import_module("lockstep.config").Config(),
+        task,
+        engines=engines,
+        world_sizes=world_sizes,
+        steps=steps,
+        precision=precision,
+        resume_at=resume_at,
+        compile=compile,
+        plant=plant,
+        plant_at=plant_at,
+        skip_unavailable=skip_unavailable,
+        scratch=scratch,
+    )
+    table: Table = importlib.import_module("lockstep.verify.verification").prove(request)
+    return table

@@ -1,0 +1,293 @@
+"""The reference's tensors: written by the single process, and held against what each rank of another run has.
+
+store = TensorStore(folder)
+store.write("weights", step, named_tensors)
+store.read("weights", step)["blocks.0.weight"]          # a CPU tensor, read from the disk now
+
+Tensors are written, read and compared one at a time, each rank its own part, so that nothing is gathered.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint.layout import Block, block_of, local_of
+from lockstep.checkpoint.write import bytes_of
+from lockstep.config import Config
+from lockstep.errors import ConfigError
+from lockstep.verify.operations import digest
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance
+
+__all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStore", "compare", "cut"]
+
+Named = list[tuple[str, Tensor]]
+
+PIECE = 2**18  # elements that are converted to float64 at a time
+
+# Of a tensor's part: the largest 2-norm of its error, or a function of a piece's place to the largest error of elements
+Limit = float | Callable[[slice], Tensor]
+LimitOf = Callable[[str, Tensor, Block], Limit]
+
+
+class StoredTensors:
+    """What one `write` wrote; each tensor is read from the disk when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = path.with_suffix(".json")
+        self._index: dict[str, Any] = json.loads(index.read_text(encoding="utf-8")) if index.exists() else {}
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were written."""
+        return list(self._index)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A new CPU tensor. KeyError for a name that was not written."""
+        offset, size, dtype, shape = self._index[name]
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            raw = bytearray(size)
+            file.readinto(raw)  # one copy in memory, not two
+        wide = getattr(torch, dtype)
+        return (torch.frombuffer(raw, dtype=wide) if size else torch.empty(0, dtype=wide)).reshape(shape)
+
+
+class TensorStore:
+    """A folder of `StoredTensors` by kind and step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes whole tensors of any device and dtype; one of them at a time is copied to the host."""
+        path, index, offset = self._path(kind, step), {}, 0
+        with path.open("wb") as file:
+            for name, tensor in tensors:
+                raw = bytes_of(tensor)
+                file.write(raw)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                index[name] = [offset, len(raw), dtype, list(tensor.shape)]
+                offset += len(raw)
+        path.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
+
+    def read(self, kind: str, step: int) -> StoredTensors:
+        """What was written; empty where nothing was."""
+        return StoredTensors(self._path(kind, step))
+
+    @property
+    def free(self) -> int:
+        """Bytes that are free on its disk."""
+        return shutil.disk_usage(self._folder).free
+
+    def _path(self, kind: str, step: int) -> Path:
+        return self._folder / f"{step:08d}-{kind}.bin"
+
+
+@final
+class ReferenceWriter:
+    """For the reference: tensors go to the store, digests and norms into the record."""
+
+    def __init__(self, store: TensorStore, steps: int) -> None:
+        self._store, self._steps = store, steps
+
+    def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
+        if kind == "initial":
+            self._check_room(sum(tensor.nbytes for _, tensor in tensors))
+        self._store.write(kind, step, tensors)
+        norms = {name: math.sqrt(square(t.cpu())) for name, t in tensors}  # waits for the device
+        digests = {name: digest(tensor) for name, tensor in tensors}
+        return {"digests": digests, "norms": norms, "square": math.fsum(n * n for n in norms.values())}
+
+    def _check_room(self, size: int) -> None:
+        """Raises ConfigError unless the gradients, weights and moments of all steps have room."""
+        needed, free = size * (4 * self._steps + 4), self._store.free
+        if free < needed:
+            raise ConfigError(
+                f"--scratch: the proof takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; choose another "
+                "folder, or lower --steps"
+            )
+
+    def fingerprint(self, model: dict[str, Tensor]) -> str:
+        return checkpoint.fingerprint_of(model)
+
+
+@final
+class ReferenceComparer:
+    """For all others: each rank compares its parts with the reference's.
+
+    Args:
+        store: the reference's.
+        steps: the reference's records.
+        tolerance: what may differ.
+        config: of the run; its optimizer's numbers are needed.
+    """
+
+    def __init__(self, store: TensorStore, steps: list[dict[str, Any]], tolerance: Tolerance, config: Config) -> None:
+        self._store, self._tolerance = store, tolerance
+        self._scales = Scales.of(steps, config)
+
+    def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
+        second = self._store.read("optimizer", step) if kind == "weights" and not self._tolerance.exact else None
+        return compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
+
+    def fingerprint(self, model: dict[str, Tensor]) -> str:
+        return ""  # every tensor is compared, and a split model's would have to be gathered
+
+    def _limit(
+        self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: Block
+    ) -> Limit:
+        """The largest error of a part of one tensor; -1: none at all."""
+        tolerance = EXACT if kind == "initial" else self._tolerance
+        if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
+            return -1.0
+        scales, relative = self._scales[step], tolerance.relative(step)
+        if kind == "weights":
+            moment = f"optimizer/{name}/exp_avg_sq"
+            part = cut(_real(second[moment]), block) if second is not None and moment in second.names else None
+            return tolerance.weights(step, expected, part, scales)
+        if name.endswith("/exp_avg_sq"):
+            return 4.0 * relative * scales.norm**2
+        if kind == "buffers":
+            size = math.sqrt(square(expected))
+            return relative * (size + 1.0) + tolerance.drift(step, scales) * math.sqrt(expected.numel())
+        return relative * scales.norm
+
+
+def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limit_of: LimitOf) -> dict[str, Any]:
+    """How this rank's parts differ from the reference's, as plain values for `found`.
+
+    Args:
+        tensors: by name, in the model's order; DTensors where sharded.
+        expected: the reference's, of the same kind and step.
+        limit_of: (name, reference's part, block) -> the largest error, see Limit; below 0: no bit may differ.
+
+    Returns:
+        "digests": of the tensors that this rank holds whole.
+        "first": the first tensor that is not as it should be: its name, the largest difference, where, both values.
+        "largest": [relative difference, name]: of the tensor's largest error to its largest element.
+        "equal": whether all bits are.
+        "sums": squares of what this rank has, of what it has whole, of the reference's part, and their product.
+        "parts": by name, squares of what this rank has and of the reference's part, and their product.
+        "missing": names on one side only.
+    """
+    found: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
+    found["parts"] = {}
+    sums, seen = [0.0, 0.0, 0.0, 0.0], set()
+    for name, tensor in tensors:
+        seen.add(name)
+        if name not in expected.names:
+            found["missing"].append(name)
+            continue
+        block = block_of(tensor)
+        if block is None or not tensor.numel():
+            continue
+        mine = local_of(tensor).cpu()  # waits for the device
+        if _is_whole(tensor):
+            found["digests"][name] = digest(mine)
+        whole = expected[name]
+        if tensor.shape != whole.shape or tensor.dtype != whole.dtype:
+            found["first"] = found["first"] or _unlike(name, tensor, whole)
+            found["equal"] = False
+            continue
+        if whole.is_complex():  # one dimension more: the real and the imaginary part
+            block = Block((*block.offsets, 0), (*block.shape, 2))
+        mine, theirs = _real(mine), cut(_real(whole), block)
+        found["parts"][name] = _tally(sums, mine, theirs, _is_whole(tensor))
+        _difference(found, name, mine, theirs, block, limit_of)
+    found["missing"] += [name for name in expected.names if name not in seen]
+    return {**found, "sums": sums}
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether this is a plain tensor, which every rank holds whole."""
+    return not hasattr(tensor, "placements")
+
+
+def cut(whole: Tensor, block: Block) -> Tensor:
+    """The part of a whole tensor that a block says; a view."""
+    for dimension, (start, length) in enumerate(zip(block.offsets, block.shape, strict=True)):
+        whole = whole.narrow(dimension, start, length)
+    return whole
+
+
+def _unlike(name: str, mine: Tensor, theirs: Tensor) -> dict[str, Any]:
+    kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (mine, theirs)]
+    return {"name": name, "values": kinds, "at": [], "difference": math.inf, "allowed": 0.0}
+
+
+def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list[float]:
+    own, expected, product = 0.0, 0.0, 0.0
+    if mine.is_floating_point():
+        for _, a, b in _pieces(mine, theirs):
+            own, expected, product = own + float(a @ a), expected + float(b @ b), product + float(a @ b)
+        for index, number in enumerate((own, own * whole, expected, product)):
+            sums[index] += number
+    return [own, expected, product]
+
+
+def _difference(
+    found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: Block, limit_of: LimitOf
+) -> None:
+    if digest(mine) == digest(theirs):
+        return
+    found["equal"] = False
+    limit = limit_of(name, theirs, block)
+    worst, size, error, allowed_square = (-1.0, 0), 0.0, 0.0, 0.0
+    for place, a, b in _pieces(mine, theirs):
+        apart = (a - b).abs()
+        if not apart.isfinite().all():  # inf - inf, or a nan that has other bits: what is not finite differs
+            apart = torch.where(apart.isfinite(), apart, math.inf)
+        at = int(apart.argmax())
+        worst = max(worst, (float(apart[at]), -(place.start + at)))
+        size = max(size, float(b.abs().max()))
+        error += float(apart @ apart)
+        if not isinstance(limit, float):
+            most = limit(place)
+            allowed_square += float(most @ most)
+    relative = worst[0] / size if size else math.inf
+    if relative > found["largest"][0]:
+        found["largest"] = [relative, name]
+    allowed = limit if isinstance(limit, float) else math.sqrt(allowed_square)
+    if found["first"] is None and not math.sqrt(error) <= allowed:
+        flat = -worst[1]
+        values = [float(mine.reshape(-1)[flat]), float(theirs.reshape(-1)[flat])]
+        where = {"at": _place(flat, block), "difference": math.sqrt(error), "allowed": allowed}
+        found["first"] = {"name": name, "values": values, **where}
+
+
+def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(place, piece of the one, piece of the other) in float64: at no time does a whole tensor lie in memory so."""
+    one, other = mine.reshape(-1), theirs.reshape(-1)
+    for start in range(0, one.numel(), PIECE):
+        place = slice(start, start + PIECE)
+        yield place, one[place].double(), other[place].double()
+
+
+def _place(flat: int, block: Block) -> list[int]:
+    """The index in the whole tensor of an element of a block."""
+    place: list[int] = []
+    for start, length in zip(reversed(block.offsets), reversed(block.shape), strict=True):
+        flat, within = divmod(flat, max(length, 1))
+        place.insert(0, start + within)
+    return place
+
+
+def square(tensor: Tensor) -> float:
+    """The sum of the squares of all elements, in float64."""
+    plain = _real(tensor.detach())
+    return math.fsum(float(a @ a) for _, a, _ in _pieces(plain, plain))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor with its real and imaginary parts as a last dimension; any other as it is. A view."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

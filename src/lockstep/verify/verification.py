@@ -1,0 +1,213 @@
+"""One verification: the single process, then itself again, then every combination by world size."""
+
+import json
+import shutil
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.verify import certificate
+from lockstep.verify.compare import first_difference, traces_of
+from lockstep.verify.executor import Executor, executor_for
+from lockstep.verify.fault import fault
+from lockstep.verify.operations import first_unequal
+from lockstep.verify.processes import RankFailed
+from lockstep.verify.recorder import TENSORS
+from lockstep.verify.request import (
+    REFERENCE,
+    Combination,
+    Request,
+    RunSpec,
+    combine,
+    reference_specs,
+    refusal,
+    run_spec,
+)
+from lockstep.verify.table import Difference, Row, Table
+from lockstep.verify.tolerance import tolerance_of
+from lockstep.verify.worker import read_trace
+
+__all__ = ["Verification", "prove"]
+
+
+def prove(request: Request, against: dict[str, Any] | None = None) -> Table:
+    """What `lockstep.verify` does, from its arguments. Its files are removed at the end.
+
+    Args:
+        against: a certificate, with which this machine's single process is compared too.
+
+    Raises:
+        ConfigError, LockstepError: see `lockstep.verify`.
+    """
+    request = request.resolved()
+    executor = executor_for(request.config, request.scratch)
+    try:
+        table = Verification(request, executor, against).table()
+        executor.close()
+    finally:
+        if executor.is_main:
+            shutil.rmtree(executor.folder, ignore_errors=True)
+    return table
+
+
+class Verification:
+    """One verification under way: first the reference, then itself again, then all others by world size."""
+
+    def __init__(self, request: Request, executor: Executor, against: dict[str, Any] | None = None) -> None:
+        self._request, self._executor, self._against = request, executor, against
+        self._fault = fault(request.plant)
+        self._rows: dict[Combination, Row] = {}
+        self._reference: dict[str, Any] = {}
+
+    def table(self) -> Table:
+        """Makes all runs and compares them. Raises as `lockstep.verify` does."""
+        combinations = self._combinations()
+        self._run_reference(compiled=any(one.compiled for one in combinations))
+        table = Table(_title(self._request), notes=self._notes())
+        self._run([one for one in combinations if one == REFERENCE])
+        again = self._rows[REFERENCE]
+        if again.difference:  # whatever another combination showed, it could not be told from this
+            table.rows, table.difference = [again], again.difference
+            table.notes = [_explained(again.difference, self._spec(REFERENCE), self._executor)]
+            return table
+        for size in sorted({one.world_size for one in combinations}):
+            self._run([one for one in combinations if one.world_size == size])
+        table.rows = [self._rows[one] for one in combinations]
+        if self._request.plant and table.ok:
+            table.notes.append("nothing was found: this fault makes no difference in this run (see docs/verify.md)")
+        if self._against:
+            self._compare_with(self._against, table)
+        table.certificate = certificate.make(self._request, self._reference, table.rows)
+        return table
+
+    def _combinations(self) -> list[Combination]:
+        """All of them. Those that cannot run here have a row already, or are refused."""
+        request, own = self._request, self._executor.world_size
+        found = combine(request.engines, [own] if own else request.world_sizes, request.compile)
+        if own:  # of one process there is only what needs no launcher
+            found = [one for one in found if one.world_size > 1 or one.engine == REFERENCE.engine]
+        for one in found:
+            reason = refusal(one, request.config)
+            if reason:
+                self._rows[one] = Row(one, "unavailable", reason=reason)
+        self._check_available()
+        if request.plant:
+            self._fault.check(request.config, request.steps, request.resume)
+            if all(one.world_size == 1 for one in found):
+                raise ConfigError(f"--plant {request.plant} goes wrong on one of several ranks: add --world-sizes 2")
+        return found
+
+    def _check_available(self) -> None:
+        missing = [row for row in self._rows.values() if row.verdict == "unavailable"]
+        if missing and not self._request.skip_unavailable:
+            reasons = "; ".join(f"{row.combination} cannot run here: {row.reason}" for row in missing)
+            raise ConfigError(f"{reasons}; leave it out, or give --skip-unavailable")
+
+    def _run_reference(self, *, compiled: bool) -> None:
+        """Runs the single process; raises where it cannot."""
+        request = self._request
+        try:
+            self._executor.run(reference_specs(request, self._executor.folder, self._fault, compiled=compiled))
+        except RankFailed as error:
+            if error.usage:
+                raise ConfigError(str(error).partition(": ")[2]) from error
+            raise LockstepError(f"the single process failed: {error}") from error
+        self._reference = self._trace("reference")
+        taken = len(self._reference["steps"])
+        if taken < request.steps:
+            raise ConfigError(f"--steps {request.steps}: the whole plan has {taken}; lower it, or raise --num-epochs")
+
+    def _trace(self, key: str) -> dict[str, Any]:
+        traces = read_trace(self._executor.folder, key, 1)
+        if traces is None:
+            raise LockstepError("the single process left no trace; is the folder for traces shared by all nodes?")
+        return traces[0]
+
+    def _run(self, combinations: list[Combination]) -> None:
+        """Rows for combinations of one world size; after a failure the rest are started again."""
+        waiting = [one for one in combinations if one not in self._rows]
+        while waiting:
+            failure = None
+            try:
+                self._executor.run([self._spec(one) for one in waiting])
+            except RankFailed as error:
+                failure = error
+            while waiting:
+                one = waiting.pop(0)
+                traces = read_trace(self._executor.folder, one.key, one.world_size)
+                if traces is None:
+                    self._rows[one] = _failed(one, failure)
+                    break
+                self._rows[one] = self._row(one, traces)
+        self._check_available()
+
+    def _row(self, one: Combination, traces: list[dict[str, Any]]) -> Row:
+        spec = self._spec(one)
+        found = first_difference(traces_of(spec, self._trace(spec.reference), traces))
+        parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
+        largest: list[Any] = max((trace["steps"][-1]["weights"]["largest"] for trace in traces), default=[0.0, ""])
+        verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
+        return Row(one, verdict, (largest[0], largest[1]), found)
+
+    def _spec(self, one: Combination) -> RunSpec:
+        return run_spec(self._request, one, self._executor.folder, self._fault, self._reference["coarsest"])
+
+    def _compare_with(self, given: dict[str, Any], table: Table) -> None:
+        """This machine's single process against the certificate's."""
+        apart = certificate.same_machine(given)
+        config = self._request.config
+        allowed = tolerance_of(config, 1, self._reference["coarsest"], other_kernels=bool(apart))
+        table.difference = certificate.against(given, self._reference, allowed)
+        how = "bit for bit" if allowed.exact else "within rounding"
+        other = f" (not the same: {'; '.join(apart)})" if apart else ""
+        row = Row(REFERENCE, "different" if table.difference else "equal", difference=table.difference)
+        found = row.text if table.difference else "it agrees"
+        table.notes.append(f"against the certificate, {how}{other}: {found}")
+
+    def _notes(self) -> list[str]:
+        request, notes = self._request, []
+        if request.resume:
+            notes.append(f"each combination was saved, ended and resumed before step {request.resume}")
+        if request.plant:
+            moment = {"start": 0, "step": request.fault_step, "resume": request.resume, "end": request.steps}
+            step = moment[self._fault.moment]
+            notes.append(f"planted from step {step}: {self._fault.text}; to be found as: {self._fault.stage}")
+        return notes
+
+
+def _failed(one: Combination, error: RankFailed | None) -> Row:
+    reason = str(error) if error else "a rank left no trace"
+    return Row(one, "unavailable" if error and error.usage else "failed", reason=reason)
+
+
+def _title(request: Request) -> str:
+    config = request.config
+    how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
+    return (
+        f"{request.steps} steps of {config.batch_size} samples in {config.micro_batches} micro-batches, "
+        f"{config.precision}, compared with a single process: {how}"
+    )
+
+
+def _explained(found: Difference, spec: RunSpec, executor: Executor) -> str:
+    """One line on a difference between two runs of the single process: the task is not deterministic.
+
+    Two more processes note every operation of the step in which the runs came apart. Where the data differ already, or
+    the state after the resume, that is the answer.
+    """
+    head = f"the task is not deterministic in one process, so nothing else can be compared: step {found.step}"
+    if found.stage in ("data", "optimizer state", "weights", "initial weights"):
+        return f"{head}, {found.stage}, {found.where}: {found.text}"
+    try:
+        for name in ("one", "other"):
+            executor.log_operations(spec, found.step, name)
+    except RankFailed as error:
+        return f"{head}, {found.stage}, {found.where}; the operation could not be found: {error}"
+    one, other = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
+    difference = first_unequal(one, other)
+    if difference is None:
+        return f"{head}, {found.stage}, {found.where}; two more runs agreed in all {len(one)} operations of it"
+    place, (module, operation, _), (_, instead, _) = difference
+    where = f"in {module}" if module else "in the loss or its gradient"
+    if operation != instead:
+        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {where}"
+    return f"{head}: the first operation that differs is {operation} (number {place} of the step), {where}"

@@ -1,0 +1,187 @@
+"""The run of one combination, on one rank: the product's own parts and loop, watched, with a resume on the way.
+
+    run(world, say, specs)          in each of N processes; a trace of each run goes to disk
+
+Nothing of the loop is repeated here. A fault, where one is planted, wraps a part before the recorder does.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import checkpoint
+from lockstep.clock import make_clock
+from lockstep.config import Config
+from lockstep.data.batches import Feed
+from lockstep.engines import Engine, options_for
+from lockstep.evaluate import evaluate
+from lockstep.heartbeat import Heartbeat
+from lockstep.loop import Plan, seeder, steps
+from lockstep.parts import Parts, assemble
+from lockstep.records import StepRecord
+from lockstep.task import Task, adapted, items_of_a_sample, load_task
+from lockstep.tasks.named import named_task
+from lockstep.verify.fault import FaultContext, Seed
+from lockstep.verify.operations import OperationLog
+from lockstep.verify.recorder import Recorder
+from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
+from lockstep.verify.request import RunSpec
+from lockstep.verify.wrappers import PreparedTask
+from lockstep.world import World, together
+
+__all__ = ["log_operations", "read_trace", "run"]
+
+
+def run(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> None:
+    """Makes the runs one after another and writes this rank's trace of each."""
+    (specs[0].folder / "traces").mkdir(exist_ok=True)
+    for spec in specs:
+        with _eager_numbers(spec):
+            trace = _traced(world, say, spec)
+        path = _path(spec.folder, spec.key, world.rank)
+        path.with_suffix(".part").write_text(json.dumps(trace), encoding="utf-8")
+        path.with_suffix(".part").replace(path)  # a trace is there whole, or the run failed
+        say()
+
+
+def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | None:
+    """The traces of all ranks of a run; None unless it ended on every one."""
+    paths = [_path(folder, key, rank) for rank in range(ranks)]
+    if not all(path.exists() for path in paths):
+        return None
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def log_operations(world: World, say: Callable[..., None], spec: RunSpec, step: int, name: str) -> None:
+    """Writes every operation of `step`, in order, to `folder/name.json`: for a task that is not deterministic."""
+    parts = _assembled(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
+    feed = parts.batches.from_step(0)
+    training = _training(parts, parts.engine, feed, feed, _seed(parts))
+    for _ in range(step):
+        next(training)
+        say()
+    with OperationLog(parts.model) as log:
+        next(training)
+    (spec.folder / f"{name}.json").write_text(json.dumps(log.lines), encoding="utf-8")
+
+
+def _path(folder: Path, key: str, rank: int) -> Path:
+    return folder / "traces" / f"{key}-{rank}.json"
+
+
+@contextlib.contextmanager
+def _eager_numbers(spec: RunSpec) -> Iterator[None]:
+    """Compiled code draws other random numbers than eager; where the two are compared, it is to draw eager's."""
+    if not spec.combination.compiled or spec.reference != "reference":
+        yield
+        return
+    with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
+        yield
+    torch.compiler.reset()  # what is compared with compiled runs is compiled as it is
+
+
+def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
+    """The trace of this rank."""
+    request, fault = spec.request, spec.fault
+    ends = [spec.resume, request.steps] if spec.resume else [request.steps]
+    trace: dict[str, Any] = {"rank": world.rank, "steps": [], "resumed": ends[:-1]}
+    before: dict[str, Any] | None = None
+    for begin, end in zip([0, *ends], ends, strict=False):
+        context = FaultContext(world, request.config, request.fault_step, begin)
+        parts = _assembled(spec, world, context, spec.key)
+        if parts.source:
+            tensors = parts.tensors()
+            checkpoint.load(parts.source, tensors, world)  # collective
+            parts.restore(tensors)
+            del tensors
+        context.model, context.feed = parts.model, parts.batches.from_step(parts.start)
+        recorder = Recorder(
+            fault.inside(parts.engine, context),
+            parts.model,
+            _reference(spec),
+            world.device,
+            before,
+            tracks_dtypes=not spec.reference and not parts.config.compile,
+        )
+        with contextlib.closing(context.feed):
+            _take_steps(parts, recorder, spec, context, end, say)
+        before = recorder.ended
+        trace["steps"] += recorder.steps
+        trace.setdefault("coarsest", recorder.dtypes.name)
+        if end < request.steps:
+            state = parts.state | parts.horizon.place(end) | {"plan": parts.plan, "world_size": world.size}
+            checkpoint.save(parts.folder.path, end, parts.tensors(), state, world, engine=spec.combination.engine)
+        elif parts.evaluation is not None:
+            batches = fault.evaluation(parts.evaluation, context)
+            found = evaluate(parts.engine, parts.task, batches, world, step=end, seed=parts.config.seed)
+            trace["evaluation"] = {"step": end, "loss": found.loss, "items": found.items, "metrics": found.metrics}
+        del parts, context, recorder
+        gc.collect()  # engines, before the next is made or the groups are left
+    return trace
+
+
+def _take_steps(
+    parts: Parts, recorder: Recorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
+) -> None:
+    """The steps up to `end`, recorded."""
+    assert context.feed is not None
+    seed = recorder.seeding(spec.fault.seed(_seed(parts), context))
+    engine = spec.fault.outside(recorder.engine, context)
+    with recorder.hooked():
+        for record in _training(parts, engine, context.feed, recorder.watch(context.feed), seed):
+            recorder.close(record)
+            say()
+            if record.step + 1 == end:
+                break
+    spec.fault.close()
+
+
+def _training(parts: Parts, engine: Engine, feed: Feed, watched: Any, seed: Seed) -> Iterator[StepRecord]:
+    """The product's loop over `watched`, as run.py starts it."""
+    each, cut = items_of_a_sample(parts.task), parts.horizon.cut
+    beat = Heartbeat(parts.world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
+    return steps(engine, parts.task, watched, beat, Plan(parts.rate, seed, make_clock(parts.world.device)))
+
+
+def _seed(parts: Parts) -> Seed:
+    return seeder(parts.config.seed, "micro", parts.world.device)
+
+
+def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Parts:
+    """The parts of the run in a folder of its own, so that nothing of the user's is read or written."""
+    given, engine = spec.request.config, spec.combination.engine
+    config = dataclasses.replace(
+        given,
+        engine=engine,
+        compile=spec.combination.compiled,
+        engine_options=options_for(engine, given.engine_options),  # the others are for other engines
+        experiment_name=name,
+        save_dir=str(spec.folder / "runs"),
+    )
+    task = together(world, lambda: _task(spec, config))
+    return assemble(config, spec.fault.task(task, context), world)
+
+
+def _task(spec: RunSpec, config: Config) -> Task:
+    task = spec.request.task
+    if task is None:
+        task = load_task(spec.request.named) if spec.request.named else named_task(config, lambda _: None)
+    # Two steps and one micro-batch: at two ranks and more one of them has a slot that must not count.
+    samples = 2 * config.batch_size + config.micro_batch_size
+    return PreparedTask(adapted(task), wide=config.precision == "float64", samples=samples)
+
+
+def _reference(spec: RunSpec) -> ReferenceWriter | ReferenceComparer:
+    if not spec.reference:
+        return ReferenceWriter(TensorStore(spec.folder / spec.key), spec.request.steps)
+    trace = read_trace(spec.folder, spec.reference, 1)
+    assert trace is not None, "the reference runs first"
+    store, config = TensorStore(spec.folder / spec.reference), spec.request.config
+    return ReferenceComparer(store, trace[0]["steps"], spec.tolerance, config)

@@ -1,0 +1,123 @@
+"""A task around a task and an engine around an engine: what recorders and planted faults are made of."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Subset
+
+from lockstep.config import Config
+from lockstep.data.order import Order
+from lockstep.engines.base import Engine, StepResult
+from lockstep.task import Task, items_of_a_sample
+
+__all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
+
+
+class TaskWrapper(Task):
+    """Does what `inner` does; a subclass changes one thing."""
+
+    def __init__(self, inner: Task) -> None:
+        self.inner = inner
+        self.reduction, self.items_per_sample = inner.reduction, items_of_a_sample(inner)
+        self.item_name, self.fingerprint, self.sources = inner.item_name, inner.fingerprint, inner.sources
+
+    def model(self) -> nn.Module:
+        return self.inner.model()
+
+    def dataset(self, split: str) -> Any:
+        return self.inner.dataset(split)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.inner.loss(model, batch)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self.inner.collate(samples)
+
+    def count(self, batch: Any) -> int:
+        return self.inner.count(batch)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.inner.metrics(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        return self.inner.evaluate(model, batch)
+
+    def optimizer(self, model: nn.Module, config: Config) -> Optimizer | None:
+        return self.inner.optimizer(model, config)
+
+    def schedule(self, step: int, steps: int) -> float | None:
+        return self.inner.schedule(step, steps)
+
+    def order(self, samples: int, seed: int) -> Order:
+        return self.inner.order(samples, seed)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        return self.inner.blocks(model)
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        return self.inner.sample(model, device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class PreparedTask(TaskWrapper):
+    """The task with its data in float64 (complex128) where `wide`, and at most `samples` to evaluate on."""
+
+    def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
+        super().__init__(inner)
+        self._wide, self._samples = wide, samples
+
+    def dataset(self, split: str) -> Any:
+        found = self.inner.dataset(split)
+        if split == "train" or found is None or len(found) <= self._samples:
+            return found
+        return Subset(found, range(self._samples))
+
+    def collate(self, samples: list[Any]) -> Any:
+        batch = self.inner.collate(samples)
+        return _in_float64(batch) if self._wide else batch
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            return value.to(torch.complex128)
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _in_float64(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_in_float64(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_in_float64(item) for item in value)
+    return value
+
+
+class EngineWrapper:
+    """Does what `inner` does; a subclass changes one thing."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner, self.model = inner, inner.model
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return self.inner.accumulate(last)
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self.inner.backward(loss, weight)
+
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        return self.inner.step(factor, limit)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.inner.state()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.inner.restore(state)
