@@ -2,14 +2,17 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import Config, Data, Optim, default_micro_batch_size, flag
+from lockstep.config import Config, Data, Optim, default_micro_batch_size, flag, sections
 from lockstep.errors import ConfigError
+from lockstep.hints import FOREIGN
 from lockstep.options import flat, option_list, parse, read, to_toml
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,7 +62,23 @@ def test_the_file_written_is_the_config_read(config):
         (["--weight-decay", "1"], "unknown flag --weight-decay: did you mean --optim.weight-decay?"),
         (["--expermint-name", "a"], "unknown flag --expermint-name: did you mean --experiment-name?"),
         (["--zzz=3"], "unknown flag --zzz; `lockstep train --help` lists them"),
+        (["--warmup=3"], "unknown flag --warmup: did you mean --optim.warmup-steps?"),
+        (["--learning-rate", "1"], "unknown flag --learning-rate: here it is --lr"),
+        (["--learning_rate", "1"], "unknown flag --learning-rate: here it is --lr"),
+        (["--bf16"], "unknown flag --bf16: here it is --precision bf16"),
+        (["--fp16"], "unknown flag --fp16: here it is --precision fp16"),
+        (["--output-dir", "a"], "unknown flag --output-dir: here it is --save-dir"),
+        (["--resume"], "unknown flag --resume: the same --experiment-name resumes by itself"),
+        (["--name", "a"], "unknown flag --name: here it is --experiment-name"),
+        (["--epochs", "3"], "unknown flag --epochs: here it is --num-epochs"),
+        (["--steps", "3"], "unknown flag --steps: here it is --max-steps"),
+        (["--gradient-accumulation-steps", "2"], "here it is --micro-batch-size, which divides --batch-size"),
+        (["--per-device-train-batch-size", "2"], "here it is --micro-batch-size"),
+        (["--nproc-per-node", "2"], "processes are started by `lockstep launch --nproc-per-node N -- train ...`"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
+        (["--max-steps", "1e-3"], "--max-steps: '1e-3' is not a whole number"),
+        (["--max-steps", "1e16"], "--max-steps: '1e16' is not a whole number"),
+        (["--max-steps", "inf"], "--max-steps: 'inf' is not a whole number"),
         (["--lr", "nan"], "--lr is nan: it must be a finite number, not negative"),
         (["--lr", "-1"], "--lr is -1.0: it must be a finite number, not negative"),
         (["--lr", "inf"], "--lr is inf"),
@@ -106,6 +125,9 @@ def test_bad_flags(arguments, line):
         ("[optim.lr]\na = 1", "unknown key 'optim.lr'"),
         ("[nothing]\na = 1", "unknown key 'nothing'"),
         ("optim = 3", "unknown key 'optim'"),
+        ("learning_rate = 3", "unknown key 'learning_rate': here it is lr"),
+        ("bf16 = true", "unknown key 'bf16': here it is precision bf16"),
+        ("[optim]\nmax_grad_norm = 1", "unknown key 'optim.max_grad_norm': here it is optim.clip"),
     ],
 )
 def test_bad_files(tmp_path, text, line):
@@ -134,8 +156,119 @@ def test_the_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
 def test_a_config_cannot_be_changed_after_its_check():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().lr = float("nan")
-    with pytest.raises(ConfigError, match="--data.workers is -1"):
+    with pytest.raises(ConfigError, match="^data.workers is -1: it must be"):
         Config(data=Data(workers=-1))
+
+
+def test_a_section_is_a_dict_of_its_fields():
+    assert Config(optim={"warmup_steps": 3}) == Config(optim=Optim(warmup_steps=3))
+    assert dataclasses.replace(Config(), data={"workers": 2}).data == Data(workers=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"batchsize": 3}, "Config has no 'batchsize': did you mean batch_size?"),
+        ({"learning_rate": 3}, "Config has no 'learning_rate': here it is lr"),
+        ({"warmup_steps": 3}, "Config has no 'warmup_steps': did you mean optim.warmup_steps?"),
+        ({"optim": {"warmup": 3}}, "Optim has no 'warmup': did you mean warmup_steps?"),
+        ({"data": {"zzz": 3}}, "Data has no 'zzz'; it has workers, prefetch"),
+        ({"optim": 3}, "optim is 3: give Optim(...) or a dict of its fields"),
+        ({"optim": {"clip": -1}}, "optim.clip is -1.0: it must be"),
+        ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
+        ({"batch_size": "8"}, "batch_size is '8': it must be a whole number"),
+        ({"engine": "warp"}, "engine is 'warp': choose one of"),
+        ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7: use micro"),
+        ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir: use letters"),
+        ({"experiment_name": "{lr}"}, None),
+    ],
+)
+def test_who_writes_python_is_told_the_fields_name(fields, line):
+    if line is None:  # no part of a message is ever read as a format
+        assert Config(**fields).experiment_name == "{lr}"
+        return
+    with pytest.raises(ConfigError) as caught:
+        Config(**fields)
+    assert str(caught.value).startswith(line)
+    assert "--" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_name_is_a_type_error_too():
+    with pytest.raises(TypeError, match="Config has no 'batchsize'"):
+        Config(batchsize=3)
+    with pytest.raises(TypeError):
+        dataclasses.replace(Config(), batchsize=3)
+
+
+def test_what_the_hints_say_exists():
+    """Each name of another program leads to an option, and to a value that this has; none hides an option."""
+    known = {*option_list(), "data.drop_last"}
+    choices = {
+        prefix + spec.name: spec.metadata.get("choices")
+        for o, prefix in sections(Config())
+        for spec in dataclasses.fields(o)
+    }
+    assert not FOREIGN.keys() & known
+    for text in FOREIGN.values():
+        named = re.findall(r"{([\w.]+)}", text)
+        assert set(named) <= known, text
+        assert named or "lockstep launch" in text, text
+        value = re.fullmatch(r"{([\w.]+)} ([\w-]+)", text)
+        if value and choices[value[1]]:
+            assert value[2] in choices[value[1]], text
+
+
+def test_numbers_as_people_write_them():
+    config = parse(["--max-steps", "1e3", "--batch_size=1_024", "--optim.warmup_steps", "2.0", "--lr", "1_0e-4"])
+    assert (config.max_steps, config.batch_size, config.optim.warmup_steps, config.lr) == (1000, 1024, 2, 1e-3)
+    assert parse(["--seed", str(2**63 - 1)]).seed == 2**63 - 1
+
+
+def test_underscores_of_a_name_are_dashes_and_those_of_a_value_stay():
+    config = parse(["--eval_freq", "3", "--experiment_name=a_b", "--data.vocab_size=300", "--save_dir", "x_y"])
+    assert (config.eval_freq, config.experiment_name, config.data.vocab_size) == (3, "a_b", 300)
+    assert config.save_dir == "x_y"
+
+
+SCRIPT = """
+import sys
+from lockstep import Config
+config = Config.from_args()
+print(config.max_steps, config.optim.clip, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--max-steps", "7", "--optim.clip", "2"], 0, "7 2.0 False\n"),
+        (["--max_step", "7"], 2, "mine.py: error: unknown flag --max-step: did you mean --max-steps?\n"),
+        (["--lr", "-1"], 2, "mine.py: error: --lr is -1.0: it must be a finite number, not negative\n"),
+        (["--help"], 0, "usage: mine.py [flags]\n"),
+    ],
+)
+def test_a_script_of_ones_own_has_the_flags(tmp_path, flags, code, said):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "mine.py", *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr if code else done.stdout).startswith(said)
+
+
+def test_from_args_with_a_list_raises():
+    assert Config.from_args(["--lr", "0.5"]) == Config(lr=0.5)
+    with pytest.raises(ConfigError, match="unknown flag --lrr"):
+        Config.from_args(["--lrr", "0.5"])
+
+
+def test_the_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["usage: lockstep train [flags]", ""]
+    groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
+    assert {"the run", "model and data", "the plan", "how it is computed", "what is written"} <= set(groups)
+    assert [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix] == groups[-6:]
 
 
 def test_help_names_every_option(capsys):

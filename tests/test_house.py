@@ -18,8 +18,8 @@ ROOT = Path(lockstep.__file__).parent
 
 # Each floor may import from those below it and from its own. See docs/architecture.md.
 FLOORS = [
-    ["errors", "seeds", "schedule", "secrets", "world"],
-    ["config", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
+    ["addresses", "errors", "fields", "hints", "seeds", "schedule", "secrets", "world"],
+    ["config", "flags", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
     ["models", "data", "task", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],
     ["loop", "evaluate", "meter", "plan", "task_check"],
@@ -32,9 +32,9 @@ FLOORS = [
         "run",
         "trained",
         "train_command",
+        "commands",
         "verify",
         "launch",
-        "report",
     ],
     ["cli", "__main__"],
 ]
@@ -135,19 +135,45 @@ def test_a_type_checker_sees_the_real_types(tmp_path):
         assert f"    from {home} import {', '.join(names)}\n" in Path(lockstep.__file__).read_text()
 
 
+def loads_nothing_big(code):
+    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "import lockstep",
         "import lockstep.cli as c; c.dispatch(['--help'])",
-        "import lockstep.cli as c; c.dispatch(['verify', '--help'])",
         "import lockstep.lint",
     ],
 )
 def test_nothing_but_training_loads_torch(code):
-    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    loads_nothing_big(code)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--tipo"],
+        ["launch", "--tipo", "--", "train"],
+        ["launch", "--", "train", "--tipo"],
+        ["launch", "--nproc-per-node", "2", "--dry-run", "--", "train"],
+        ["checkpoint", "list", "run", "--tipo"],
+        ["export", "run", "out", "--tipo"],
+        ["verify", "--tipo"],
+        ["verify", "--world-sizes", "one"],
+        *([name, "--help"] for name in cli.COMMANDS if name != "lint"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_flag_is_answered_before_torch_is_loaded(argv):
+    loads_nothing_big(
+        "from lockstep import cli, errors\n"
+        f"try: cli.dispatch({argv})\n"
+        "except (errors.ConfigError, SystemExit) as error: print(error)"
+    )
 
 
 def test_the_command_knows_its_commands(capsys):

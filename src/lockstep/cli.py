@@ -18,9 +18,9 @@ __all__ = ["main"]
 COMMANDS = {
     "train": ("lockstep.train_command", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
-    "checkpoint": ("lockstep.checkpoint.command", "command", "list, inspect or verify the checkpoints of a run"),
-    "export": ("lockstep.checkpoint.export", "command", "write the weights of a checkpoint for other programs"),
-    "verify": ("lockstep.verify.command", "command", "prove that all engines and world sizes train the same"),
+    "checkpoint": ("lockstep.commands.checkpoint", "command", "list, inspect or verify the checkpoints of a run"),
+    "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
+    "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }
 

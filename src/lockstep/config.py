@@ -1,27 +1,28 @@
 """The configuration: frozen dataclasses, filled from defaults < config file < flags.
 
-    config = parse(["--experiment-name", "a", "--optim.weight-decay", "0.05"])      # what `lockstep train` does
-    config = Config(experiment_name="a", optim=Optim(weight_decay=0.05))            # the same in Python
+    config = Config(experiment_name="a", optim={"weight_decay": 0.05})              # or optim=Optim(weight_decay=0.05)
+    config = Config.from_args(["--experiment-name", "a", "--optim.weight-decay", "0.05"])       # the same from flags
 
 Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
 Whatever holds in here is checked when the object is made, so that no bad value travels further.
 """
 
 import dataclasses
+import importlib
 import math
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from lockstep.errors import ConfigError
+from lockstep.fields import FieldError, FieldName, named, option
 
 __all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"]
 
 
-def option(default: Any, text: str, *choices: str) -> Any:
-    """A field with its help text, and the values it may take where these are few."""
-    return field(default=default, metadata={"help": text, "choices": choices})
-
-
+@named()
 @dataclass(frozen=True, slots=True)
 class Data:
     """How samples are prepared and loaded."""
@@ -44,6 +45,7 @@ class Data:
     )
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class Model:
     """The model's own settings."""
@@ -54,6 +56,7 @@ class Model:
     trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it")
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class Optim:
     """AdamW and its schedule."""
@@ -70,6 +73,7 @@ class Optim:
     floor: float = option(0.1, "last learning rate, as a share of --lr")
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What is kept."""
@@ -82,6 +86,7 @@ class Checkpoint:
     )
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class Guards:
     """What watches the run; see docs/guards.md."""
@@ -97,6 +102,7 @@ class Guards:
     bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
@@ -129,12 +135,16 @@ class EngineOptions:
     zero_stage: int = option(-1, "deepspeed: ZeRO stage, 0 to 3; -1: the file's, else 2")
 
 
+@named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
 @dataclass(frozen=True, slots=True)
 class Config:
     """One run. See the field's help texts, which `lockstep train --help` prints.
 
+    A section may be given as a dict of its fields.
+
     Raises:
-        ConfigError: a value that cannot hold, naming the flag, the value and the way out.
+        FieldError: a value that cannot hold, naming the field, the value and the way out.
+        UnknownField: no such field, naming the nearest.
     """
 
     experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
@@ -206,31 +216,65 @@ class Config:
     guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            given = getattr(self, name)
+            if isinstance(given, dict):
+                object.__setattr__(self, name, kind(**given))
+            elif not isinstance(given, kind):
+                raise FieldError(f"{name} is {given!r}: give {kind.__name__}(...) or a dict of its fields")
         _check_types(self)
         _check_name(self.experiment_name)
         for name, (least, most, what) in _BOUNDS.items():
             value = lookup(self, name)
             if not (math.isfinite(value) and least <= value <= most):
-                raise ConfigError(f"{flag(name)} is {value}: it must be {what}")
+                raise FieldError(FieldName(name), f" is {value}: it must be {what}")
         for owner, prefix in sections(self):
             for spec in dataclasses.fields(owner):
                 choices, value = spec.metadata.get("choices"), getattr(owner, spec.name)
                 if choices and value not in choices:
-                    raise ConfigError(f"{flag(prefix + spec.name)} is '{value}': choose one of {', '.join(choices)}")
+                    raise FieldError(
+                        FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
+                    )
         if not self.micro_batch_size:
             object.__setattr__(self, "micro_batch_size", default_micro_batch_size(self.batch_size))
         if self.batch_size % self.micro_batch_size:
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
-            raise ConfigError(
-                f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {self.micro_batch_size}: "
-                f"use --micro-batch-size {near}, or leave it out"
+            whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
+            multiple = f" {self.batch_size} is not a multiple of "
+            raise FieldError(
+                *(whole, multiple, part, f" {self.micro_batch_size}: use ", part, f" {near}, or leave it out")
             )
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str] | None = None) -> Self:
+        """The Config that flags ask for, those of `lockstep train`: a script of one's own has them too.
+
+        Args:
+            argv: the flags. None: those that this process was started with; then what is wrong with them is said in one
+                line and ends the process with code 2, as `--help` does with code 0.
+
+        Raises:
+            ConfigError: an unknown flag (with the nearest one), or a value that cannot hold.
+        """
+        parse = importlib.import_module("lockstep.options").parse  # which makes its flags from what is here
+        if argv is not None:
+            return cast(Self, parse(list(argv)))
+        own = os.path.basename(sys.argv[0])
+        try:
+            return cast(Self, parse(sys.argv[1:], own))
+        except ConfigError as error:
+            print(f"{own}: error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
 
     @property
     def micro_batches(self) -> int:
         """M: micro-batches in a step, over all ranks."""
         return self.batch_size // self.micro_batch_size
 
+
+_SECTIONS: dict[str, Any] = {
+    spec.name: spec.type for spec in dataclasses.fields(Config) if dataclasses.is_dataclass(spec.type)
+}
 
 # name -> (least, most, what it must be)
 _BOUNDS: dict[str, tuple[float, float, str]] = {
@@ -275,8 +319,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 
 def sections(config: Config) -> list[tuple[Any, str]]:
     """The config and each of its sections, with the prefix of their fields: [(config, ""), (data, "data."), ...]."""
-    nested = [spec.name for spec in dataclasses.fields(config) if dataclasses.is_dataclass(spec.type)]
-    return [(config, ""), *((getattr(config, name), f"{name}.") for name in nested)]
+    return [(config, ""), *((getattr(config, name), f"{name}.") for name in _SECTIONS)]
 
 
 def lookup(config: Any, name: str) -> Any:
@@ -308,7 +351,7 @@ def _check_types(config: Config) -> None:
                 object.__setattr__(owner, spec.name, float(value))
             elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 expected = _KINDS.get(wanted, f"a {wanted.__name__}")
-                raise ConfigError(f"{flag(prefix + spec.name)} is {value!r}: it must be {expected}")
+                raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -324,6 +367,8 @@ def _check_name(name: str) -> None:
     elif not name.isprintable():
         problem = "has characters that cannot be printed"
     elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
-        problem = "would lead out of --save-dir"
+        problem = "would lead out of "
     if problem:
-        raise ConfigError(f"--experiment-name {shown!r} {problem}: use letters, digits, '-', '_' and '.'")
+        out = [FieldName("save_dir")] if problem.endswith(" of ") else []
+        use = ": use letters, digits, '-', '_' and '.'"
+        raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)

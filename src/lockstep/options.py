@@ -2,36 +2,56 @@
 
     config = parse(["--config", "run.toml", "--lr", "3e-4"])       # defaults < preset < file < flags
 
-argparse does the parsing: it starts in no time, and its one failure, a message of several lines, is turned into one.
+A command with flags of its own has them in one parser with these:
+
+    parser = Parser(prog="lockstep verify", foreign=FOREIGN)
+    add_flags(parser)
+    given = parser.read(argv)
+    config = build(told(vars(given)))
 """
 
 import argparse
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, cast
 
 from lockstep import presets
 from lockstep.config import Config, flag, sections
 from lockstep.errors import ConfigError
+from lockstep.fields import FieldError
+from lockstep.flags import Parser
+from lockstep.hints import FOREIGN, hint
 
-__all__ = ["flat", "option_list", "parse", "to_toml"]
+__all__ = ["add_flags", "build", "flat", "option_list", "parse", "read", "to_toml", "told"]
 
 
-def parse(argv: list[str]) -> Config:
+def parse(argv: list[str], prog: str = "lockstep train") -> Config:
     """The Config that `argv` asks for. Prints the help and raises SystemExit(0) for `--help`.
+
+    Args:
+        argv: the flags.
+        prog: the command as it is typed, for the help and for errors.
 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
     """
-    given = vars(_parser().parse_args(argv))
-    _launched_by_deepspeed(given)
-    path = given.pop("config", None)
-    values = read(Path(path)) if path else {}
-    values.update(given)
-    return build(presets.applied(values))
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description="Trains a model. The same --experiment-name resumes, on any number of processes.",
+        foreign=FOREIGN,
+    )
+    add_flags(parser)
+    return build(told(vars(parser.read(argv))))
+
+
+def told(given: dict[str, Any]) -> dict[str, Any]:
+    """What the file and the flags say, by dotted name; the flags win. `given`: what a parser read, see `add_flags`."""
+    values = {name: value for name, value in given.items() if name in _DESTINATIONS}
+    _launched_by_deepspeed(values)
+    path = values.pop("config", None)
+    return {**(read(Path(path)) if path else {}), **values}
 
 
 def _launched_by_deepspeed(given: dict[str, Any]) -> None:
@@ -45,15 +65,20 @@ def _launched_by_deepspeed(given: dict[str, Any]) -> None:
 
 
 def build(values: dict[str, Any]) -> Config:
-    """A Config from dotted names and values; what is left out keeps its default."""
+    """A Config from dotted names and values; what is left out keeps the preset's default, or its own.
+
+    Raises:
+        ConfigError: a value that cannot hold, by its flag.
+    """
     top: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
+    for name, value in presets.applied(values).items():
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else top)[key] = value
-    classes = {spec.name: spec.type for spec in dataclasses.fields(Config)}
-    made = {section: classes[section](**fields) for section, fields in nested.items()}  # type: ignore[operator]
-    return Config(**top, **made)
+    try:
+        return Config(**top, **nested)
+    except FieldError as error:
+        raise ConfigError(error.spelt(flag)) from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -78,7 +103,8 @@ def read(path: Path) -> dict[str, Any]:
 def _known(name: str, path: Path) -> str:
     wanted, known = name.replace("-", "_"), option_list()
     if wanted not in known:
-        raise ConfigError(f"--config {path}: unknown key '{name}'{_suggest(wanted, known)}")
+        meant = hint(wanted, known) or "; `lockstep train --help` lists them"
+        raise ConfigError(f"--config {path}: unknown key '{name}'{meant}")
     return wanted
 
 
@@ -123,59 +149,54 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours: one line, with the nearest flag for one that is misspelt."""
-
-    def error(self, message: str) -> NoReturn:
-        words = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized arguments: ") and words:
-            name = words[0].partition("=")[0]
-            known = [text for action in self._actions for text in action.option_strings]
-            raise ConfigError(f"unknown flag {name}{_suggest(name, known)}")
-        raise ConfigError(message.removeprefix("argument "))
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1) or [other for other in names if other.endswith("." + name)][:1]
-    return f": did you mean {close[0]}?" if close else "; `lockstep train --help` lists them"
+# The flags outside the sections, as the help shows them.
+_GROUPS = {
+    "model and data": ("model_name", "dataset_name", "tokenizer", "seq_len"),
+    "the plan": ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "lr", "seed", "preset"),
+    "how it is computed": (
+        *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),
+        *("compile", "compile_scope", "activation_checkpointing", "timeout"),
+    ),
+    "what is written": ("log_freq", "ckpt_freq", "eval_freq", "tensorboard", "wandb", "wandb_project"),
+}
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="lockstep train",
-        description="Trains a model. The same --experiment-name resumes, on any number of processes.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with these options; flags override it")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help=argparse.SUPPRESS)
+def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
+    """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
+
+    Args:
+        parser: of a command that takes the options.
+        shown: whether its help lists them.
+    """
+    add = parser.add_argument
+    add("--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--deepspeed", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--deepspeed-config", metavar="FILE", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    text = "a TOML file with these options; flags override it" if shown else argparse.SUPPRESS
+    add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+    titles = {name: title for title, names in _GROUPS.items() for name in names}
+    groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in ("the run", *_GROUPS)}
     for owner, prefix in sections(Config()):
-        group = parser.add_argument_group(prefix.rstrip(".")) if prefix else parser
+        if prefix:
+            section = prefix.rstrip(".")
+            groups[section] = parser.add_argument_group(section, (type(owner).__doc__ or "").splitlines()[0])
         for spec in dataclasses.fields(owner):
             if not dataclasses.is_dataclass(spec.type):
-                _add(group, prefix, spec)
-    return parser
+                title = prefix.rstrip(".") or titles.get(spec.name, "the run")
+                _add(groups[title], prefix + spec.name, spec, shown)
 
 
-def _add(group: Any, prefix: str, spec: "dataclasses.Field[Any]") -> None:
+def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> None:
     text = spec.metadata["help"]
     if spec.default != "":
         text += f" (default: {spec.default})"
-    if spec.type is bool:
-        group.add_argument(flag(prefix + spec.name), dest=prefix + spec.name, action=_Switch, help=text)
-        return
-    choices = spec.metadata["choices"]
-    group.add_argument(
-        flag(prefix + spec.name),
-        dest=prefix + spec.name,
-        type=_READERS[spec.type],  # type: ignore[index]
-        metavar="|".join(choices) if choices else spec.type.__name__.upper(),  # type: ignore[union-attr]
-        help=text,
-    )
+    settings: dict[str, Any] = {"action": _Switch}
+    if spec.type is not bool:
+        choices = spec.metadata["choices"]
+        kind = cast(type, spec.type)
+        settings = {"type": kind, "metavar": "|".join(choices) if choices else kind.__name__.upper()}
+    settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
+    group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
 
 
 class _Switch(argparse.BooleanOptionalAction):
@@ -185,18 +206,4 @@ class _Switch(argparse.BooleanOptionalAction):
         return self.option_strings[0]
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text.replace("_", ""))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-
-
-_READERS: dict[type, Any] = {int: _whole, float: _number, str: str}
+_DESTINATIONS = {*option_list(), "config", "local_rank", "deepspeed", "deepspeed_config"}

@@ -13,12 +13,9 @@ whatever the ranks write there stands under a name that only these processes, in
 """
 
 import contextlib
-import errno
 import gc
-import ipaddress
 import json
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from lockstep.addresses import check_reachable, listening
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World", "check_reachable", "listening", "together"]
+__all__ = ["World", "together"]
 
 T = TypeVar("T")
 
@@ -242,44 +240,6 @@ def together(world: World, action: Callable[[], T]) -> T:
         error = problem
     world.check(error)  # collective
     return result  # type: ignore[return-value]
-
-
-def listening(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on `host` alone, any free port for 0; None where `host` is no address of this machine.
-
-    Raises:
-        ConfigError: the name does not resolve, or the port is taken.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"MASTER_ADDR {host}: the name does not resolve ({error.strerror})") from error
-    try:
-        return socket.create_server((address[0], port), family=family, backlog=512)
-    except PermissionError as error:
-        raise ConfigError(f"MASTER_PORT {port} on {host} is not allowed; choose one above 1023") from error
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
-        return None
-
-
-def check_reachable(what: str, host: str) -> None:
-    """Raises ConfigError where the name `host` of node 0 leads to this machine's loopback: other nodes cannot follow.
-
-    Debian's installer writes such a line for the machine's own name. A loopback address that is given as a number, or
-    as localhost, is meant: several "nodes" on one machine.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except socket.gaierror:
-        return  # who uses it says so
-    address = ipaddress.ip_address(str(found).partition("%")[0])
-    if address.is_loopback and host != "localhost" and host != str(found):
-        raise ConfigError(
-            f"{what} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); give "
-            "node 0's address on the network, and in GLOO_SOCKET_IFNAME the interface where host names lead to loopback"
-        )
 
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -98,8 +100,15 @@ def test_flags(folder, capsys):
     code, out = command(capsys, "--help")
     assert code == 0
     assert "verify" in out
-    for argv in (["list"], ["destroy", folder], ["list", folder, "--stop", "1"], ["list", folder, "--step", "x"]):
-        with pytest.raises(ConfigError, match="--help"):
+    for argv, line in (
+        (["list"], "the following arguments are required: RUN; `lockstep checkpoint list --help` lists the flags"),
+        (["destroy", folder], "invalid choice: 'destroy'"),
+        (["list", folder, "--stop", "1"], "unknown flag --stop: did you mean --step?"),
+        (["list", folder, "--steps", "1"], "unknown flag --steps: did you mean --step?"),
+        (["list", folder, "--zzz"], "unknown flag --zzz; `lockstep checkpoint --help` lists them"),
+        (["list", folder, "--step", "x"], "--step: 'x' is not a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
             command(capsys, *argv)
 
 

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from lockstep import cli
+from lockstep.addresses import listening
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.folder import RunFolder
 from lockstep.launch import leash, memory
@@ -21,7 +22,7 @@ from lockstep.launch.failure import Failure, first, note
 from lockstep.launch.job import Job
 from lockstep.opening import count_restarts
 from lockstep.progress import COMPUTING, Place, Progress
-from lockstep.world import World, listening
+from lockstep.world import World
 
 
 def shown(capsys, *flags, train=()):
@@ -51,7 +52,11 @@ def test_nodes_meet_at_the_master(capsys):
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
         (["--", "evaluate"], "behind `--` stands 'evaluate'"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
-        (["--nproc", "2", "--", "train"], "unrecognized arguments: --nproc"),
+        (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
+        (
+            ["--lr", "2", "--", "train"],
+            "unknown flag --lr: it is no flag of launch; those of train stand behind `-- train`",
+        ),
         (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0"),
         (["--nnodes", "3:2", "--", "train"], "--nnodes is '3:2'"),
         (["--nnodes", "2", "--", "train"], "--nnodes 2 needs --master-addr"),
@@ -140,7 +145,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
 
 
 def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.command.run", lambda job: (False, signal.SIGTERM))
+    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, signal.SIGTERM))
     with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == 143

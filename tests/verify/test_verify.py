@@ -18,7 +18,7 @@ import lockstep
 from lockstep import cli, options
 from lockstep.config import Config, Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
-from lockstep.verify import certificate, command
+from lockstep.verify import certificate
 
 PARTS = {"batch_size": 8, "lr": 0.01, "device": "cpu", "timeout": 60.0, "optim": Optim(warmup_steps=1)}
 QUICK = {"world_sizes": (2,), "steps": 3, "resume_at": 1}
@@ -231,7 +231,7 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
     again = ["verify", "--device", "cpu", "--timeout", "60"]
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert command.command([*again[1:], "--against", path]) == 0
+    assert cli.dispatch([*again, "--against", path]) == 0
     assert "against the certificate, within rounding: it agrees" in capsys.readouterr().out
     with pytest.raises(DifferenceError, match="not the same training: the certificate"):
         cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
@@ -282,7 +282,8 @@ def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path)
         (["--out", "nowhere/certificate.json"], "--out nowhere/certificate.json: give a file in a folder that exists"),
         (["--out", "."], "--out .: give a file"),
         (["--lrr", "1"], "unknown flag --lrr"),
-        (["--steps", "many"], "--help` lists the flags"),
+        (["--steps", "many"], "--steps: 'many' is not a whole number"),
+        (["--world-size", "2"], "unknown flag --world-size: did you mean --world-sizes?"),
     ],
 )
 def test_bad_input_is_one_line(flags, words, tmp_path, monkeypatch):

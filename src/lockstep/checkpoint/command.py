@@ -1,16 +1,10 @@
-"""`lockstep checkpoint list | inspect | verify RUN`.
+"""What `lockstep checkpoint list | inspect | verify RUN` prints; its flags are in commands/checkpoint.py."""
 
-lockstep checkpoint list outputs/first          a table: step, epoch, size, written, engine, world, whole
-lockstep checkpoint inspect outputs/first       the newest whole one, with its fingerprint
-lockstep checkpoint verify outputs/first        one line each; exit code 3 when one is damaged
-"""
-
-import argparse
 import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,50 +15,29 @@ from lockstep.checkpoint.dtypes import itemsize
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
-from lockstep.errors import CheckpointError, ConfigError, DifferenceError
+from lockstep.errors import CheckpointError, DifferenceError
 
-__all__ = ["command"]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, like every other error of the command line."""
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+__all__ = ["run"]
 
 
-def command(argv: list[str]) -> int:
-    """Runs `lockstep checkpoint` with the arguments `argv` and returns its exit code: 0, or 3 for damage found.
+def run(action: str, folder: str, step: int | None, *, tensors: bool = False) -> int:
+    """Lists, inspects or verifies, prints what it found and returns the exit code: 0, or 3 for damage.
+
+    Args:
+        action: "list", "inspect" or "verify".
+        folder: a run's, or a checkpoint's.
+        step: only the checkpoint of this step; None: any.
+        tensors: `inspect` lists every tensor.
 
     Raises:
         CheckpointError: there is no such run or no such checkpoint.
-        ConfigError: a flag that does not exist.
     """
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
-    paths = _checkpoints(Path(arguments.run), arguments.step)
-    if arguments.action == "list":
+    paths = _checkpoints(Path(folder), step)
+    if action == "list":
         return _list(paths)
-    if arguments.action == "verify":
+    if action == "verify":
         return _verify(paths)
-    return _inspect(paths, arguments.tensors)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lockstep checkpoint", description="List, inspect or verify the checkpoints of a run.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list | inspect | verify")
-    for name, text in (
-        ("list", "a table of the checkpoints: step, epoch, size, written, engine, world size, whole or not"),
-        ("inspect", "what is in one checkpoint, with its fingerprint; the newest whole one by default"),
-        ("verify", "check every file of every checkpoint; exit code 3 when something is damaged"),
-    ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
-        action.add_argument("--step", type=int, help="only the checkpoint of this step")
-        if name == "inspect":
-            action.add_argument("--tensors", action="store_true", help="list every tensor")
-    return parser
+    return _inspect(paths, tensors)
 
 
 def _checkpoints(run: Path, step: int | None) -> list[Path]:

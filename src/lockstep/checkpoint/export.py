@@ -1,15 +1,11 @@
-"""`lockstep export RUN OUT --format safetensors|torch|hf|deepspeed`: the weights of a checkpoint, whole, for others.
+"""The weights of a checkpoint, whole, for other programs: what `lockstep export` does (commands/export.py).
 
-    lockstep export outputs/first model.safetensors                     one file, for safetensors.torch.load_model
-    lockstep export outputs/first model.pt --format torch               one file, for torch.load(weights_only=True)
-    lockstep export outputs/first gpt --format hf                       a folder, for transformers
-    lockstep export outputs/first ds --format deepspeed --step 500      a folder, DeepSpeed's universal checkpoint
+    export(chosen(Path("outputs/first"), None), Path("model.safetensors"), "safetensors")
 
 Tensors are read, put together and written one after the other; only `torch`, whose file begins with the description
 of everything, holds the weights, once. What stands at OUT is never written over.
 """
 
-import argparse
 import json
 import os
 import secrets
@@ -18,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +28,7 @@ from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError, ConfigError
 
-__all__ = ["Source", "command", "export", "safetensors_of"]
+__all__ = ["Source", "chosen", "export", "safetensors_of"]
 
 
 class Source(NamedTuple):
@@ -51,40 +47,12 @@ class Source(NamedTuple):
     step: int
 
 
-def command(argv: list[str]) -> int:
-    """Runs `lockstep export` with the arguments `argv` and returns its exit code.
+def chosen(run: Path, step: int | None) -> Path:
+    """The folder of the checkpoint in `run` of that step, whole; None: the newest whole one.
 
     Raises:
-        CheckpointError: no such run, no whole checkpoint, or weights that the format cannot take.
-        ConfigError: a flag that does not exist, or something at OUT.
+        CheckpointError: no such run, no such step, or none that is whole.
     """
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
-    path = _checkpoint(Path(arguments.run), arguments.step)
-    out = export(path, Path(arguments.out), arguments.format)
-    print(f"{printable(path.name)} as {arguments.format}: {printable(str(out))}")
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, like every other error of the command line."""
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lockstep export", description="Writes the weights of a checkpoint in a common format.")
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
-    parser.add_argument("out", metavar="OUT", help="the file (safetensors, torch) or folder (hf, deepspeed) to make")
-    parser.add_argument("--format", choices=list(_FORMATS), default="safetensors", help="default: safetensors")
-    parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest whole one)")
-    return parser
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    """The folder of the checkpoint meant by RUN and --step, whole."""
     shown = printable(str(run))
     if run.is_dir() and step_of(run.resolve().name) is not None:
         return run.resolve()

@@ -8,6 +8,7 @@ What is behind `--` is parsed here before anything is started, so that a wrong f
 """
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -15,26 +16,20 @@ import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import NoReturn
 
 from lockstep import options
+from lockstep.addresses import check_reachable, own_address
 from lockstep.config import Config
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.flags import Parser
 from lockstep.folder import RunFolder
-from lockstep.launch.agent import run
+from lockstep.hints import FOREIGN
 from lockstep.launch.job import Job
-from lockstep.launch.meeting import own_address
-from lockstep.world import check_reachable
 
 __all__ = ["command"]
 
 _LOOPBACK = "127.0.0.1"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, like every other error of the command line."""
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+_ELSEWHERE = "it is no flag of launch; those of train stand behind `-- train`"
 
 
 def command(argv: list[str]) -> int:
@@ -47,7 +42,7 @@ def command(argv: list[str]) -> int:
     """
     own, rest = _split(argv)
     try:
-        given = _parser().parse_args(own)
+        given = _parser().read(own)
         config = options.parse(_train(rest))
     except SystemExit as end:  # --help
         return int(end.code or 0)
@@ -55,7 +50,7 @@ def command(argv: list[str]) -> int:
     if given.dry_run:
         print(_shown(job))
         return 0
-    well, asked = run(job)
+    well, asked = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
     marked = RunFolder(config.save_dir, config.experiment_name).read_end(job.run_id)
     if well:
         return marked or 0
@@ -86,12 +81,13 @@ def _train(rest: list[str]) -> list[str]:
     return rest[1:]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *options.option_list())}
+    parser = Parser(
         prog="lockstep launch",
         usage="lockstep launch [flags] -- train [flags of train]",
         description="Starts a run on several processes, and starts it again after a failure; it resumes by itself.",
-        allow_abbrev=False,
+        foreign=elsewhere,
     )
     add = parser.add_argument
     add("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this node (default: 1)")

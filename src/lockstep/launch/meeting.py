@@ -11,11 +11,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from lockstep.addresses import listening
 from lockstep.errors import ConfigError
 from lockstep.launch.job import Job
-from lockstep.world import listening
 
-__all__ = ["local_address", "meeting", "own_address"]
+__all__ = ["local_address", "meeting"]
 
 _READ = 5  # seconds to wait for the meeting point to answer
 
@@ -80,15 +80,3 @@ def local_address(job: Job) -> str:
             return str(towards.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"--master-addr {host} cannot be reached from here: {error.strerror or error}") from error
-
-
-def own_address(host: str) -> bool:
-    """Whether `host` is an address of this machine. Raises ConfigError where the name does not resolve."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-            tried.bind((host, 0))
-    except socket.gaierror as error:
-        raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
-    except OSError:
-        return False
-    return True

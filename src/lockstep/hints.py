@@ -1,0 +1,138 @@
+"""What a misspelt name, or one of another program's, is called here.
+
+    hint("lrr", option_list())                      # ": did you mean lr?"
+    hint("learning_rate", option_list())            # ": here it is lr"
+    hint("bf16", option_list())                     # ": here it is precision bf16"
+
+Names are dotted fields of the configuration; whoever speaks of flags spells them so.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["FOREIGN", "hint"]
+
+_PARTS = "{micro_batch_size}, which divides {batch_size}, the samples of a step over all ranks"
+_PROCESSES = "processes are started by `lockstep launch --nproc-per-node N -- train ...`"
+
+# a name that other trainers have -> what to say; an option's name stands in braces
+FOREIGN: dict[str, str] = {
+    # the model, the data and the folder
+    "model": "{model_name}",
+    "model_name_or_path": "{model_name}",
+    "dataset": "{dataset_name}",
+    "data_path": "{dataset_name}",
+    "tokenizer_name": "{tokenizer}",
+    "name": "{experiment_name}",
+    "run_name": "{experiment_name}",
+    "project": "{wandb_project}",
+    "output_dir": "{save_dir}",
+    "out_dir": "{save_dir}",
+    "default_root_dir": "{save_dir}",
+    "resume": "the same {experiment_name} resumes by itself",
+    "resume_from_checkpoint": "the same {experiment_name} resumes by itself",
+    "ckpt_path": "the same {experiment_name} resumes by itself",
+    "pretrained_path": "{init_from}",
+    # how long, and how much at once
+    "epochs": "{num_epochs}",
+    "num_train_epochs": "{num_epochs}",
+    "max_epochs": "{num_epochs}",
+    "steps": "{max_steps}",
+    "num_steps": "{max_steps}",
+    "max_iters": "{max_steps}",
+    "train_batch_size": "{batch_size}",
+    "global_batch_size": "{batch_size}",
+    "per_device_train_batch_size": "{micro_batch_size}",
+    "per_device_eval_batch_size": "{micro_batch_size}",
+    "device_batch_size": "{micro_batch_size}",
+    "train_micro_batch_size_per_gpu": "{micro_batch_size}",
+    "gradient_accumulation_steps": _PARTS,
+    "accumulate_grad_batches": _PARTS,
+    "max_seq_length": "{seq_len}",
+    "max_seq_len": "{seq_len}",
+    "max_length": "{seq_len}",
+    "block_size": "{seq_len}",
+    "context_length": "{seq_len}",
+    "num_workers": "{data.workers}",
+    "dataloader_num_workers": "{data.workers}",
+    "dataloader_drop_last": "{data.drop_last}",
+    # the optimizer
+    "learning_rate": "{lr}",
+    "max_grad_norm": "{optim.clip}",
+    "grad_clip": "{optim.clip}",
+    "gradient_clip_val": "{optim.clip}",
+    "gradient_clipping": "{optim.clip}",
+    "adam_beta1": "{optim.beta1}",
+    "adam_beta2": "{optim.beta2}",
+    "adam_epsilon": "{optim.eps}",
+    "num_warmup_steps": "{optim.warmup_steps}",
+    "lr_scheduler_type": "{optim.schedule}",
+    "lr_scheduler": "{optim.schedule}",
+    "scheduler": "{optim.schedule}",
+    # numbers and kernels
+    "bf16": "{precision} bf16",
+    "fp16": "{precision} fp16",
+    "fp32": "{precision} float32",
+    "amp": "{precision} bf16",
+    "mixed_precision": "{precision}",
+    "dtype": "{precision}",
+    "tf32": "{matmul_precision} high",
+    "deterministic": "{exact}",
+    "full_determinism": "{exact}",
+    "torch_compile": "{compile}",
+    "gradient_checkpointing": "{activation_checkpointing} full",
+    "attn_implementation": "{attention}",
+    "sync_batchnorm": "{batchnorm} sync",
+    "cpu": "{device} cpu",
+    "use_cpu": "{device} cpu",
+    "no_cuda": "{device} cpu",
+    "cuda": "{device} cuda",
+    "strategy": "{engine}",
+    "ddp": "{engine} ddp",
+    "fsdp": "{engine} fsdp",
+    # what is written
+    "logging_steps": "{log_freq}",
+    "log_every_n_steps": "{log_freq}",
+    "log_interval": "{log_freq}",
+    "save_steps": "{ckpt_freq}",
+    "save_interval": "{ckpt_freq}",
+    "eval_steps": "{eval_freq}",
+    "eval_interval": "{eval_freq}",
+    "save_total_limit": "{checkpoint.keep}",
+    "report_to": "{wandb} or {tensorboard}",
+    # the processes
+    "nproc_per_node": _PROCESSES,
+    "num_processes": _PROCESSES,
+    "devices": _PROCESSES,
+    "gpus": _PROCESSES,
+    "nnodes": _PROCESSES,
+    "num_nodes": _PROCESSES,
+}
+
+
+def hint(
+    name: str, known: Iterable[str], spell: Callable[[str], str] = str, foreign: Mapping[str, str] = FOREIGN
+) -> str:
+    """What to add to "unknown NAME": what is meant, as far as that can be guessed; else "".
+
+    Args:
+        name: with underscores and without dashes; dotted where it stands in a section.
+        known: the names that there are.
+        spell: how a name is written where the hint is read.
+        foreign: a name of other programs -> what to say.
+    """
+    names, own = list(known), name.rpartition(".")[2]
+    if own in foreign:
+        return _told(foreign[own], spell)
+    parts = [other for other in names if other.rpartition(".")[2] == own]
+    parts += [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
+    close = parts or difflib.get_close_matches(name, [*names, *foreign], n=1)
+    if close and close[0] not in names:
+        return _told(foreign[close[0]], spell)
+    return f": did you mean {spell(close[0])}?" if close else ""
+
+
+def _told(text: str, spell: Callable[[str], str]) -> str:
+    spelt = re.sub(r"{([\w.]+)}", lambda found: spell(found[1]), text)
+    return f": here it is {spelt}" if text.startswith("{") else f": {spelt}"
