@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.config import Config
-from lockstep.hub import is_hub_name
+from lockstep.hub_name import is_hub_name
 from lockstep.options import flat, parse, read, to_toml
 from lockstep.presets import PRESETS, described
 from lockstep.schedule import factor

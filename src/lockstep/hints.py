@@ -127,9 +127,9 @@ def hint(
         return _told(foreign[own], spell)
     parts = [other for other in names if other.rpartition(".")[2] == own]
     parts += [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
-    close = parts or difflib.get_close_matches(name, [*names, *foreign], n=1)
-    if close and close[0] not in names:
-        return _told(foreign[close[0]], spell)
+    close = parts or difflib.get_close_matches(name, names, n=1)
+    if not close and (alike := difflib.get_close_matches(own, foreign, n=1, cutoff=0.85)):
+        return _told(foreign[alike[0]], spell)
     return f": did you mean {spell(close[0])}?" if close else ""
 
 

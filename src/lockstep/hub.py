@@ -1,6 +1,5 @@
-"""Names on a hub of models and data, and whether that hub can be reached.
+"""Whether the hub of models and data can be reached, and what of it lies here.
 
-    is_hub_name("openai-community/gpt2")        # True: OWNER/NAME, and nothing of that name lies here
     reach(say)                                  # once, before a package asks the hub for anything
 
 The packages that download retry a connection for the better part of a minute, on each rank. One attempt to connect,
@@ -8,7 +7,6 @@ a few seconds at most, decides here instead whether they may try at all.
 """
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -17,14 +15,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-__all__ = ["is_hub_name", "reach", "snapshot", "way_out"]
+__all__ = ["reach", "snapshot", "way_out"]
 
 _PROBE = 5.0  # seconds to wait for an answer
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form OWNER/NAME and is no path that exists here."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
 def reach(say: Callable[[str], None]) -> bool:

@@ -9,7 +9,7 @@ the data are both named on the hub, since that is the script's own command; `--p
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.hub import is_hub_name
+from lockstep.hub_name import is_hub_name
 
 __all__ = ["PRESETS", "applied", "described"]
 

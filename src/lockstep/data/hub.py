@@ -20,7 +20,8 @@ import xxhash
 from lockstep.data.hub_rows import reader
 from lockstep.data.order import Shuffled
 from lockstep.errors import DataError, LockstepError
-from lockstep.hub import is_hub_name, reach, snapshot, way_out
+from lockstep.hub import reach, snapshot, way_out
+from lockstep.hub_name import is_hub_name
 
 __all__ = ["Documents", "Part", "Rows", "Wanted", "open_rows", "table_files"]
 

@@ -22,7 +22,8 @@ from filelock import FileLock
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.hub import is_hub_name, reach, way_out
+from lockstep.hub import reach, way_out
+from lockstep.hub_name import is_hub_name
 
 __all__ = ["HubModel", "HubTokenizer", "logits_of", "repeated_blocks"]
 

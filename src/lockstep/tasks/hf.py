@@ -20,7 +20,7 @@ from lockstep.data.hub_corpus import Blocks, Packing, TokenCorpus, Tokenizer, Tr
 from lockstep.data.hub_plain import plain_rows
 from lockstep.data.text import default_cache
 from lockstep.errors import ConfigError
-from lockstep.hub import is_hub_name
+from lockstep.hub_name import is_hub_name
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.task import Task
 from lockstep.tasks.causal_lm import collate_tokens, count_labels, summed_cross_entropy

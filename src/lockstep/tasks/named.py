@@ -10,7 +10,7 @@ from lockstep.data import text
 from lockstep.data.hub import table_files
 from lockstep.data.hub_corpus import Trained
 from lockstep.errors import ConfigError
-from lockstep.hub import is_hub_name
+from lockstep.hub_name import is_hub_name
 from lockstep.models.gpt import PRESETS
 from lockstep.presets import described
 from lockstep.tasks.causal_lm import CausalLM
