@@ -18,7 +18,7 @@ ROOT = Path(lockstep.__file__).parent
 
 # Each floor may import from those below it and from its own. See docs/architecture.md.
 FLOORS = [
-    ["addresses", "errors", "fields", "hints", "hub_name", "seeds", "schedule", "secrets", "world"],
+    ["addresses", "errors", "fields", "files", "hints", "hub_name", "seeds", "schedule", "secrets", "world"],
     ["config", "flags", "options", "records", "progress", "heartbeat", "clock", "environment", "presets", "hub"],
     ["models", "data", "task", "tasks", "optim", "transforms", "precision"],
     ["checkpoint", "engines", "guards", "sinks", "lock", "folder", "batchnorm"],

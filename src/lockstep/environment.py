@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.files import write_whole
 from lockstep.secrets import is_secret_name, mask, mask_args
 
 __all__ = ["describe", "kept_variables", "write"]
@@ -75,12 +76,7 @@ def write(path: Path, description: Mapping[str, Any]) -> None:
     Raises:
         OSError: the folder is missing, full or not writable.
     """
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(json.dumps(description, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_whole(path, json.dumps(description, indent=2) + "\n")
 
 
 def _versions() -> dict[str, str | None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_whole
 from lockstep.lock import RunLock
 
 __all__ = ["RunFolder"]
@@ -98,18 +99,8 @@ class RunFolder:
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file of the folder so that it is there whole or not at all."""
-        target = self.path / name
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, target)
-            except OSError as error:
-                Path(file.name).unlink(missing_ok=True)
-                error.filename = str(target)  # a write's own error does not say which file
-                raise
+        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError."""
+        write_whole(self.path / name, text)
 
     def write_evaluated(self, step: int, best: dict[str, Any] | None) -> None:
         """Notes that the evaluation after `step` steps was made: the checkpoint of that step is older."""

@@ -7,7 +7,7 @@ A command with flags of its own has them in one parser with these:
     parser = Parser(prog="lockstep verify", foreign=FOREIGN)
     add_flags(parser)
     given = parser.read(argv)
-    config = build(told(vars(given)))
+    config = build(presets.applied(told(vars(given))))
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse(argv: list[str], prog: str = "lockstep train") -> Config:
         foreign=FOREIGN,
     )
     add_flags(parser)
-    return build(told(vars(parser.read(argv))))
+    return build(presets.applied(told(vars(parser.read(argv)))))
 
 
 def told(given: dict[str, Any]) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def _launched_by_deepspeed(given: dict[str, Any]) -> None:
 
 
 def build(values: dict[str, Any]) -> Config:
-    """A Config from dotted names and values; what is left out keeps the preset's default, or its own.
+    """A Config from dotted names and values; what is left out keeps its default.
 
     Raises:
         ConfigError: a value that cannot hold, by its flag.
     """
     top: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    for name, value in presets.applied(values).items():
+    for name, value in values.items():
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else top)[key] = value
     try:

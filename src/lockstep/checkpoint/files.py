@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from lockstep.errors import CheckpointError
+from lockstep.files import created
 
 __all__ = [
     "Seen",
@@ -27,7 +28,6 @@ __all__ = [
     "read_file",
     "refusal",
     "remove",
-    "sync_folder",
     "write_file",
 ]
 
@@ -67,9 +67,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     """
     digest = xxhash.xxh3_64()
     size = 0
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(path, flags, 0o666), "wb", buffering=1 << 20) as file:
+        with created(path, buffering=1 << 20) as file:
             for chunk in chunks:
                 view = memoryview(chunk)
                 size += view.nbytes
@@ -158,15 +157,6 @@ def _checksum(path: Path, seen: Seen) -> str:
 
 def _shown(path: Path) -> str:
     return printable(f"{path.parent.name}/{path.name}")
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in the folder last through a power cut: a file's own sync does not."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove(path: Path) -> None:

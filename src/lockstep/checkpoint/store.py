@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.check import verify
-from lockstep.checkpoint.files import printable, refusal, remove, sync_folder
+from lockstep.checkpoint.files import printable, refusal, remove
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
 from lockstep.errors import CheckpointError
+from lockstep.files import sync
 
 __all__ = [
     "clean",
@@ -101,7 +102,7 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
     try:
         asides = [_put_aside(path_of(folder, step)) for step in removed]
         if asides:
-            sync_folder(folder / "checkpoints")
+            sync(folder / "checkpoints")
     except OSError as error:
         raise CheckpointError(refusal(error)) from error
     for aside in asides:

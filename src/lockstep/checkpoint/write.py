@@ -19,11 +19,12 @@ import torch
 
 from lockstep.checkpoint.check import verify
 from lockstep.checkpoint.dtypes import dtype_name, stored_as
-from lockstep.checkpoint.files import remove, sync_folder, write_file
+from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
 from lockstep.checkpoint.layout import Piece, Share, share_out
 from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError
+from lockstep.files import sync
 from lockstep.world import World
 
 __all__ = ["bytes_of", "save", "write_share"]
@@ -84,7 +85,7 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
         raise CheckpointError(f"the state to save is not made of plain numbers and strings: {error}") from error
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(final.parent.parent)
+        sync(final.parent.parent)
     if final.is_dir() and not verify(final):
         return None
     free = shutil.disk_usage(final.parent).free
@@ -154,12 +155,12 @@ def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, A
             raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
     write_file(temporary / MANIFEST, [manifest.dump()])
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # until here nobody else could look in
-    sync_folder(temporary)
+    sync(temporary)
     aside = None
     if final.is_symlink() or final.exists():  # a damaged one
         aside = final.with_name(f".{final.name}.old-{secrets.token_hex(8)}")
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     if aside:
         remove(aside)

@@ -8,7 +8,6 @@ for the result: the next start does the work again. Once there, a folder is read
 """
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 from lockstep.data.alone import alone
 from lockstep.errors import ConfigError
+from lockstep.files import sync
 
 __all__ = ["FACTS", "prepared"]
 
@@ -69,21 +69,13 @@ def _written(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str,
         facts["sizes"] = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
         (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
         for path in (*files, temporary / FACTS, temporary):
-            _sync(path)
+            sync(path)
         try:
             temporary.rename(folder)
         except OSError:
             if _facts(folder) is None:  # unless another machine was first, with the same content
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
         return facts
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

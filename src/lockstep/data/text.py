@@ -23,6 +23,7 @@ from lockstep.data.corpus import Corpus, Windows
 from lockstep.data.sources import Source, Span, find, split
 from lockstep.data.tokenize import SETTINGS, ByteBPE
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import sync
 
 __all__ = ["Corpus", "Windows", "default_cache", "prepare"]
 
@@ -119,7 +120,7 @@ def _prepare(
         except OSError:
             if not _is_whole(folder):  # unless another machine was first, with the same content
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -146,7 +147,7 @@ def _write(
     }
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     for path in (*folder.iterdir(), folder):
-        _sync(path)
+        sync(path)
 
 
 def _write_tokens(tokenizer: ByteBPE, spans: list[Span], path: Path, part: str, say: Callable[[str], None]) -> int:
@@ -162,14 +163,6 @@ def _write_tokens(tokenizer: ByteBPE, spans: list[Span], path: Path, part: str, 
 
     with path.open("wb") as file:
         return tokenizer.write(spans, file, progress)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checked(corpus: Corpus, name: str) -> Corpus:

@@ -12,13 +12,12 @@ moves it too.
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.files import refusal, write_file
+from lockstep.checkpoint.files import refusal
 from lockstep.errors import LockstepError
+from lockstep.files import write_whole
 from lockstep.world import World
 
 __all__ = ["Rollback", "Skips"]
@@ -70,12 +69,8 @@ class Skips:
         return []
 
     def _write(self) -> LockstepError | None:
-        part = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        content = {"steps": self.steps, "plan": self._plan}
-        try:
-            write_file(part, [json.dumps(content).encode() + b"\n"])
-            os.replace(part, self._path)  # whole or not at all: without it a rollback would meet the step again
+        try:  # whole or not at all: without it a rollback would meet the step again
+            write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
         except OSError as error:
-            part.unlink(missing_ok=True)
             return LockstepError(refusal(error))
         return None

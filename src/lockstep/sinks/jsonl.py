@@ -11,10 +11,10 @@ strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from lockstep.files import replacing
 from lockstep.secrets import mask
 
 __all__ = ["JsonLines", "read"]
@@ -105,20 +105,8 @@ def _keeps(line: bytes, last_step: int | None, evaluated: bool) -> bool:
 
 def _trim(path: Path, last_step: int | None, evaluated: bool) -> None:
     """Keeps whole records up to `last_step`. The file is replaced in one move: a crash leaves it old or new."""
-    part = path.with_name(f".{path.name}.part")
-    dropped = False
-    part.unlink(missing_ok=True)  # of a crash, or a link that somebody planted
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(path, "rb") as old, open(os.open(part, flags, 0o600), "wb") as new:
-        for line in old:
-            if _keeps(line, last_step, evaluated):
-                new.write(line)
-            else:
-                dropped = True
-        new.flush()
-        os.fsync(new.fileno())
-    if dropped:
-        shutil.copymode(path, part)
-        os.replace(part, path)
-    else:
-        part.unlink()
+    with open(path, "rb") as old:
+        if all(_keeps(line, last_step, evaluated) for line in old):
+            return
+    with open(path, "rb") as old, replacing(path) as new:
+        new.writelines(line for line in old if _keeps(line, last_step, evaluated))

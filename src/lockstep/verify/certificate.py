@@ -12,6 +12,7 @@ from typing import Any
 from lockstep import environment, options
 from lockstep.config import Config
 from lockstep.errors import ConfigError
+from lockstep.files import write_whole
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import Request
@@ -51,10 +52,8 @@ def make(request: Request, trace: dict[str, Any], rows: list[Row]) -> dict[str, 
 
 def write(path: Path, made: dict[str, Any]) -> None:
     """Writes it in one move. Raises ConfigError where the file cannot be written."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(made, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror or error}; choose another file") from error
 

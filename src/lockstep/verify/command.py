@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep import options
+from lockstep import options, presets
 from lockstep.config import Config
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.task import load_task
@@ -32,7 +32,7 @@ def run(own: argparse.Namespace) -> int:
         UsageError: what was asked for cannot be done; exit code 2.
     """
     values = options.told(vars(own))
-    config = options.build(values)
+    config = options.build(presets.applied(values))
     _check_out(own.out)
     if own.task:
         load_task(own.task)  # here first: what is wrong is one line, not a failed rank's

@@ -22,6 +22,7 @@ from lockstep.config import Config
 from lockstep.data.batches import Feed
 from lockstep.engines import Engine, options_for
 from lockstep.evaluate import evaluate
+from lockstep.files import write_whole
 from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, seeder, steps
 from lockstep.parts import Parts, assemble
@@ -46,8 +47,7 @@ def run(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> Non
         with _eager_numbers(spec):
             trace = _traced(world, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
-        path.with_suffix(".part").write_text(json.dumps(trace), encoding="utf-8")
-        path.with_suffix(".part").replace(path)  # a trace is there whole, or the run failed
+        write_whole(path, json.dumps(trace), lasting=False)  # a trace is there whole, or the run failed
         say()
 
 

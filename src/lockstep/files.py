@@ -1,0 +1,77 @@
+"""Files that are there whole or not at all, and that nobody's link leads elsewhere.
+
+    write_whole(folder / "state.json", "{}\n")              # a reader finds the old content or the new one
+    with replacing(folder / "metrics.jsonl") as file:       # the same, for what is written piece by piece
+        file.write(b"...")
+    sync(folder)                                            # the names in it outlive a power cut
+
+What is left after a kill in between has a name that begins with a point and has `.tmp-` in it.
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["created", "replacing", "sync", "write_whole"]
+
+
+def created(path: Path, buffering: int = -1) -> BinaryIO:
+    """A new file, open for writing; nothing that somebody planted there, a link least of all, is written through.
+
+    Raises:
+        FileExistsError: something is there.
+        OSError: the file system refuses.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "wb", buffering=buffering)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
+    """A file to write in, which is `path` once the block has ended well; else `path` is as it was.
+
+    A file that was there hands its permissions on.
+
+    Args:
+        path: in a folder that exists. A link there is replaced, not followed.
+        lasting: synced before it gets its name, so that a power cut leaves no empty file.
+
+    Raises:
+        OSError: with `path` as its `filename`.
+    """
+    part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with created(part) as file:
+            yield file
+            file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat().st_mode
+                if stat.S_ISREG(found):
+                    os.fchmod(file.fileno(), stat.S_IMODE(found))
+            if lasting:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write's own error does not say which file
+        raise
+
+
+def write_whole(path: Path, content: str | bytes, lasting: bool = True) -> None:
+    """Writes a file in one move; text as UTF-8. See `replacing`."""
+    with replacing(path, lasting) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Makes a file's content, or the names in a folder, last through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
