@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from lockstep.sinks import console as module
 from lockstep.sinks.console import Console
 from lockstep.sinks.plot import curve
-from lockstep.sinks.words import bytes_text, count_text, duration_text, line_of, loss_text, summary_rows
+from lockstep.sinks.words import count_text, duration_text, line_of, loss_text, summary_rows
+from lockstep.units import bytes_text
 
 RECORD = {
     "epoch": 1,
@@ -323,7 +324,8 @@ def test_counts(count, text):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (812 * 2**20, "812 MiB"), (1.25 * 2**30, "1.25 GiB"), (2**20 - 1, "1 MiB")]
+    ("count", "text"),
+    [(0, "0 B"), (812 * 2**20, "812 MiB"), (1.25 * 2**30, "1.25 GiB"), (2**20 - 1, "1 MiB"), (5 * 2**40, "5 TiB")],
 )
 def test_bytes(count, text):
     assert bytes_text(count) == text

@@ -237,7 +237,7 @@ def test_too_little_room_is_said_before_training(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(ConfigError, match="--save-dir: .* has 0 MB free and a checkpoint of this run takes"):
+    with pytest.raises(ConfigError, match="--save-dir: .* has 0 B free and a checkpoint of this run takes"):
         go(None, config(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 from lockstep.lock import RunLock
+from lockstep.units import bytes_text
 
 __all__ = ["RunFolder"]
 
@@ -50,8 +51,8 @@ class RunFolder:
             ) from error
         if free < least:
             raise ConfigError(
-                f"--save-dir: {above} has {free / 1e6:.0f} MB free and a checkpoint of this run takes "
-                f"{least / 1e6:.0f} MB; make room, or choose another folder"
+                f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
+                f"{bytes_text(least)}; make room, or choose another folder"
             )
 
     def claim(self) -> None:

@@ -71,7 +71,7 @@ def build(values: dict[str, Any]) -> Config:
         ConfigError: a value that cannot hold, by its flag.
     """
     top: dict[str, Any] = {}
-    nested: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
     for name, value in values.items():
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else top)[key] = value

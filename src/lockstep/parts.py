@@ -23,7 +23,7 @@ from lockstep import checkpoint, options
 from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import blamed, check_dataset
-from lockstep.data.order import Sequential
+from lockstep.data.order import Sequential, Shuffled
 from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
@@ -389,7 +389,7 @@ def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | 
 
 
 def _training(config: Config, task: Task, dataset: Any, horizon: Horizon, world: World) -> Batches:
-    order = task.order(len(dataset), config.seed)
+    order = task.order(len(dataset), config.seed) or Shuffled(len(dataset), config.seed)
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     return Batches(task, dataset, order, horizon.cut, world, seed=config.seed, loading=loading)
 

@@ -21,18 +21,26 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.config import Config
-from lockstep.data.order import Order, Shuffled
 from lockstep.errors import ConfigError
 
-__all__ = ["Task", "adapted", "has_own", "items_of_a_sample", "load_task", "written"]
+__all__ = ["Order", "Task", "adapted", "has_own", "items_of_a_sample", "load_task", "written"]
+
+
+class Order(Protocol):
+    """Which sample stands at each position of the run's endless stream."""
+
+    def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epochs and the sample indices at the positions start .. stop - 1."""
 
 
 class Task(ABC):
@@ -101,9 +109,9 @@ class Task(ABC):
         """What the base rates are multiplied by in `step` (0-based) of `steps`; None: what --optim.schedule says."""
         return None
 
-    def order(self, samples: int, seed: int) -> Order:
-        """Which sample stands at each position of the run's endless stream. Default: another shuffle in each epoch."""
-        return Shuffled(samples, seed)
+    def order(self, samples: int, seed: int) -> Order | None:
+        """Which sample stands at each position of the run's endless stream; None: another shuffle in each epoch."""
+        return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """The repeated blocks of a model that `model` built, in order; None: they are looked for."""

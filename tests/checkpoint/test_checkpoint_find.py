@@ -178,4 +178,4 @@ def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     assert lines == []  # not yet long
     monkeypatch.setattr(find, "_TELL", -1.0)
     reading.heard([70 * 10**9, 50 * 10**9])
-    assert lines == ["checking checkpoint step-00000007: 120.0 of 840.0 GB read"]
+    assert lines == ["checking checkpoint step-00000007: 112 GiB of 782 GiB read"]

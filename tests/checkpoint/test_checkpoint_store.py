@@ -91,7 +91,7 @@ def small(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-FORESEEN = r"small has \d MB free and a checkpoint takes 4 MB; make room"
+FORESEEN = r"small has [\d.]+ [KM]?i?B free and a checkpoint takes 4 MiB; make room"
 MET = r"rank-00000.safetensors: No space left on device; check the free space"
 
 

@@ -7,7 +7,7 @@ from support import alone, build, close, each
 from toys import Network, Ragged, train
 
 import lockstep
-from lockstep.engines.footprint import described, footprint, human
+from lockstep.engines.footprint import described, footprint
 from lockstep.world import World
 
 
@@ -203,10 +203,7 @@ def test_bytes_are_split():
 
 def test_the_line_on_bytes():
     line = described("zero", [[2048, 1024, 100], [2048, 1024, 3 * 2**20]])
-    assert (
-        line == "--engine zero holds per rank: parameters 2.0 KiB, gradients 1.0 KiB, optimizer states 100 B to 3.0 MiB"
-    )
-    assert human(5 * 2**40) == "5.0 TiB"
+    assert line == "--engine zero holds per rank: parameters 2 KiB, gradients 1 KiB, optimizer states 100 B to 3 MiB"
 
 
 def test_engines_serve_a_loop_of_ones_own():

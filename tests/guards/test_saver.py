@@ -124,7 +124,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(CheckpointError, match="has 0 MB free and a checkpoint takes"):
+    with pytest.raises(CheckpointError, match="has 0 B free and a checkpoint takes"):
         checkpoint.save(tmp_path, 1, {"model/a": torch.ones(1000)}, {}, World(), engine="t")
     assert not list((tmp_path / "checkpoints").iterdir())
 

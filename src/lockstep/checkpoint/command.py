@@ -16,6 +16,7 @@ from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
 from lockstep.errors import CheckpointError, DifferenceError
+from lockstep.units import bytes_text
 
 __all__ = ["run"]
 
@@ -84,7 +85,7 @@ def _row(path: Path) -> tuple[str, ...]:
     except CheckpointError:
         return ("?",) * 5
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(manifest.written, 1 << 40)))
-    return _epoch(path), _bytes(manifest.size), when, manifest.engine, str(manifest.world)
+    return _epoch(path), bytes_text(manifest.size), when, manifest.engine, str(manifest.world)
 
 
 def _epoch(path: Path) -> str:
@@ -92,15 +93,6 @@ def _epoch(path: Path) -> str:
         return str(read_state(path).get("epoch", "-"))
     except CheckpointError:
         return "?"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _verify(paths: list[Path]) -> int:
@@ -134,7 +126,7 @@ def _inspect(paths: list[Path], tensors: bool) -> int:
     if tensors:
         for name, each in sorted(stored.items()):
             size = math.prod(each.shape) * itemsize(each.dtype)
-            print(f"{printable(name)}  {each.dtype}  {list(each.shape)}  {_bytes(size)}")
+            print(f"{printable(name)}  {each.dtype}  {list(each.shape)}  {bytes_text(size)}")
     return 0
 
 

@@ -20,6 +20,7 @@ from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_s
 from lockstep.checkpoint.store import list_steps, path_of
 from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError
+from lockstep.units import bytes_text
 from lockstep.world import World
 
 __all__ = ["find_newest", "find_resume"]
@@ -149,4 +150,4 @@ class _Reading:
         """Takes the bytes read by every rank."""
         if time.monotonic() - self._told > _TELL:
             self._told = time.monotonic()
-            self._say(f"checking checkpoint {self._name}: {sum(counts) / 1e9:.1f} of {self._whole / 1e9:.1f} GB read")
+            self._say(f"checking checkpoint {self._name}: {bytes_text(sum(counts))} of {bytes_text(self._whole)} read")

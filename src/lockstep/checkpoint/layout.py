@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import xxhash
@@ -18,12 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.dtypes import dtype_name, is_known
 from lockstep.errors import CheckpointError
+from lockstep.tensors import is_dtensor, local_of
 from lockstep.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "local_of", "owners_of", "share_out"]
+__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "owners_of", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +51,10 @@ class Share:
     summary: dict[str, Any]
 
 
-def _is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
-    # Asked of the tensor, not of its class: to import that costs half a second, too much for runs without DTensors.
-    return hasattr(tensor, "placements")
-
-
 def _kind(placement: object) -> str:
-    # By name for the same reason, and exactly: a strided shard is a kind of Shard but lies elsewhere.
+    # By name, since to import the classes costs half a second, and exactly: a strided shard is a kind of Shard but
+    # lies elsewhere.
     return type(placement).__name__
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies on this rank, without gradient; it shares its memory."""
-    if _is_dtensor(tensor):
-        with torch.no_grad():
-            return tensor.to_local().detach()
-    return tensor.detach()
 
 
 def block_of(tensor: torch.Tensor) -> Block | None:
@@ -79,7 +65,7 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     """
     shape = list(tensor.shape)
     offsets = [0] * len(shape)
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return Block(tuple(offsets), tuple(shape))
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -124,7 +110,7 @@ def _piece(name: str, tensor: torch.Tensor, block: Block) -> Piece:
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:  # there is nothing to cut: kept as one
         return Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
-    return Piece(name, shape, block.offsets, local_of(tensor))
+    return Piece(name, shape, block.offsets, local_of(tensor).detach())
 
 
 def check_keepable(tensors: Mapping[str, Any]) -> None:
@@ -161,7 +147,7 @@ def _problem(name: str, value: Any) -> str | None:
         reason = f"it has no dense values ({value.layout}); register a dense one"
     elif not is_known(dtype_name(value.dtype)):
         reason = f"the format has no {dtype_name(value.dtype)}"
-    elif is_traceable_wrapper_subclass(value) and not _is_dtensor(value):
+    elif is_traceable_wrapper_subclass(value) and not is_dtensor(value):
         reason = f"it is a {type(value).__name__}, whose values lie in other tensors"
     else:
         return None
@@ -188,7 +174,7 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     for name in names:
         tensor, local = tensors[name], local_of(tensors[name])
         if local.numel():
-            placed = tensor.placements if _is_dtensor(tensor) else None
+            placed = tensor.placements if is_dtensor(tensor) else None
             lazily = local.is_conj(), local.is_neg()  # the same memory, and other values
             identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed, lazily)
             kept = first.setdefault(identity, name)
@@ -199,14 +185,14 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
 
 def _is_whole(tensor: torch.Tensor, world: World) -> bool:
     """Whether every rank of the world holds all of it, so that any of them may write it."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return True
     return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
 
 
 def _is_writer(tensor: torch.Tensor) -> bool:
     """Whether this rank holds a part of the DTensor that is not empty and of which it has the first copy."""
-    assert _is_dtensor(tensor)
+    assert is_dtensor(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False

@@ -24,10 +24,11 @@ from lockstep.checkpoint.dtypes import PAIRS, dtype_name
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.index import Entry
-from lockstep.checkpoint.layout import Block, block_of, local_of
+from lockstep.checkpoint.layout import Block, block_of
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError
+from lockstep.tensors import local_of
 from lockstep.world import World
 
 __all__ = ["Whole", "fingerprint", "fingerprint_of", "load", "opened"]

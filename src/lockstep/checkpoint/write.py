@@ -25,6 +25,7 @@ from lockstep.checkpoint.layout import Piece, Share, share_out
 from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError
 from lockstep.files import sync
+from lockstep.units import bytes_text
 from lockstep.world import World
 
 __all__ = ["bytes_of", "save", "write_share"]
@@ -91,7 +92,7 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
     free = shutil.disk_usage(final.parent).free
     if free < size:
         raise CheckpointError(
-            f"{final.parent.parent} has {free / 1e6:.0f} MB free and a checkpoint takes {size / 1e6:.0f} MB; make room"
+            f"{final.parent.parent} has {bytes_text(free)} free and a checkpoint takes {bytes_text(size)}; make room"
         )
     name = f".{final.name}.tmp-{secrets.token_hex(8)}"
     (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that is there, also on a planted link

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, Self
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
-from lockstep.data.order import Order
 from lockstep.errors import DataError
-from lockstep.task import Task
+from lockstep.task import Order, Task
 from lockstep.world import World
 
 __all__ = [

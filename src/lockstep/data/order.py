@@ -11,7 +11,7 @@ four that holds `size`, with cycle walking (Black & Rogaway, "Ciphers with Arbit
 lands outside is permuted again until it is inside. Its round function is the finaliser of splitmix64.
 """
 
-from typing import Protocol, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
-__all__ = ["Order", "Sequential", "Shuffled", "permute"]
+__all__ = ["Sequential", "Shuffled", "permute"]
 
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
@@ -27,13 +27,6 @@ _Words: TypeAlias = NDArray[np.uint64]
 _ROUNDS = 8  # four rounds already pass the tests of uniformity; twice that costs little
 _SMALL = 64  # a Feistel network of so few values has visible structure
 _LARGEST = 2**62  # the halves and the positions stay inside 64 bits
-
-
-class Order(Protocol):
-    """Which sample stands at each position of the run's endless stream."""
-
-    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """The epochs and the sample indices (int64) at the positions start .. stop - 1."""
 
 
 @final

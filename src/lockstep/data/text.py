@@ -24,6 +24,7 @@ from lockstep.data.sources import Source, Span, find, split
 from lockstep.data.tokenize import SETTINGS, ByteBPE
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import sync
+from lockstep.units import bytes_text
 
 __all__ = ["Corpus", "Windows", "default_cache", "prepare"]
 
@@ -130,8 +131,8 @@ def _write(
 ) -> None:
     parts = dict(zip(_SPLITS, split(sources, settings["eval_fraction"], settings["seed"]), strict=True))
     unreadable = sum(not source.readable for source in sources)
-    size = sum(source.size for source in sources) / 1e6
-    say(f"preparing {name}: {len(sources)} files ({size:.1f} MB), {unreadable} of them empty or not UTF-8 and left out")
+    size = bytes_text(sum(source.size for source in sources))
+    say(f"preparing {name}: {len(sources)} files ({size}), {unreadable} of them empty or not UTF-8 and left out")
     say(f"learning a vocabulary of {settings['vocab_size']} tokens")
     tokenizer = ByteBPE.train(parts["train"], settings["vocab_size"])
     tokenizer.save(folder / "tokenizer.json")

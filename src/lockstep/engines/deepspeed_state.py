@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.checkpoint.layout import owners_of
 from lockstep.engines.extra import set_extra
-from lockstep.engines.names import begin
+from lockstep.engines.names import first_step
 from lockstep.errors import CheckpointError
+from lockstep.tensors import local_of
 from lockstep.world import World
 
 __all__ = ["Accessors", "SplitState"]
@@ -176,7 +177,7 @@ class SplitState:
         if flats is not None:
             self._zero._set_fp32_optimizer_param_groups()
         try:
-            _first_step(optimizer)
+            first_step(optimizer, optimizer.state)
         finally:
             if flats is not None:
                 self._zero._clear_fp32_optimizer_param_groups()
@@ -199,28 +200,8 @@ class SplitState:
         if not isinstance(tensor, DTensor):
             return tensor.to(self._world.device)
         if owner == self._world.rank:
-            whole = tensor.to_local().to(self._world.device)
+            whole = local_of(tensor).to(self._world.device)
         else:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
         dist.broadcast(whole, src=owner)  # collective
         return whole
-
-
-@torch.no_grad()
-def _first_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step with zero gradients and rates that leaves the parameters' bits as they were, and states as they begin."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    flats = [flat for group in optimizer.param_groups for flat in group["params"]]
-    before = [(flat.grad, flat.detach().clone()) for flat in flats]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for flat in flats:
-        flat.grad = torch.zeros_like(flat)
-    optimizer.step()
-    for flat, (gradient, values) in zip(flats, before, strict=True):
-        flat.grad = gradient
-        flat.copy_(values)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-        for flat in group["params"]:
-            begin(optimizer, group, optimizer.state.get(flat, {}))

@@ -7,12 +7,13 @@ line = described(name, world.gather(held))
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lockstep.engines.base import Engine
+from lockstep.tensors import local_of
+from lockstep.units import bytes_text
 
-__all__ = ["Footprint", "described", "footprint", "human"]
+__all__ = ["Footprint", "described", "footprint"]
 
 
 class Footprint(NamedTuple):
@@ -45,9 +46,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' parts on this rank, each piece of memory once."""
     found: dict[tuple[Any, ...], int] = {}
     for tensor in tensors:
-        local: Any = tensor
-        with torch.no_grad():
-            local = local.to_local() if hasattr(local, "to_local") else local
+        local = local_of(tensor)
         found[local.data_ptr(), local.device, local.shape] = local.nbytes
     return sum(found.values())
 
@@ -58,14 +57,5 @@ def described(name: str, ranks: list[Any]) -> str:
     parts = []
     for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
         low, high = min(sizes), max(sizes)
-        parts.append(f"{word} {human(high) if low == high else f'{human(low)} to {human(high)}'}")
+        parts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
     return f"--engine {name} holds per rank: {', '.join(parts)}"
-
-
-def human(count: float) -> str:
-    """`1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

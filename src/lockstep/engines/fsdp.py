@@ -17,10 +17,11 @@ from lockstep.engines.place import unexpanded
 from lockstep.engines.replicas import check_launched, same_start
 from lockstep.engines.roots import Roots
 from lockstep.engines.sharding import check, shard
-from lockstep.engines.shards import ExactNorm, ExactReduceScatter, local_of, sharded_norm
+from lockstep.engines.shards import ExactNorm, ExactReduceScatter, sharded_norm
 from lockstep.engines.unused import Usage, listed
 from lockstep.engines.update import Update, trained
 from lockstep.errors import ConfigError
+from lockstep.tensors import local_of
 from lockstep.world import World
 
 __all__ = ["FSDP"]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lockstep.engines.extra import set_extra
 from lockstep.errors import CheckpointError
 
-__all__ = ["begin", "materialise", "named_state", "restore_state"]
+__all__ = ["begin", "first_step", "materialise", "named_state", "restore_state"]
 
 # What torch's optimizers begin with where that is not zero: a number, or the setting of the group that has it.
 _BEGINNINGS: dict[str, dict[str, float | str]] = {
@@ -68,27 +68,37 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
     Returns:
         Whether the state was made now.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
     states = optimizer.state if states is None else states
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if states or not parameters:
+    if states or not any(group["params"] for group in optimizer.param_groups):
         return False
-    kept = [p.detach().clone() for p in parameters]
+    first_step(optimizer, states)
+    return True
+
+
+@torch.no_grad()
+def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
+    """A step with zero gradients and rates: states as they begin, all else as it is.
+
+    Args:
+        optimizer: any.
+        states: where its state is.
+    """
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [(p.grad, p.detach().clone()) for p in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    with torch.no_grad():
-        for parameter, before in zip(parameters, kept, strict=True):
-            parameter.grad = None
-            parameter.copy_(before)
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
+    for parameter, (gradient, values) in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+        parameter.copy_(values)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
         for parameter in group["params"]:
             begin(inner, group, states.get(parameter, {}))
-    return True
 
 
 @torch.no_grad()

@@ -9,20 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lockstep.engines.exact import Counter, sum_of_rows
 from lockstep.engines.update import combined, norms_of
+from lockstep.tensors import local_of
 from lockstep.world import World
 
-__all__ = ["ExactNorm", "ExactReduceScatter", "local_of", "sharded_norm"]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds of a DTensor; they share their memory."""
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local()
+__all__ = ["ExactNorm", "ExactReduceScatter", "sharded_norm"]
 
 
 def sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:

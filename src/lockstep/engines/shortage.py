@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from lockstep.engines.base import Engine
-from lockstep.engines.footprint import Footprint, human
+from lockstep.engines.footprint import Footprint
 from lockstep.engines.unused import listed
 from lockstep.errors import LockstepError
+from lockstep.tensors import local_of
+from lockstep.units import bytes_text as shown
 from lockstep.world import World
 
 __all__ = ["Device", "explained", "out_of_memory"]
@@ -60,7 +62,7 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
     """The error that says what `error` means here."""
     asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
-        asked = human(int(by_host[1]))
+        asked = shown(int(by_host[1]))
     begin = f"rank {world.rank} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
     return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
 
@@ -75,7 +77,7 @@ def _misplaced(engine: Engine | None, world: World, device: Device) -> str:
     others = device.total - device.free - device.own
     if others > _STRAY * device.total:
         return (
-            f"other processes hold {human(others)} of its {human(device.total)}; give each rank a GPU of its own "
+            f"other processes hold {shown(others)} of its {shown(device.total)}; give each rank a GPU of its own "
             "(one process a GPU, --nproc-per-node at most their number), and end what else runs there"
         )
     return ""
@@ -84,13 +86,13 @@ def _misplaced(engine: Engine | None, world: World, device: Device) -> str:
 def _advice(engine: Engine | None, device: Device) -> str:
     if engine is None:
         return (
-            f"the model is not made yet ({human(device.own)} of {human(device.total)} held); --engine fsdp "
+            f"the model is not made yet ({shown(device.own)} of {shown(device.total)} held); --engine fsdp "
             "--engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
         )
     held = _held(engine)
     kept = sum(held)
-    parts = f"parameters {human(held.parameters)}, gradients {human(held.gradients)}, optimizer {human(held.states)}"
-    first = f"everything is on the right device ({human(device.own)} of {human(device.total)} held; {parts}); "
+    parts = f"parameters {shown(held.parameters)}, gradients {shown(held.gradients)}, optimizer {shown(held.states)}"
+    first = f"everything is on the right device ({shown(device.own)} of {shown(device.total)} held; {parts}); "
     if 2 * kept > device.own:  # most of it stays between the steps
         return first + "split it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
     return first + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
@@ -98,11 +100,6 @@ def _advice(engine: Engine | None, device: Device) -> str:
 
 def _held(engine: Engine) -> Footprint:
     """As `footprint`, but without a word to other ranks, who may be elsewhere: states as the gradients' double."""
-    parameters = sum(_local_bytes(p) for p in engine.model.parameters())
-    gradients = sum(_local_bytes(p) for p in engine.model.parameters() if p.requires_grad)
+    parameters = sum(local_of(p).nbytes for p in engine.model.parameters())
+    gradients = sum(local_of(p).nbytes for p in engine.model.parameters() if p.requires_grad)
     return Footprint(parameters, gradients, 2 * gradients)
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.nbytes)

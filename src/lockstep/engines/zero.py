@@ -19,6 +19,7 @@ from lockstep.engines.names import materialise
 from lockstep.engines.replicas import OPTIONS, Replicas, check_launched
 from lockstep.engines.update import Update, trained
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.tensors import local_of
 from lockstep.world import World
 
 with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
@@ -97,8 +98,7 @@ class Zero:
                 tensor.copy_(state[f"model/{name}"])
             set_extra(self._module, state)
             for name, key, value in self._own_states():
-                given = state[f"optimizer/{name}/{key}"]
-                given = given.to_local() if isinstance(given, DTensor) else given
+                given = local_of(state[f"optimizer/{name}/{key}"])
                 if isinstance(value, Tensor):
                     if given.data_ptr() != value.data_ptr():  # else it was loaded in place
                         value.copy_(given)

@@ -13,9 +13,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lockstep.checkpoint.layout import block_of, local_of
+from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import DifferenceError
+from lockstep.tensors import local_of
 from lockstep.world import World
 
 __all__ = ["check", "fingerprints"]

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["bytes_text", "count_text", "duration_text", "line_of", "loss_text", "numbers_of", "summary_rows"]
+from lockstep.units import bytes_text
+
+__all__ = ["count_text", "duration_text", "line_of", "loss_text", "numbers_of", "summary_rows"]
 
 
 def count_text(count: float) -> str:
@@ -13,15 +15,6 @@ def count_text(count: float) -> str:
         if abs(count) >= 0.9995 * size:
             return f"{count / size:#.3g}".rstrip(".") + unit
     return f"{count:.3g}" if count < 100 else f"{count:.0f}"
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in units of 1024: 812 MiB, 1.25 GiB."""
-    power = 0
-    while count >= 999.5 and power < 5:
-        count, power = count / 1024, power + 1
-    number = f"{count:.0f}" if count >= 100 or power == 0 else f"{count:.3g}"
-    return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 def duration_text(seconds: float) -> str:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from lockstep.config import Config
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
-from lockstep.data.order import Order
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
 from lockstep.seeds import derive
-from lockstep.task import Task
+from lockstep.task import Order, Task
 from lockstep.verify.fault import Fault, FaultContext, Seed
 from lockstep.verify.wrappers import TaskWrapper
 
@@ -81,7 +80,7 @@ class _Ordered(TaskWrapper):
         self._change, self._ahead = change, ahead
 
     def order(self, samples: int, seed: int) -> Order:
-        return _Changed(self.inner.order(samples, seed), self._change, self._ahead)
+        return _Changed(self.inner.order(samples, seed) or Shuffled(samples, seed), self._change, self._ahead)
 
 
 class _Changed:

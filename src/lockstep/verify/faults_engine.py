@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.checkpoint.layout import local_of
 from lockstep.config import Config
 from lockstep.engines.base import Engine, StepResult
 from lockstep.errors import ConfigError
+from lockstep.tensors import local_of
 from lockstep.verify.fault import Fault, FaultContext
 from lockstep.verify.wrappers import EngineWrapper
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.checkpoint.layout import local_of
 from lockstep.data.batches import Feed, MicroBatch
 from lockstep.engines.base import Engine, StepResult
 from lockstep.records import StepRecord
+from lockstep.tensors import local_of
 from lockstep.verify.operations import DtypeTracker, coarsest, digest
 from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
 from lockstep.verify.wrappers import EngineWrapper

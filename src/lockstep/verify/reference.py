@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint.layout import Block, block_of, local_of
+from lockstep.checkpoint.layout import Block, block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config import Config
 from lockstep.errors import ConfigError
+from lockstep.tensors import local_of
 from lockstep.verify.operations import digest
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance
 

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from lockstep.config import Config
-from lockstep.data.order import Order
 from lockstep.engines.base import Engine, StepResult
-from lockstep.task import Task, items_of_a_sample
+from lockstep.task import Order, Task, items_of_a_sample
 
 __all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
 
@@ -53,7 +52,7 @@ class TaskWrapper(Task):
     def schedule(self, step: int, steps: int) -> float | None:
         return self.inner.schedule(step, steps)
 
-    def order(self, samples: int, seed: int) -> Order:
+    def order(self, samples: int, seed: int) -> Order | None:
         return self.inner.order(samples, seed)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
