@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Config
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
+from lockstep.data.order import Shuffled
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
 from lockstep.seeds import derive
