@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config import Config, Optim
+from lockstep.defaults import settled
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.optim import adamw, groups
+from lockstep.optim import adamw, groups, make_optimizer, sgd
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decay_embeddings": False}
 
@@ -100,3 +102,33 @@ def test_the_state_is_restored_with_its_names():
     other = adamw(small(), **SETTINGS)
     other.load_state_dict(optimizer.state_dict())
     assert [group["names"] for group in other.param_groups] == [group["names"] for group in groups(small(), 0.1)]
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_is_torchs_over_the_same_groups(momentum, nesterov):
+    mine, other = small(), small()
+    ours = sgd(mine, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.01)
+    theirs = torch.optim.SGD(groups(other, 0.01), lr=0.1, momentum=momentum, nesterov=nesterov, foreach=False)
+    for step in range(3):
+        for model, optimizer in ((mine, ours), (other, theirs)):
+            model(torch.arange(8).view(1, 8) + step).logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), other.parameters(), strict=True))
+
+
+def test_nesterov_without_a_momentum_is_refused():
+    with pytest.raises(ConfigError, match=r"--optim.nesterov needs a momentum: give --optim.momentum a number above 0"):
+        sgd(small(), lr=0.1, momentum=0.0, nesterov=True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_configurations_optimizer(exact):
+    optim = Optim(beta1=0.8, beta2=0.7, eps=1e-6, weight_decay=0.3, decay_embeddings=True)
+    made = make_optimizer(small(), Config(lr=0.5, optim=optim, exact=exact))
+    values = {key: made.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "fused")}
+    assert values == {"lr": 0.5, "betas": (0.8, 0.7), "eps": 1e-6, "weight_decay": 0.3, "fused": not exact}
+    assert "tokens.weight" in made.param_groups[0]["names"]
+    config = settled(Config(optim=Optim(name="sgd", momentum=0.5), exact=exact), None, small(), 100).config
+    plain = make_optimizer(small(), config)
+    assert (type(plain).__name__, plain.param_groups[0]["momentum"], plain.param_groups[0]["lr"]) == ("SGD", 0.5, 0.01)

@@ -4,7 +4,8 @@
     config = Config.from_args(["--experiment-name", "a", "--optim.weight-decay", "0.05"])       # the same from flags
 
 Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
-Whatever holds in here is checked when the object is made, so that no bad value travels further.
+Whatever holds in here is checked when the object is made, so that no bad value travels further. A field whose default
+is "auto" is given its value once the task and the plan are known (see `lockstep.defaults`): `--lr auto`, lr = "auto".
 """
 
 import dataclasses
@@ -20,6 +21,14 @@ from lockstep.errors import ConfigError
 from lockstep.fields import FieldError, FieldName, named, option
 
 __all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"]
+
+
+def auto(default: Any, text: str) -> Any:
+    """A number that `lockstep.defaults` chooses where it is left out; `default`, out of bounds, holds its place."""
+    return field(default=default, metadata={"help": text, "choices": (), "auto": True})
+
+
+_LATER = -math.inf  # holds the place of a float that is chosen later
 
 
 @named()
@@ -43,6 +52,7 @@ class Data:
         "stream",
         "blocks",
     )
+    drop_last: bool = option(False, "leave out the last step of a run where it would be short of samples")
 
 
 @named()
@@ -59,17 +69,27 @@ class Model:
 @named()
 @dataclass(frozen=True, slots=True)
 class Optim:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
-    beta1: float = option(0.9, "decay of the gradient's running mean")
-    beta2: float = option(0.95, "decay of the squared gradient's running mean")
-    eps: float = option(1e-8, "added to the denominator")
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices")
+    name: str = option("adamw", "optimizer", "adamw", "sgd")
+    beta1: float = option(0.9, "adamw: decay of the gradient's running mean")
+    beta2: float = auto(_LATER, "adamw: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
+    eps: float = option(1e-8, "adamw: added to the denominator")
+    momentum: float = option(0.9, "sgd: decay of the gradient's running sum")
+    nesterov: bool = option(False, "sgd: Nesterov's momentum")
+    weight_decay: float = auto(
+        _LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4"
+    )
     decay_embeddings: bool = option(False, "decay embeddings too")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    schedule: str = option("cosine", "shape of the rate after the warm-up", "cosine", "cosine-periodic", "constant")
+    schedule: str = option(
+        "cosine",
+        "shape of the rate after the warm-up; wsd: constant, then down over --optim.cooldown",
+        *("cosine", "cosine-periodic", "linear", "wsd", "constant"),
+    )
     period: int = option(0, "steps from peak to floor, and back, of cosine-periodic; 0: the whole plan")
-    warmup_steps: int = option(50, "steps of linear warm-up")
+    warmup_steps: int = auto(-1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50")
+    cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
     floor: float = option(0.1, "last learning rate, as a share of --lr")
 
 
@@ -155,9 +175,15 @@ class Config:
     num_epochs: int = option(1, "passes over the training data")
     max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
     stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
-    lr: float = option(2e-3, "peak learning rate")
+    lr: float = auto(
+        _LATER,
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 for a pretrained one, 1e-3 for other work; sgd 1e-2",
+    )
     batch_size: int = option(16, "samples in a step, over all ranks")
-    micro_batch_size: int = option(0, "samples in one forward on one device; 0: the batch's largest divisor up to 1/8")
+    micro_batch_size: int = auto(
+        0,
+        "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
+    )
     seq_len: int = option(128, "tokens in a sample")
     log_freq: int = option(10, "steps between records")
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
@@ -226,6 +252,8 @@ class Config:
         _check_name(self.experiment_name)
         for name, (least, most, what) in _BOUNDS.items():
             value = lookup(self, name)
+            if value == _PLACES.get(name):
+                continue
             if not (math.isfinite(value) and least <= value <= most):
                 raise FieldError(FieldName(name), f" is {value}: it must be {what}")
         for owner, prefix in sections(self):
@@ -235,9 +263,8 @@ class Config:
                     raise FieldError(
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
                     )
-        if not self.micro_batch_size:
-            object.__setattr__(self, "micro_batch_size", default_micro_batch_size(self.batch_size))
-        if self.batch_size % self.micro_batch_size:
+        _check_optimizer(self.optim)
+        if self.batch_size % (self.micro_batch_size or 1):
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
             whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
             multiple = f" {self.batch_size} is not a multiple of "
@@ -267,9 +294,14 @@ class Config:
             raise SystemExit(error.exit_code) from None
 
     @property
+    def micro_size(self) -> int:
+        """Samples in one forward: as given, else the default for a model without BatchNorm."""
+        return self.micro_batch_size or default_micro_batch_size(self.batch_size)
+
+    @property
     def micro_batches(self) -> int:
-        """M: micro-batches in a step, over all ranks."""
-        return self.batch_size // self.micro_batch_size
+        """M: micro-batches in a step, over all ranks; see `micro_size`."""
+        return self.batch_size // self.micro_size
 
 
 _SECTIONS: dict[str, Any] = {
@@ -284,7 +316,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "stop_at": (0, 10**12, "a step, or 0"),
     "lr": (0, 1e6, "a finite number, not negative"),
     "batch_size": (1, 10**9, "at least 1"),
-    "micro_batch_size": (0, 10**9, "at least 1, or 0 for the default"),
+    "micro_batch_size": (1, 10**9, "at least 1, or auto"),
     "seq_len": (1, 10**7, "at least 1"),
     "log_freq": (1, 10**9, "at least 1"),
     "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
@@ -298,10 +330,12 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.beta1": (0, 0.999999, "from 0 to below 1"),
     "optim.beta2": (0, 0.9999999, "from 0 to below 1"),
     "optim.eps": (0, 1, "from 0 to 1"),
+    "optim.momentum": (0, 0.999999, "from 0 to below 1"),
     "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
     "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
-    "optim.warmup_steps": (0, 10**12, "a number of steps"),
+    "optim.warmup_steps": (0, 10**12, "a number of steps, or auto"),
     "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),
+    "optim.cooldown": (0, 1, "a share from 0 to 1"),
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
@@ -314,6 +348,15 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "engine_options.shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
     "engine_options.prefetch": (0, 1000, "a number of blocks, or 0"),
     "engine_options.zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for the configuration's"),
+}
+
+
+# name -> what holds the place of a value that is chosen later
+_PLACES: dict[str, Any] = {
+    prefix + spec.name: spec.default
+    for kind, prefix in ((Config, ""), (Optim, "optim."))
+    for spec in dataclasses.fields(kind)
+    if spec.metadata.get("auto")
 }
 
 
@@ -334,9 +377,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("engine_options.", "engine.").replace("_", "-")
 
 
-def default_micro_batch_size(batch_size: int) -> int:
-    """The largest divisor of `batch_size` up to an eighth of it: depends on nothing but the batch."""
-    return next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
+def is_auto(config: Config, name: str) -> bool:
+    """Whether the field of a dotted name is still to be chosen."""
+    return name in _PLACES and bool(lookup(config, name) == _PLACES[name])
+
+
+def default_micro_batch_size(batch_size: int, least: int = 1) -> int:
+    """The largest divisor of `batch_size` up to an eighth of it, or the next that is `least` or more, or the batch."""
+    size = next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
+    wanted = min(max(size, least), batch_size)
+    return next(size for size in range(wanted, batch_size + 1) if batch_size % size == 0)
 
 
 def _nearest_divisor(batch_size: int, size: int) -> int:
@@ -347,7 +397,9 @@ def _check_types(config: Config) -> None:
     for owner, prefix in sections(config):
         for spec in dataclasses.fields(owner):
             value, wanted = getattr(owner, spec.name), cast(type, spec.type)
-            if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            if value == "auto" and spec.metadata.get("auto"):
+                object.__setattr__(owner, spec.name, spec.default)
+            elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
                 object.__setattr__(owner, spec.name, float(value))
             elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 expected = _KINDS.get(wanted, f"a {wanted.__name__}")
@@ -355,6 +407,24 @@ def _check_types(config: Config) -> None:
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+_FIELDS_OF = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum", "nesterov"),
+}  # those of Optim that one optimizer has alone
+
+
+def _check_optimizer(optim: Optim) -> None:
+    """Refuses what is set away from its default and would have no effect."""
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(optim)}
+    for name, fields in _FIELDS_OF.items():
+        for key in fields:
+            if name != optim.name and getattr(optim, key) != defaults[key]:
+                raise FieldError(
+                    *(FieldName(f"optim.{key}"), " is no option of ", FieldName("optim.name"), f" {optim.name}, "),
+                    f"but of {name}: leave it out",
+                )
 
 
 def _check_name(name: str) -> None:

@@ -1,6 +1,7 @@
 """The optimizer, and the one rule that says which parameters decay.
 
 optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+optimizer = make_optimizer(model, config)           # what --optim.name and the section `optim` say
 """
 
 from typing import Any
@@ -8,11 +9,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.config import Config
 from lockstep.errors import ConfigError
 
-__all__ = ["adamw", "groups"]
+__all__ = ["adamw", "groups", "make_optimizer", "sgd"]
 
 _FUSED = {"cpu", "cuda"}  # device types whose fused AdamW every supported torch has
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer of `--optim.name` with the numbers of `config`, none of which is left to "auto" any more.
+
+    Raises:
+        ConfigError: nothing is trainable.
+    """
+    optim = config.optim
+    decay: dict[str, Any] = {"weight_decay": optim.weight_decay, "decay_embeddings": optim.decay_embeddings}
+    if optim.name == "sgd":
+        return sgd(model, lr=config.lr, momentum=optim.momentum, nesterov=optim.nesterov, **decay)
+    return adamw(
+        model,
+        lr=config.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=False if config.exact else None,
+        **decay,
+    )
 
 
 def groups(model: nn.Module, weight_decay: float, decay_embeddings: bool = False) -> list[dict[str, Any]]:
@@ -81,6 +103,34 @@ def adamw(
         fused = all(_fusable(parameter) for group in members for parameter in group["params"])
     # foreach has the bits of the plain loop and fewer calls.
     return torch.optim.AdamW(members, lr=lr, betas=betas, eps=eps, fused=fused, foreach=None if fused else True)
+
+
+def sgd(
+    model: nn.Module,
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 1e-4,
+    decay_embeddings: bool = False,
+) -> torch.optim.SGD:
+    """SGD with momentum over `groups(model)`, as torch has it: the decay is added to the gradient.
+
+    Never fused: where the device leaves a first step out, torch's fused kernel leaves the momentum unset.
+
+    Args:
+        lr: base learning rate; a schedule multiplies it.
+        momentum: 0 keeps none.
+        nesterov: Nesterov's form (Sutskever et al., ICML 2013); it needs a momentum.
+        weight_decay, decay_embeddings: see `groups`.
+
+    Raises:
+        ConfigError: nothing is trainable, or `nesterov` without a momentum.
+    """
+    if nesterov and not momentum:
+        raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
+    members = groups(model, weight_decay, decay_embeddings)
+    return torch.optim.SGD(members, lr=lr, momentum=momentum, nesterov=nesterov, foreach=True)
 
 
 def _fusable(parameter: nn.Parameter) -> bool:

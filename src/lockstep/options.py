@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep import presets
-from lockstep.config import Config, flag, sections
+from lockstep.config import Config, flag, is_auto, sections
 from lockstep.errors import ConfigError
 from lockstep.fields import FieldError
 from lockstep.flags import Parser
@@ -119,9 +119,9 @@ def option_list() -> list[str]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every option and its value by dotted name."""
+    """Every option and its value by dotted name; "auto" where it is still to be chosen."""
     return {
-        prefix + spec.name: getattr(owner, spec.name)
+        prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
         for owner, prefix in sections(config)
         for spec in dataclasses.fields(owner)
         if not dataclasses.is_dataclass(spec.type)
@@ -188,13 +188,17 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
 
 def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> None:
     text = spec.metadata["help"]
-    if spec.default != "":
-        text += f" (default: {spec.default})"
+    auto = bool(spec.metadata.get("auto"))
+    if auto or spec.default != "":
+        text += f" (default: {'auto' if auto else spec.default})"
     settings: dict[str, Any] = {"action": _Switch}
     if spec.type is not bool:
         choices = spec.metadata["choices"]
         kind = cast(type, spec.type)
-        settings = {"type": kind, "metavar": "|".join(choices) if choices else kind.__name__.upper()}
+        settings = {
+            "type": (lambda word: word if word == "auto" else kind(word)) if auto else kind,
+            "metavar": "|".join(choices) if choices else kind.__name__.upper(),
+        }
     settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
 

@@ -24,6 +24,7 @@ from lockstep.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import blamed, check_dataset
 from lockstep.data.order import Sequential, Shuffled
+from lockstep.defaults import settled
 from lockstep.engines import Engine, birth, engine
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.deepspeed_config import check_batches
@@ -33,7 +34,7 @@ from lockstep.evaluate import one_step
 from lockstep.folder import RunFolder
 from lockstep.guards.loader import Guarded
 from lockstep.guards.start import check_programs, check_weights
-from lockstep.optim import adamw
+from lockstep.optim import make_optimizer
 from lockstep.plan import Horizon, differences, origin_of, plan_of
 from lockstep.precision import check_precision, pin
 from lockstep.schedule import factor
@@ -149,7 +150,14 @@ class Parts:
         if has_own(self.task, "schedule") and self.task.schedule(0, whole) is not None:
             return lambda step: _own_factor(self.task, step, whole)
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
-        return partial(factor, horizon=horizon, warmup=optim.warmup_steps, floor=optim.floor, shape=optim.schedule)
+        return partial(
+            factor,
+            horizon=horizon,
+            warmup=optim.warmup_steps,
+            floor=optim.floor,
+            shape=optim.schedule,
+            cooldown=optim.cooldown,
+        )
 
 
 def assemble(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Parts:
@@ -160,17 +168,10 @@ def assemble(config: Config, given: Any, world: World, kept: dict[str, Any] | No
     """
     config = _agreed(config, world)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
-    if config.micro_batches < world.size:
-        say(world)(_idle(config, world.size))
     check_precision(config.precision, world.device)
-    if config.exact:
-        check_servable(config.micro_batches, world.size)
-    check_batches(
-        config.engine_options.config,
-        batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size,
-        ranks=world.size,
-    )
+    cut_known = bool(config.micro_batch_size)  # else it depends on the model
+    if cut_known:
+        _check_cut(config, world)
     together(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = together(world, lambda: named_task(config, say(world)) if given is None else adapted(given))
@@ -179,9 +180,12 @@ def assemble(config: Config, given: Any, world: World, kept: dict[str, Any] | No
     training = _guarded(config, training, world)
     samples = together(world, lambda: _size(training))
     source, state = _found(folder, world)
-    horizon = Horizon(samples, config, origin_of(state, config))
-    state["origin"] = list(horizon.origin)
     model = _model(config, task, world)
+    horizon = settled(config, task, model, samples, origin_of(state, config))
+    config = horizon.config
+    state["origin"] = list(horizon.origin)
+    if not cut_known:
+        _check_cut(config, world)
     together(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
     plan = plan_of(config, horizon, task, model)
@@ -236,6 +240,20 @@ def _own_factor(task: Task, step: int, steps: int) -> float:
             "are multiplied by, a finite number from 0"
         )
     return float(factor)  # type: ignore[arg-type]
+
+
+def _check_cut(config: Config, world: World) -> None:
+    """Refuses a number of micro-batches that this world or the engine's own file does not go with."""
+    if config.micro_batches < world.size:
+        say(world)(_idle(config, world.size))
+    if config.exact:
+        check_servable(config.micro_batches, world.size)
+    check_batches(
+        config.engine_options.config,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        ranks=world.size,
+    )
 
 
 def _idle(config: Config, ranks: int) -> str:
@@ -331,7 +349,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
     """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
 
     def make(held: nn.Module) -> Optimizer:
-        made = _own_optimizer(config, task, held) or _adamw(config, held)
+        made = _own_optimizer(config, task, held) or make_optimizer(held, config)
         rates[:] = [float(group["lr"]) for group in made.param_groups]
         return made
 
@@ -347,19 +365,6 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
         blocks=task.blocks(model) or (),
         options=config.engine_options,
         say=say(world),
-    )
-
-
-def _adamw(config: Config, model: nn.Module) -> Optimizer:
-    optim = config.optim
-    return adamw(
-        model,
-        lr=config.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        decay_embeddings=optim.decay_embeddings,
-        fused=False if config.exact else None,
     )
 
 

@@ -31,19 +31,29 @@ class Horizon:
         samples: n, in the training set.
         config: how many epochs or steps, and how large a step is.
         origin: the step, and the position in the stream of samples, from which on a step is as large as that.
+        least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.
     """
 
     samples: int
     config: Config
     origin: Origin = START
+    least: int = 1
 
     @property
     def cut(self) -> Cut:
-        """The stream of positions as steps. With --max-steps each is full; else the last ends with the last epoch."""
-        config, origin = self.config, self.origin
-        coming = max(0, config.max_steps - origin.step) * config.batch_size
-        total = origin.position + coming if config.max_steps else config.num_epochs * self.samples
-        return Cut(config.batch_size, config.micro_batch_size, total, origin)
+        """The stream of positions as steps. With --max-steps each is full; else the last ends with the last epoch.
+
+        Left out at that end: with --data.drop-last what is short of a step, and what is short of `least` samples.
+        """
+        config, origin, micro_size = self.config, self.origin, self.config.micro_size
+        if config.max_steps:
+            coming = max(0, config.max_steps - origin.step) * config.batch_size
+        else:
+            coming = max(0, config.num_epochs * self.samples - origin.position)
+            last = config.batch_size if config.data.drop_last else micro_size
+            if config.data.drop_last or coming % last < min(self.least, micro_size):
+                coming -= coming % last
+        return Cut(config.batch_size, micro_size, origin.position + coming, origin)
 
     def epochs(self, done: int) -> float:
         """Passes over the training data after `done` steps: 1.25 is a quarter into the second."""
@@ -56,12 +66,15 @@ class Horizon:
         epoch, within = divmod(position, self.samples)
         if within == 0 and position == self.cut.total and epoch:  # the end of the last epoch, not the start of another
             epoch, within = epoch - 1, self.samples
+        left = self.samples - within
+        if not self.config.max_steps:
+            left = min(left, self.cut.total - position)  # less than the epoch's where its end is left out
         return {
             "global_step": done,
             "epoch": epoch,
             "epoch_step": -(-within // size),
             "epoch_progress": within / self.samples,
-            "num_batches_remaining": -(-(self.samples - within) // size),
+            "num_batches_remaining": -(-left // size),
             "position": position,
         }
 

@@ -20,6 +20,7 @@ from lockstep import checkpoint, options
 from lockstep.bookkeeper import EXIT_INTERRUPTED, EXIT_SAVED, Bookkeeper
 from lockstep.clock import make_clock
 from lockstep.config import Config
+from lockstep.defaults import described_optimizer, described_step, warnings
 from lockstep.engines import name_of
 from lockstep.engines.footprint import described, footprint
 from lockstep.engines.shortage import explained
@@ -39,7 +40,7 @@ from lockstep.progress import COMPUTING, IN_BODY, READING
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
-from lockstep.task import items_of_a_sample
+from lockstep.task import has_own, items_of_a_sample
 from lockstep.world import World, together
 
 __all__ = ["Session", "training"]
@@ -151,6 +152,7 @@ def _in_folder(session: Session, parts: Parts) -> Training:
         if parts.folder.cleared:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", parts.folder.cleared)
         count_restarts(parts.state)
+        _announce(parts)
         _LOG.info("arguments: %s", json.dumps(options.flat(parts.config)), extra={"only_file": True})
         if world.is_main:
             session.sinks = open_sinks(parts)
@@ -312,6 +314,15 @@ def _end(parts: Parts, wish: int, saved: int) -> tuple[str, int]:
             parts.folder.write_end(code, saved)
     whole = saved >= parts.horizon.cut.steps
     return _STATUS.get(wish, "finished" if whole else "stopped"), code
+
+
+def _announce(parts: Parts) -> None:
+    """What a step is, what takes it, and what is worth a warning."""
+    _LOG.info(described_step(parts.horizon, parts.world.size))
+    if not has_own(parts.task, "optimizer"):
+        _LOG.info(described_optimizer(parts.horizon))
+    for line in warnings(parts.horizon, parts.model):
+        _LOG.warning(line)
 
 
 def _report(parts: Parts) -> None:

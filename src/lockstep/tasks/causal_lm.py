@@ -34,6 +34,7 @@ class CausalLM(Task):
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
+        defaults: what is chosen where the configuration says nothing; see `lockstep.defaults`.
         item_name: what a rate is shown in.
         items_per_sample: labelled tokens of every sample, the same for all: the sequence length, in blocks one less.
         sources: what came from a hub: name -> revision.
@@ -42,6 +43,7 @@ class CausalLM(Task):
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
     """
 
+    defaults = "language-model"
     item_name = "tokens"
 
     def __init__(

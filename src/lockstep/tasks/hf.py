@@ -46,6 +46,7 @@ class HubCausalLM(Task):
         sources: what came from a hub: name -> revision.
 
     Attributes:
+        defaults: what is chosen where the configuration says nothing; see `lockstep.defaults`.
         items_per_sample: labelled tokens of every sample: the sequence length, in blocks one less.
 
     Raises:
@@ -74,6 +75,7 @@ class HubCausalLM(Task):
                 f"--tokenizer knows {corpus.vocab_size} tokens and {source.name} {held}; leave out --tokenizer, or "
                 "--model.pretrained"
             )
+        self.defaults = "fine-tuning" if pretrained else "language-model"
         self.corpus, self.sources = corpus, dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)

@@ -56,7 +56,7 @@ class OverlappingShards(Fault):
 
     def task(self, task: Task, context: FaultContext) -> Task:
         config, world = context.config, context.world
-        each = -(-config.micro_batches // world.size) * config.micro_batch_size
+        each = -(-config.micro_batches // world.size) * config.micro_size
         return _Ordered(task, lambda samples: np.roll(samples, world.rank * each), ahead=0)
 
 

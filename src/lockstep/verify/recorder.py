@@ -180,6 +180,10 @@ class Recorder:
         fresh = [group for group in optimizer.param_groups if not any(group is known for known in self._groups)]
         self._groups += fresh
         step["rates"] += [float(group["lr"]) for group in fresh]
+        if fresh and "betas" in fresh[0]:
+            step["beta2"] = float(fresh[0]["betas"][1])
+        if fresh and "betas" in fresh[0]:
+            step["beta2"] = float(fresh[0]["betas"][1])
         if begins:
             self._before_first(step)
 

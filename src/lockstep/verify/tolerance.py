@@ -102,7 +102,7 @@ class Scales:
     Attributes:
         norm: largest 2-norm of a gradient so far, after clipping.
         travel: learning rates of all updates so far, added up.
-        beta2, eps: of AdamW.
+        beta2, eps: of AdamW; beta2 is 0 for an optimizer without.
     """
 
     norm: float
@@ -118,7 +118,7 @@ class Scales:
         for step in steps:
             norm = max(norm, math.sqrt(step.get("gradient", {}).get("square", 0.0)))
             travel += max(step["rates"], default=0.0)
-            found.append(cls(norm, travel, config.optim.beta2, config.optim.eps or 1e-300))
+            found.append(cls(norm, travel, step.get("beta2", 0.0), config.optim.eps or 1e-300))
         return found
 
 

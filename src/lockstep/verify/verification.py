@@ -62,7 +62,7 @@ class Verification:
         """Makes all runs and compares them. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
-        table = Table(_title(self._request), notes=self._notes())
+        table = Table(_title(self._request, self._reference["micro_batches"]), notes=self._notes())
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
         if again.difference:  # whatever another combination showed, it could not be told from this
@@ -179,11 +179,11 @@ def _failed(one: Combination, error: RankFailed | None) -> Row:
     return Row(one, "unavailable" if error and error.usage else "failed", reason=reason)
 
 
-def _title(request: Request) -> str:
+def _title(request: Request, micro_batches: int) -> str:
     config = request.config
     how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
     return (
-        f"{request.steps} steps of {config.batch_size} samples in {config.micro_batches} micro-batches, "
+        f"{request.steps} steps of {config.batch_size} samples in {micro_batches} micro-batches, "
         f"{config.precision}, compared with a single process: {how}"
     )
 

@@ -115,6 +115,7 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
         before = recorder.ended
         trace["steps"] += recorder.steps
         trace.setdefault("coarsest", recorder.dtypes.name)
+        trace["micro_batches"] = parts.config.micro_batches  # the model may decide them
         if end < request.steps:
             state = parts.state | parts.horizon.place(end) | {"plan": parts.plan, "world_size": world.size}
             checkpoint.save(parts.folder.path, end, parts.tensors(), state, world, engine=spec.combination.engine)
@@ -174,7 +175,7 @@ def _task(spec: RunSpec, config: Config) -> Task:
     if task is None:
         task = load_task(spec.request.named) if spec.request.named else named_task(config, lambda _: None)
     # Two steps and one micro-batch: at two ranks and more one of them has a slot that must not count.
-    samples = 2 * config.batch_size + config.micro_batch_size
+    samples = 2 * config.batch_size + config.micro_size
     return PreparedTask(adapted(task), wide=config.precision == "float64", samples=samples)
 
 
