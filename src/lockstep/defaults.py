@@ -115,10 +115,10 @@ def warnings(horizon: Horizon, model: nn.Module) -> list[str]:
     if norms and micro_size < _FEW and config.batchnorm != "sync":
         size = default_micro_batch_size(max(config.batch_size, _FEW), _FEW)
         more = f"--batch-size {_FEW} " if config.batch_size < _FEW else ""
+        which = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
         found.append(
-            f"BatchNorm ({norms[0]}{f' and {len(norms) - 1} more' * (len(norms) > 1)}) normalises over the "
-            f"{micro_size} sample{'s' * (micro_size > 1)} of a forward, and {_FEW} or more train better: "
-            f"give {more}--micro-batch-size {size}"
+            f"BatchNorm ({which}) normalises over the {micro_size} sample{'s' * (micro_size > 1)} of a forward, and "
+            f"{_FEW} or more train better: give {more}--micro-batch-size {size}"
         )
     missing = config.num_epochs * horizon.samples - horizon.cut.total
     if norms and not (config.max_steps or config.data.drop_last) and missing == 1:

@@ -51,7 +51,7 @@ class Task(ABC):
         items_per_sample: items of every sample, where all have as many; None: `count` says. The ranks then need not ask
             each other. Of a task without a `count` of its own it is 1: an item is a sample.
         item_name: what an item is called where a rate is shown.
-        defaults: which work it is, so that a configuration which says nothing gets what suits it; see `lockstep.defaults`.
+        defaults: which work it is: what suits it is chosen where the configuration says nothing.
         fingerprint: of the data; a resume with another one is refused.
         sources: what came from elsewhere, name -> revision; it is recorded, and must be the same on every rank.
     """
