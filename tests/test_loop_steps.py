@@ -9,6 +9,7 @@ from toys import Partial
 
 from lockstep.data.batches import MicroBatch
 from lockstep.engines.base import StepResult
+from lockstep.errors import ConfigError
 from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, loss_of, steps
 from lockstep.world import World
@@ -100,3 +101,10 @@ def test_a_step_without_items_divides_by_one():
 def test_a_mean_counts_with_its_items(reduction, wanted):
     batch = SimpleNamespace(data=3.0, items=4)
     assert loss_of(Task(reduction))(torch.nn.Linear(1, 1), batch).item() == pytest.approx(wanted)
+
+
+def test_a_loss_that_is_no_tensor_is_one_line():
+    """A run that resumes does not try the task before its first step."""
+    task = SimpleNamespace(loss=lambda model, data: 3.0)
+    with pytest.raises(ConfigError, match="`loss` returned a float: it must return one number"):
+        loss_of(task)(torch.nn.Linear(1, 1), SimpleNamespace(data=3.0, items=4))

@@ -13,6 +13,8 @@ from states import differing, full, sharded, zeros
 
 from lockstep import checkpoint
 from lockstep.checkpoint import files, find
+from lockstep.checkpoint.check import data_files
+from lockstep.checkpoint.format import Manifest
 from lockstep.checkpoint.together import together
 from lockstep.errors import CheckpointError, PeerError
 from lockstep.world import World
@@ -179,3 +181,12 @@ def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(find, "_TELL", -1.0)
     reading.heard([70 * 10**9, 50 * 10**9])
     assert lines == ["checking checkpoint step-00000007: 112 GiB of 782 GiB read"]
+
+
+def test_ranks_share_what_is_to_be_read_by_bytes():
+    sizes = {"rank-00000": 900, "rank-00001": 100, "rank-00002": 800, "rank-00003": 200}
+    names = {f"{name}.safetensors": {"size": size, "xxh3_64": ""} for name, size in sizes.items()}
+    manifest = Manifest(1, 4, "ddp", 0, names | {"state.json": {"size": 5000, "xxh3_64": ""}})
+    shares = [data_files(manifest, rank, 2) for rank in range(2)]
+    assert [sum(names[name]["size"] for name in share) for share in shares] == [1100, 900]
+    assert sorted(shares[0] + shares[1]) == sorted(data_files(manifest)) == sorted(names)

@@ -4,16 +4,16 @@
     PYTHONPATH=src:tests python -m mutants.run --only engines --count 3 --seed 7        two may run at once
 
 Mistakes are drawn evenly over the areas, the same for the same seed and sources, and are put into a copy of the tree.
-A mistake is found where a test fails, or hangs, that passes without it; it survives where all pass. One that does not
-import is not counted, nor one that stands in equal.txt with the reason why nobody could notice. Ends with 1 where fewer
-than 85 % were found.
+A mistake is found where a test fails, or hangs, that passes without it; it survives where none does so within --limit
+seconds; those that tell most in the least time run first (telling.py). One that does not import is not counted, nor one
+that stands in equal.txt with the reason why nobody could notice. Ends with 1 where fewer than 85 % were found.
 """
 
 import argparse
 import difflib
+import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mutants.kinds import Mutant, mutants
 
@@ -38,9 +38,9 @@ GUARDS = "guards/test_guards*.py guards/test_desync*.py"
 TABLE = [
     ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
     ("data", "data/order.py", "test_order.py test_batches*.py"),
-    ("data", "data/batches*.py", f"test_batches*.py data/*.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
-    ("data", "data/hub*.py", "hf/test_hub_data.py data/*.py"),
-    ("data", "data/*.py", "test_text.py data/*.py test_batches*.py hf/test_hub_data.py"),
+    ("data", "data/batches*.py", f"test_batches*.py test_loading.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
+    ("data", "data/hub*.py", "hf/test_hub_data.py test_text.py"),
+    ("data", "data/*.py", "test_text.py test_batches*.py test_loading.py hf/test_hub_data.py"),
     ("engines", "engines/deepspeed*.py", "engines_deepspeed/*.py"),
     ("engines", "engines/*.py", f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS}"),
     ("checkpoint", "checkpoint/export*.py", "test_export.py"),
@@ -50,12 +50,12 @@ TABLE = [
         "checkpoint/*.py guards/test_saver*.py engines/test_engine_checkpoints.py",
     ),
     ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
-    ("launch", "launch/*.py", "guards/test_launch*.py launch/*.py test_environment.py"),
+    ("launch", "launch/*.py", "guards/test_launch*.py test_environment.py"),
     ("verify", "verify/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
-    ("batchnorm", "batchnorm.py transforms/batchnorm.py", "test_batchnorm*.py test_seam*.py"),
+    ("batchnorm", "batchnorm.py", "test_batchnorm*.py test_seam*.py"),
     ("bookkeeper", "bookkeeper.py meter.py", f"test_bookkeeper*.py {WHOLE}"),
-    ("run", "run.py", f"{WHOLE} test_command.py {GUARDS}"),
+    ("run", "run.py session.py opening.py trained.py task.py", f"{WHOLE} test_user.py test_command.py {GUARDS}"),
     ("parts", "parts.py plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
 ]
 
@@ -80,9 +80,9 @@ def sites(root: Path, table: list[tuple[str, str, str]]) -> dict[str, list[Site]
     """area -> every mistake that can be put into its modules; a module counts in the first row that has it."""
     found, seen = defaultdict(list), set()
     for area, modules, tests in table:
-        chosen = [p for pattern in tests.split() for p in sorted((root / "tests").glob(pattern))]
+        chosen = [p for pattern in tests.split() for p in sorted((root / "tests").rglob(pattern))]
         names = tuple(dict.fromkeys(str(p.relative_to(root)) for p in chosen if p.name.startswith("test_")))
-        for path in (p for pattern in modules.split() for p in sorted(root.glob(f"src/*/{pattern}"))):
+        for path in (p for pattern in modules.split() for p in sorted((root / "src").rglob(pattern))):
             if path not in seen:
                 seen.add(path)
                 made = mutants(path.read_text(encoding="utf-8"))
@@ -122,37 +122,40 @@ class Copy:
     """A copy of the tree, in which tests run with one mistake at a time.
 
     Args:
-        root: of the tree.
+        root: of the tree; what its tests took and found is remembered there, for their order.
         hang: seconds after which a test counts as hung.
-        limit: seconds after which the tests of one mistake are given up: nothing is known of it then.
+        limit: seconds after which no further test of a mistake begins: what was not found by then survives.
     """
 
-    def __init__(self, root: Path, folder: Path, hang: float = 120.0, limit: float = 1800.0) -> None:
-        self.root, self._hang, self._limit, self._temporary = folder / "tree", hang, limit, folder / "tmp"
+    def __init__(self, root: Path, folder: Path, hang: float = 60.0, limit: float = 150.0) -> None:
+        self.root, self._folder, self._hang, self._limit = folder / "tree", folder, hang, limit
         shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+        shutil.copy(Path(__file__).with_name("telling.py"), folder)  # apart: the tests come from the copy
         self._now = time.time()
         self._healthy: dict[str, bool] = {}
+        self._memory = Memory(root / ".pytest_cache" / "mutants.json")
 
     def tried(self, site: Site) -> Outcome:
         """What becomes of one mistake."""
         path = self.root / site.path
         before = path.read_text(encoding="utf-8")
+        module = ".".join(site.path.with_suffix("").parts[1:])
         self._write(path, site.mutant.put_into(before))
         try:
-            module = ".".join(site.path.with_suffix("").parts[1:])
-            if self._python("-c", f"import {module}")[0]:
-                return Outcome("uncounted", "does not import")
-            code, said = self._pytest(*site.tests)
+            code, seen = self._pytest(module, *site.tests)
         finally:
             self._write(path, before)
+        if not seen.get("imports", True):
+            return Outcome("uncounted", "does not import")
         if code in (0, 5):
             return Outcome("survived", "")
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
-        if code is None or not failed:
+        test = seen.get("failed")
+        if not test:
             return Outcome("unsure", "took too long") if code is None else Outcome("found", f"pytest ended with {code}")
-        test = failed[1]
         if test not in self._healthy:
-            self._healthy[test] = self._pytest(test)[0] == 0
+            self._healthy[test] = self._pytest(module, test)[0] == 0
+        if self._healthy[test]:
+            self._memory.count(module, test)
         return Outcome("found" if self._healthy[test] else "unsure", test)
 
     def _write(self, path: Path, text: str) -> None:
@@ -160,27 +163,59 @@ class Copy:
         self._now += 2  # compiled files are told apart by whole seconds
         os.utime(path, (self._now, self._now))
 
-    def _pytest(self, *tests: str) -> tuple[int | None, str]:
-        options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={self._temporary}")
-        return self._python("-m", "pytest", *options, f"--timeout={self._hang}", "-m", "not slow and not gpu", *tests)
+    def _pytest(self, module: str, *tests: str) -> tuple[int | None, dict[str, Any]]:
+        """(exit code, None where it took too long; what telling.py saw)."""
+        answer = self._folder / "answer.json"
+        answer.unlink(missing_ok=True)
+        asked = {"module": module, "limit": self._limit, "memory": self._memory.known, "answer": str(answer)}
+        (self._folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "telling", f"--timeout={self._hang}")
+        kept = ("-m", "not slow and not gpu", f"--basetemp={self._folder / 'tmp'}")
+        code = self._python("-m", "pytest", *options, *kept, *tests)
+        seen = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+        self._memory.keep(seen.get("seconds", {}))
+        return code, seen
 
-    def _python(self, *command: str) -> tuple[int | None, str]:
-        """(exit code, None where it took too long; what it printed)."""
-        environment = os.environ | {"PYTHONPATH": str(self.root / "src"), "COLUMNS": "400"}
+    def _python(self, *command: str) -> int | None:
+        """The exit code, None where it took too long."""
+        paths = os.pathsep.join([str(self.root / "src"), str(self._folder)])
+        environment = os.environ | {"PYTHONPATH": paths, "MUTANTS_ASKED": str(self._folder / "asked.json")}
         with subprocess.Popen(
-            [sys.executable, *command], cwd=self.root, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+            [sys.executable, *command], cwd=self.root, env=environment, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
         ) as process:  # fmt: skip
             try:
-                said = process.communicate(timeout=self._limit)[0]
+                return process.wait(self._limit + 2 * self._hang)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGINT)  # pytest ends what its tests started
                 with suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=5)
+                    process.wait(5)
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                return None, ""
-        return process.returncode, said
+                return None
+
+
+class Memory:
+    """What tests took, and which of them found a mistake in a module: a file, so that the next run is quick at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.known: dict[str, Any] = {"seconds": {}, "found": {}}
+        with suppress(OSError, ValueError):
+            self.known |= json.loads(path.read_text(encoding="utf-8"))
+
+    def keep(self, seconds: dict[str, float]) -> None:
+        """The least that each test took: a mistake may make it longer."""
+        known = self.known["seconds"]
+        for test, took in seconds.items():
+            known[test] = round(min(took, known.get(test, took)), 2)
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(self.known), encoding="utf-8")
+
+    def count(self, module: str, test: str) -> None:
+        """A test has found a mistake in a module."""
+        found = self.known["found"].setdefault(module, {})
+        found[test] = found.get(test, 0) + 1
 
 
 def difference(root: Path, site: Site) -> str:
@@ -191,10 +226,10 @@ def difference(root: Path, site: Site) -> str:
 
 
 def key(root: Path, site: Site) -> str:
-    """How a mistake is named in equal.txt: `path: the line as it is -> as the mistake makes it`."""
+    """How a mistake is named in equal.txt: `module: the line as it is -> as the mistake makes it`."""
     changed = [line.strip() for line in difference(root, site).splitlines()]
     old, new = ([line[1:].strip() for line in changed if line[0] == sign] for sign in "-+")
-    return f"{Path(*site.path.parts[2:])}: {' '.join(old)} -> {' '.join(new)}"
+    return f"{site.path.stem}: {' '.join(old)} -> {' '.join(new)}"
 
 
 def equal(path: Path) -> set[str]:
@@ -224,7 +259,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     parser.add_argument("--count", type=int, default=48, help="mistakes that count (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/order.py")
-    parser.add_argument("--hang", type=float, default=120.0, help="seconds a test may take (default: %(default)s)")
+    parser.add_argument("--hang", type=float, default=60.0, help="seconds a test may take (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for a mistake (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="show what would be tried, and try nothing")
     asked = parser.parse_args(arguments)
     known = equal(Path(__file__).with_name("equal.txt"))
@@ -240,7 +276,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     results, counted, began = [], 0, time.monotonic()
     print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(root, Path(folder), asked.hang)
+        copy = Copy(root, Path(folder), asked.hang, asked.limit)
         while counted < asked.count and (site := next(queue, None)):
             outcome = Outcome("listed", "") if asked.list else copy.tried(site)
             results.append((site, outcome))
