@@ -47,10 +47,9 @@ class SplitState:
     """
 
     def __init__(self, model: nn.Module, zero: Any, stage: int, access: Accessors, world: World) -> None:
-        self._model, self._zero, self._stage, self._access, self._world = model, zero, stage, access, world
+        self._model, self._stage, self._access, self._world = model, stage, access, world
         self._meshes: dict[int, DeviceMesh] = {}
-        # Before the first step: DeepSpeed itself links those of the first group only, and then believes in all.
-        self._make_states()
+        self._flat = _FlatStates(zero, stage)
 
     def state(self) -> dict[str, Tensor]:
         """`model/NAME` (float32), `optimizer/NAME/KEY`. Whole tensors are on one rank each, numbers on all."""
@@ -60,11 +59,11 @@ class SplitState:
             full = f"model/{name}"
             found[full] = self._kept(self._parameter(parameter), owners[full])
             if parameter.requires_grad:
-                for key in self._keys():
+                for key in self._flat.elementwise():
                     value = self._access.safe_get_full_optimizer_state(parameter, key)  # collective
                     full = f"optimizer/{name}/{key}"
                     found[full] = self._kept(value, owners[full])
-                for key, number in self._numbers().items():
+                for key, number in self._flat.numbers().items():
                     found[f"optimizer/{name}/{key}"] = number.clone()
         for second, first in self._ties():
             found[f"model/{second}"] = found[f"model/{first}"]
@@ -83,12 +82,12 @@ class SplitState:
             full = f"model/{name}"
             self._set_parameter(parameter, self._whole(state[full], owners[full]))
             if parameter.requires_grad:
-                for key in self._keys():
+                for key in self._flat.elementwise():
                     full = f"optimizer/{name}/{key}"
                     self._set_state(parameter, self._whole(state[full], owners[full]), key)
-                numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._numbers()}
+                numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._flat.numbers()}
         for key, number in numbers.items():
-            self._set_number(key, number)
+            self._flat.set_number(key, number)
         for name, buffer in self._buffers():
             buffer.copy_(state[f"model/{name}"])
         set_extra(self._model, state)
@@ -100,7 +99,7 @@ class SplitState:
             count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 leaves a parameter empty between uses
             sizes.append((count, f"model/{name}"))
             if parameter.requires_grad:
-                sizes += [(count, f"optimizer/{name}/{key}") for key in self._keys()]
+                sizes += [(count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
         return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,46 +143,6 @@ class SplitState:
         flat = torch.nn.functional.pad(value.flatten(), (0, each * self._world.size - value.numel()))
         return flat[self._world.rank * each :][:each]
 
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
-        """Of the flat tensors that are updated."""
-        found: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
-        return found
-
-    def _keys(self) -> list[str]:
-        """What the optimizer keeps for each element."""
-        flat, values = next(iter(self._states().items()), (torch.empty(0), {}))
-        return [key for key, value in values.items() if isinstance(value, Tensor) and value.shape == flat.shape]
-
-    def _numbers(self) -> dict[str, Tensor]:
-        """What it keeps for all together: its count of steps. 0-dim; a plain number is float64."""
-        keys, values = self._keys(), next(iter(self._states().values()), {})
-        return {
-            key: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-            for key, value in values.items()
-            if key not in keys and isinstance(value, Tensor | int | float)
-        }
-
-    def _set_number(self, key: str, number: Tensor) -> None:
-        for values in self._states().values():
-            if isinstance(values[key], Tensor):
-                values[key].copy_(number)
-            else:
-                values[key] = type(values[key])(number.item())
-
-    def _make_states(self) -> None:
-        """Makes the optimizer create its states, as its first step would, with the values that they begin with."""
-        optimizer = self._zero.optimizer
-        flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
-        if flats is not None:
-            self._zero._set_fp32_optimizer_param_groups()
-        try:
-            first_step(optimizer, optimizer.state)
-        finally:
-            if flats is not None:
-                self._zero._clear_fp32_optimizer_param_groups()
-        if self._stage < 3:
-            self._zero._lazy_init_hp_params_optimizer_state()
-
     def _kept(self, value: Tensor, owner: int) -> Tensor:
         """A DTensor in host memory that lies whole on the rank `owner`, and on no other."""
         mesh = self._meshes.get(owner)
@@ -205,3 +164,52 @@ class SplitState:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
         dist.broadcast(whole, src=owner)  # collective
         return whole
+
+
+class _FlatStates:
+    """What ZeRO's optimizer keeps for the flat tensors that it updates, from before its first step on."""
+
+    def __init__(self, zero: Any, stage: int) -> None:
+        self._zero, self._stage = zero, stage
+        # Before the first step: DeepSpeed itself links those of the first group only, and then believes in all.
+        self._make_states()
+
+    def _states(self) -> dict[Tensor, dict[str, Any]]:
+        """Of the flat tensors that are updated."""
+        found: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
+        return found
+
+    def elementwise(self) -> list[str]:
+        """What the optimizer keeps for each element."""
+        flat, values = next(iter(self._states().items()), (torch.empty(0), {}))
+        return [key for key, value in values.items() if isinstance(value, Tensor) and value.shape == flat.shape]
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What it keeps for all together: its count of steps. 0-dim; a plain number is float64."""
+        keys, values = self.elementwise(), next(iter(self._states().values()), {})
+        return {
+            key: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+            for key, value in values.items()
+            if key not in keys and isinstance(value, Tensor | int | float)
+        }
+
+    def set_number(self, key: str, number: Tensor) -> None:
+        for values in self._states().values():
+            if isinstance(values[key], Tensor):
+                values[key].copy_(number)
+            else:
+                values[key] = type(values[key])(number.item())
+
+    def _make_states(self) -> None:
+        """Makes the optimizer create its states, as its first step would, with the values that they begin with."""
+        optimizer = self._zero.optimizer
+        flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
+        if flats is not None:
+            self._zero._set_fp32_optimizer_param_groups()
+        try:
+            first_step(optimizer, optimizer.state)
+        finally:
+            if flats is not None:
+                self._zero._clear_fp32_optimizer_param_groups()
+        if self._stage < 3:
+            self._zero._lazy_init_hp_params_optimizer_state()

@@ -12,24 +12,21 @@ Other ranks wait for it no longer than for a step; they are told when half of th
 """
 
 import contextlib
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from lockstep.errors import LockstepError, PeerError
-from lockstep.guards.stacks import dump, where_main
+from lockstep.guards.inquiry import Inquiry
 from lockstep.guards.told import Told, read_alone
 from lockstep.heartbeat import SAVE_AND_END, Heartbeat
-from lockstep.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, READING, WAITING, Place
+from lockstep.progress import COMPUTING, IN_BODY, READING, WAITING
 from lockstep.world import World
 
 __all__ = ["Watch"]
@@ -39,9 +36,7 @@ _LOG = logging.getLogger("lockstep")
 _LOOK = 0.25  # seconds between two looks at the progress
 _STOP = 1.0  # seconds between two looks for the file STOP
 _TELL = 1.0  # seconds between two words to the others, in a small world
-_CALL = 0.6  # seconds that the ranks have to answer
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
-_STORE = timedelta(seconds=1.0)
 _ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
 
 # What torch's errors say when a peer is gone or late; the classes alone do not tell.
@@ -60,12 +55,8 @@ class Watch:
     def __init__(self, world: World, beat: Heartbeat, folder: Path, note: Any = None) -> None:
         self._world, self._beat, self._folder, self._note = world, beat, folder, note
         self._ended = threading.Event()
-        self._calling = threading.Lock()
-        self._keys = world.name("watch")
-        self._told = self.connect(timedelta(seconds=world.timeout))
-        self._failed_since, self._called, self._warned = 0.0, False, False
-        self._verdict = ""
-        self._heard: dict[int, str] = {}
+        self._inquiry = Inquiry(world, beat.progress, folder)
+        self._failed_since, self._warned = 0.0, False
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -73,8 +64,9 @@ class Watch:
         self._thread.start()
         if self._world.is_main:  # a thread of its own: a file system may answer late, or never
             threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
-        if self._told is not None:  # a thread of its own: a meeting point that is gone may never answer
-            threading.Thread(target=self._tell, args=(self._told,), name="lockstep-tell", daemon=True).start()
+        told = self._inquiry.told
+        if told is not None:  # a thread of its own: a meeting point that is gone may never answer
+            threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -91,7 +83,9 @@ class Watch:
         if self._world.size == 1 or (ours and not peer) or not (peer or _of_a_peer(error)):
             return error
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(f"{self._call(f'lost the other ranks: {line}')}; its own log says why, if it could still tell")
+        return PeerError(
+            f"{self._inquiry.verdict(f'lost the other ranks: {line}')}; its own log says why, if it could still tell"
+        )
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK):
@@ -117,24 +111,22 @@ class Watch:
             _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
         if progress.phase in watched and stands > limit:
             return f"no progress for {limit:g} s"
-        if self._told is None:
+        told = self._inquiry.told
+        if told is None:
             return ""
         if progress.phase == READING and stands > _ALONE:
             with contextlib.suppress(RuntimeError):
-                others = self._told.passed(progress.step)
+                others = told.passed(progress.step)
                 if others:
                     return read_alone(self._world.rank, progress.step + 1, others)
         self._failed_since = (self._failed_since or now) if self._beat.broken() else 0.0
         if self._failed_since and now - self._failed_since > _GIVE:
             return "an exchange failed"
-        return "another rank misses one of us" if self._called else ""
+        return "another rank misses one of us" if self._inquiry.called else ""
 
     def _tell(self, told: Told) -> None:
-        """Tells the others where this rank stands, and hears whether one of them misses somebody."""
         while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
-            with contextlib.suppress(RuntimeError):
-                told.tell(self._world.rank, str(self._beat.progress.place))
-                self._called = self._called or bool(told.value("call"))
+            self._inquiry.tell(told)
 
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
@@ -142,7 +134,7 @@ class Watch:
         if "the loss was read" in reason:
             error = LockstepError(reason)
         else:
-            verdict = self._call(reason)
+            verdict = self._inquiry.verdict(reason)
             if self._ended.wait(_GIVE if "misses" in reason else 0.0):
                 return  # the main thread found out by itself
             error = PeerError(
@@ -159,80 +151,9 @@ class Watch:
         finally:  # a full disk is no reason to hang on
             os._exit(1)
 
-    def _call(self, reason: str) -> str:
-        """Asks all ranks where they stand, says where this one does, and returns who is missing. Once a process."""
-        with self._calling:
-            if not self._verdict:
-                self._verdict = self._asked(reason)
-            return self._verdict
-
-    def _asked(self, reason: str) -> str:
-        place, (line, waits) = self._beat.progress.place, where_main()
-        if threading.current_thread() is threading.main_thread():
-            line, waits = "its exchange with the others", True
-        dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
-        _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
-        if self._told is None:
-            return f"rank {self._world.rank} made no progress: it stands in {place}, at {line}"
-        mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
-        answers: dict[int, str] = {}
-        asking = threading.Thread(target=self._ask, args=(json.dumps(mine), answers), daemon=True)
-        asking.start()
-        asking.join(_CALL + _STORE.total_seconds())
-        if len(answers) < self._world.size:
-            return f"rank 0 did not arrive{self._last(0)}: it holds the meeting point, which is silent"
-        return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
-
-    def _ask(self, mine: str, answers: dict[int, str]) -> None:
-        """Says where this rank stands, gives the others time to do so, and collects what they said."""
-        told = self.connect(_STORE)  # the first one may be waiting for an answer for ever
-        if told is None:
-            return
-        with contextlib.suppress(RuntimeError):
-            told.store.set(f"{self._keys}/alive/{self._world.rank}", mine)
-            told.store.set(f"{self._keys}/call", "1")
-            time.sleep(_CALL)
-            found = {rank: told.value(f"alive/{rank}") for rank in range(self._world.size)}
-            self._heard = {rank: told.place_of(rank) for rank, text in found.items() if not text}
-            answers |= found
-
-    def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
-        missing = [rank for rank, answer in answers.items() if answer is None]
-        if missing:
-            return " and ".join(f"rank {rank} did not arrive{self._last(rank)}" for rank in missing[:8])
-        known = {rank: answer for rank, answer in answers.items() if answer is not None}
-        busy = [rank for rank, answer in known.items() if not answer["waits"]]
-        behind = min(answer["step"] for answer in known.values())
-        late = busy or [rank for rank, answer in known.items() if answer["step"] == behind]
-        shown = [
-            f"rank {rank} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
-            for rank in late[:8]
-        ]
-        return " and ".join(shown)
-
-    def _last(self, rank: int) -> str:
-        """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
-        folder = os.environ.get(FOLDER_VARIABLE)
-        place = Place.read(Path(folder) / str(rank)) if folder else None
-        if place:
-            return f": it stood in {place}"
-        found = self._heard.get(rank)
-        return f": it stood in {found} when last heard" if found else ""
-
-    def connect(self, wait: timedelta = _STORE) -> Told | None:
-        """A connection of one's own to the ranks' meeting point: another thread may sit in the first one.
-
-        None in a world of one, and where the ranks met in another way.
-        """
-        if self._world.size == 1 or self._world.control is None:
-            return None
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        try:
-            store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
-            store.set_timeout(_STORE)
-        except (RuntimeError, ValueError):  # ranks that met in another way; they end by their timeouts, without names
-            return None
-        return Told(store, self._keys, self._world.size)
+    def connect(self) -> Told | None:
+        """A connection of one's own to the ranks' meeting point; None where there is none."""
+        return self._inquiry.connect()
 
 
 def _of_a_peer(error: Exception) -> bool:
