@@ -136,7 +136,7 @@ def test_inside_a_torchrun_job(tmp_path):
     """Rank 0 alone is the single process; its word is the only one."""
     file = tmp_path / "mine.py"
     file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
-    here = str(Path(__file__).parent.parent)
+    here = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     flags = ["verify", *FLAGS.split()[:-2], "--task", f"{file}:Mine"]
     for more, code in (([], 0), (["--plant", "bit-flip", "--plant-at", "1"], 1)):
