@@ -1,6 +1,6 @@
 """What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
 
-books = Bookkeeper(parts, meter, sinks)
+books = Bookkeeper(parts, meter, sinks, beat)
 if done % config.log_freq == 0:
     books.log(record)
 """

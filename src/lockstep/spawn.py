@@ -12,6 +12,7 @@ that made the call.
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -263,6 +264,7 @@ def _live(pipe: Connection, given: _Rank) -> None:
         faulthandler.dump_traceback_later(0.9 * given.patience, file=stack)
         send("alive", None)
 
+    gc.freeze()  # what was forked: leaving a world ends with a collection
     say()
     torch.set_num_threads(1)  # kernels cut their sums by the number of threads
     try:

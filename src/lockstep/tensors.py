@@ -17,8 +17,9 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this rank holds of a DTensor, which shares its memory; a plain tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    """The plain tensor, without gradient, that this rank holds of `tensor`; they share their memory."""
+    local = tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            local = tensor.to_local()
+    return local.detach() if local.requires_grad else local  # asked first: it stands in each step, for each gradient

@@ -7,9 +7,9 @@ from support import build
 from toys import train
 
 import lockstep
-from lockstep.checkpoint.layout import local_of
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync
+from lockstep.tensors import local_of
 
 CASES = [
     # engine, its options, ranks, tensor in which a bit flips

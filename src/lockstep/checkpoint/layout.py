@@ -110,7 +110,7 @@ def _piece(name: str, tensor: torch.Tensor, block: Block) -> Piece:
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:  # there is nothing to cut: kept as one
         return Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
-    return Piece(name, shape, block.offsets, local_of(tensor).detach())
+    return Piece(name, shape, block.offsets, local_of(tensor))
 
 
 def check_keepable(tensors: Mapping[str, Any]) -> None:

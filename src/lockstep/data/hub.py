@@ -1,7 +1,7 @@
 """Documents from the hub's datasets and from json, jsonl, csv and parquet files. The only file that needs `datasets`.
 
-    found = open_rows(Wanted("tatsu-lab/alpaca"), fraction=0.05, say=print)
-    for text, last in found.train.read(): ...
+    rows = open_rows(Wanted("tatsu-lab/alpaca"), say=print)
+    for text, last in rows.documents(0.05, scratch).train.read(): ...
 
 An evaluation set is the dataset's own (its split validation or test); where it has none, rows are split off in an order
 that a fixed seed gives, whatever the run's seed: runs with other seeds are evaluated on the same rows.

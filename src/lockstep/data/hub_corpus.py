@@ -1,6 +1,6 @@
 """Any documents, by any tokenizer, as files of tokens that are memory-mapped: what `text.prepare` is for plain text.
 
-    corpus = prepare(wanted, tokens, settings, cache=cache, say=print)
+    corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=print)
     corpus.train[0]["input_ids"]            # int64 [seq_len]
 
 Two packings. "stream": a separator after each document, windows that overlap by one token, each predicting seq_len.

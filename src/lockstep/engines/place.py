@@ -1,6 +1,6 @@
 """Where a model is made, and how its weights get from there onto the devices.
 
-    with birthplace("fsdp", options, world):    rank 0 on the host, the others on the meta device, for `meta_init`
+    with birthplace(options, world):            rank 0 on the host, the others on the meta device, for `meta_init`
         model = task.model()
     place(modules, world, send=True)            their tensors on the device, rank 0's values on every rank
 

@@ -1,6 +1,6 @@
 """Which parameters a backward leaves without a gradient: counted by hooks, agreed over the ranks.
 
-usage = Usage(named_parameters)         counts from now on
+usage = Usage(named_parameters, world)  counts from now on
 usage.missed(backwards)                 names that one of these backwards did not use, the same on every rank
 usage.close()
 """

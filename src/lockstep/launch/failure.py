@@ -2,7 +2,7 @@
 
     note(error)                             in the failing process, where a launcher gave it a file for that; True
                                             where `lockstep launch` itself says this error
-    Failure.read(path)                      in the launcher; None where the process left nothing
+    Failure.read(rank, code, path, place, seen)     in the launcher, of a process that has ended
     first([...])                            the one that the others followed from
 
 The file is torch's own error file (TORCHELASTIC_ERROR_FILE), so that plain torchrun shows the message too.

@@ -1,8 +1,8 @@
 """Hugging Face causal language models and tokenizers, from a hub or a folder. The only file that needs `transformers`.
 
-    source = HubModel("openai-community/gpt2", say=print)          # the configuration, downloaded once per node
+    source = HubModel("openai-community/gpt2", cache=cache, say=print)     # the configuration, downloaded once per node
     model = source.build(vocab_size=source.vocab_size, dtype=torch.float32)
-    tokenizer = HubTokenizer("openai-community/gpt2", say=print)
+    tokenizer = HubTokenizer("openai-community/gpt2", cache=cache, say=print)
 
 Models are built without a cache of keys and values, which training has no use for, and with torch's own attention
 kernels (SDPA) where the architecture has them. Code that comes with a model is not run unless that was asked for, and

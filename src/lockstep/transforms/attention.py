@@ -1,7 +1,7 @@
 """Which kernel computes `scaled_dot_product_attention`, and why not another.
 
 model = attention(model, "flash", model.blocks)
-line = described(model, "auto", torch.bfloat16, device, dropout=0.0)
+line = described(model, "auto", torch.bfloat16, device)
 # "attention: flash (12 heads of 64, bfloat16, causal, no mask); not cudnn: ..."
 """
 

@@ -1,6 +1,6 @@
 """BatchNorm layers that record their statistics instead of folding them into the running ones.
 
-    model = recording(model)            the same modules, names, parameters and buffers
+    model = recording(model, say)       the same modules, names, parameters and buffers
     model = synchronised(model, ...)    SyncBatchNorm in their place
 
 `lockstep.batchnorm` gathers what was recorded once a step and updates the running statistics. The statistics that

@@ -2,7 +2,7 @@
 
 write(path, made)
 given = read(path)
-difference = against(given, trace)           of this machine's single process to the certificate's
+difference = against(given, trace, allowance)            of this machine's single process to the certificate's
 """
 
 import json

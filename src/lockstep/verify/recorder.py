@@ -1,6 +1,6 @@
 """Watches the real loop from outside: wrappers of the feed, the seeder and the engine, and torch's optimizer hooks.
 
-recorder = Recorder(engine, model, reference, device)
+recorder = Recorder(engine, model, reference, device, before=None)
 for record in steps(recorder.engine, task, recorder.watch(feed), beat, Plan(rate, recorder.seeding(seed), clock)):
     recorder.close(record)                  # recorder.steps[-1] is what this rank did, as plain values
 """
