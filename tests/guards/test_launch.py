@@ -39,6 +39,13 @@ def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
     assert words[-6:] == ["-m", "lockstep", "train", "--exact", "--lr", "0.1"]
 
 
+@pytest.mark.parametrize(("processes", "train", "threads"), [(3, [], 4), (3, ["--exact"], 1), (20, [], 1)])
+def test_processes_share_the_cores(capsys, monkeypatch, processes, train, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert f"OMP_NUM_THREADS={threads}" in shown(capsys, "--nproc-per-node", str(processes), train=train)
+
+
 def test_nodes_meet_at_the_master(capsys):
     words = shown(capsys, "--nnodes", "1:2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "2950")
     assert {"--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:2950", "--rdzv-id=lockstep"} <= set(words)
