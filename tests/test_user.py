@@ -331,6 +331,7 @@ def killed_before_the_evaluation(world, folder):
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_by_the_next_start(tmp_path):
+    torch.set_num_threads(1)  # as the process below has
     whole = lockstep.train(config(tmp_path, experiment_name="whole"), task())
     with pytest.raises(RankError):
         run(killed_before_the_evaluation, 1, tmp_path)

@@ -1,7 +1,7 @@
 """The parser of every command: errors of one line, and numbers as people write them.
 
     parser = Parser(prog="lockstep thing", description="Does a thing.")
-    parser.add_argument("--step", type=int)         # takes 1000, 1_000 and 1e3
+    parser.add_argument("--step", type=int)         # takes 1000, 1_000 and 1e3; type=(int, "auto") takes auto too
     given = parser.read(["--step", "1e3"])          # --some_flag is --some-flag
 
 argparse does the parsing: it starts in no time, and its one failure, a message of several lines, is turned into one.
@@ -34,6 +34,8 @@ class Parser(argparse.ArgumentParser):
         self._foreign = foreign or {}
         self.register("type", int, _whole)
         self.register("type", float, _number)
+        self.register("type", (int, "auto"), lambda text: text if text == "auto" else _whole(text))
+        self.register("type", (float, "auto"), lambda text: text if text == "auto" else _number(text))
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """What `argv` says. Prints the help and raises SystemExit(0) for `--help`.

@@ -196,7 +196,7 @@ def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> 
         choices = spec.metadata["choices"]
         kind = cast(type, spec.type)
         settings = {
-            "type": (lambda word: word if word == "auto" else kind(word)) if auto else kind,
+            "type": (kind, "auto") if auto else kind,
             "metavar": "|".join(choices) if choices else kind.__name__.upper(),
         }
     settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
