@@ -191,7 +191,7 @@ def by_lockstep(task, batch, seed, folder):
     build = task.model
     task.model = lambda: kept.append(build()) or kept[-1]
     size = {"batch_size": batch} if batch else {}
-    for _ in lockstep.train(Config(save_dir=folder, num_epochs=task.epochs, seed=seed, ckpt_freq=0, **size), task):
+    for _ in lockstep.Run(Config(save_dir=folder, num_epochs=task.epochs, seed=seed, ckpt_freq=0, **size), task):
         pass
     return kept[-1]
 

@@ -229,7 +229,7 @@ class Normed(Ragged):
 
 
 def go(world, settings, task):
-    for _ in lockstep.train(settings, task, world):
+    for _ in lockstep.Run(settings, task, world):
         pass
 
 

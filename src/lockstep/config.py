@@ -170,6 +170,7 @@ class Config:
     experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
     dataset_name: str = option("builtin:stdlib", "this Python's own library, a text file, or a folder of them")
     model_name: str = option("builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+    task: str = option("", "FILE.py:CLASS, a task of your own, made without arguments; else model and data are named")
     save_dir: str = option("outputs", "where run folders lie")
     seed: int = option(0, "fixes weights, order, dropout and splits")
     num_epochs: int = option(1, "passes over the training data")

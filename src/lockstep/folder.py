@@ -78,17 +78,9 @@ class RunFolder:
         self._lock.release()
 
     def write_end(self, code: int, step: int) -> None:
-        """Leaves word for the launcher that the run saved itself after `step` steps, and ended with `code`."""
+        """Leaves word, for who reads it under plain torchrun: the run saved itself after `step` steps."""
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         self.write(_END, json.dumps({"code": code, "step": step, "job": job}) + "\n")
-
-    def read_end(self, job: str) -> int | None:
-        """The code that the run of this job ended with; None where it left no word."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found = json.loads((self.path / _END).read_text(encoding="utf-8"))
-            if found.get("job") == job and isinstance(found.get("code"), int):
-                return int(found["code"])
-        return None
 
     def forget_end(self) -> None:
         """Removes what `write_end` left in an earlier start."""

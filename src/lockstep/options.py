@@ -151,7 +151,7 @@ def _toml(value: Any) -> str:
 
 # The flags outside the sections, as the help shows them.
 _GROUPS = {
-    "model and data": ("model_name", "dataset_name", "tokenizer", "seq_len"),
+    "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
     "the plan": ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "lr", "seed", "preset"),
     "how it is computed": (
         *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),

@@ -28,6 +28,8 @@ __all__ = [
     "WAITING",
     "Place",
     "Progress",
+    "note_end",
+    "read_end",
 ]
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
@@ -43,7 +45,23 @@ _PHASES = (
     "in the body of the caller's loop",
     "reading the loss of a step, which every rank has to do",
 )
+_END = "ended"
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
+
+
+def note_end(code: int) -> None:
+    """Tells `lockstep launch`, where it started this process, that the run saved itself and ended with `code`."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / _END).write_text(str(code), encoding="ascii")
+
+
+def read_end(folder: Path) -> int:
+    """What a process of this machine noted in `folder` at its end; 0 for nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / _END).read_text(encoding="ascii"))
+    return 0
 
 
 class Place(NamedTuple):

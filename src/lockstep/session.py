@@ -32,11 +32,12 @@ from lockstep.guards.skips import Rollback
 from lockstep.guards.told import Told, all_do, read_alone, waited_for
 from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, STOP, Heartbeat, Vitals
 from lockstep.launch import failure
+from lockstep.launch.leash import tie
 from lockstep.loop import Plan, seeder, steps
 from lockstep.meter import Meter
 from lockstep.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.parts import Parts, assemble, say
-from lockstep.progress import COMPUTING, IN_BODY, READING
+from lockstep.progress import COMPUTING, IN_BODY, READING, note_end
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
@@ -90,6 +91,7 @@ def training(session: Session) -> Training:
         LockstepError: the run failed.
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
+    tie()
     world = session.world or World.join(session.config.device, session.config.timeout)
     session.is_main = world.is_main
     try:
@@ -104,8 +106,9 @@ def training(session: Session) -> Training:
             else:  # the others may never come
                 world.abandon()
         raise
-    except BaseException:
+    except BaseException as error:
         session.status = "failed"
+        failure.note(error)
         if session.world is None:
             world.abandon()
         raise
@@ -306,8 +309,10 @@ def _rolled_back(beat: Heartbeat) -> Iterator[None]:
 
 
 def _end(parts: Parts, wish: int, saved: int) -> tuple[str, int]:
-    """The run's status and exit code; the code is left in the folder too, for the launcher."""
+    """The run's status and exit code; where it was cut short the launcher, and the run's folder, keep the code."""
     code = _EXIT_CODES.get(wish, 0)
+    if code:
+        note_end(code)
     if parts.world.is_main:
         parts.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
         if code:

@@ -5,7 +5,6 @@ import os
 
 from lockstep import options
 from lockstep.folder import RunFolder
-from lockstep.launch.leash import tie
 
 __all__ = ["command"]
 
@@ -17,7 +16,6 @@ def command(argv: list[str]) -> int:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
-    tie()
     config = options.parse(argv)
     if os.environ.get("RANK", "0") == "0":  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
@@ -33,6 +31,6 @@ def command(argv: list[str]) -> int:
 def _code(code: int) -> int:
     """Under torchrun a run that saved itself ends with 0, or it would be started again or called failed.
 
-    What it ended with stands in its folder, and `lockstep launch` returns it.
+    What it ended with stands in its folder; `lockstep launch` hears of it, and returns it.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code

@@ -73,7 +73,6 @@ def _parser() -> Parser:
     add("--steps", action=_Noted, type=int, default=8, help="steps of the run to compare (default: %(default)s)")
     text = "save, end and resume before this step (default: half-way; 0: do not)"
     add("--resume-at", action=_Noted, type=int, help=text)
-    add("--task", default="", metavar="FILE.py:CLASS", help="a task of your own, made without arguments")
     add("--plant", default="", metavar="NAME", help=f"plant a fault and see it found: {', '.join(FAULTS)}")
     text = "the step of a fault that has a moment (default: 2, or 1 where the run resumes there)"
     add("--plant-at", type=int, help=text)

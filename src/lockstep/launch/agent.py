@@ -33,7 +33,7 @@ from lockstep.launch.job import Job
 from lockstep.launch.leash import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.meeting import local_address, meeting
 from lockstep.launch.memory import kills
-from lockstep.progress import FOLDER_VARIABLE, Place
+from lockstep.progress import FOLDER_VARIABLE, Place, read_end
 
 __all__ = ["run"]
 
@@ -45,8 +45,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on them
 
 
-def run(job: Job) -> tuple[bool, signal.Signals | None]:
-    """Runs the job to its end: whether all processes ended well, and the signal that asked for the end, if one did.
+def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
+    """Runs the job to its end: whether all processes ended well, the signal that asked for the end, if one did, and
+    the code of a run that saved itself before its end, else 0.
 
     Raises:
         LockstepError: it failed; the line names the rank that failed first. Its exit code is that rank's.
@@ -62,6 +63,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None]:
     try:
         agent = _Agent(job, folder)
         result = agent.run()
+        code = read_end(folder / "places")
     except SignalException as error:
         raise LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it") from error
     except (RendezvousError, DistError) as error:
@@ -75,7 +77,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None]:
         shutil.rmtree(folder, ignore_errors=True)
     if result.is_failed() and (agent.asked is None or agent.told):
         raise agent.error()
-    return not result.is_failed(), agent.asked
+    return not result.is_failed(), agent.asked, code
 
 
 class _Agent(LocalElasticAgent):

@@ -4,7 +4,8 @@ lockstep launch --nproc-per-node 2 -- train --experiment-name a
 lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
 lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
 
-What is behind `--` is parsed here before anything is started, so that a wrong flag is one line and not one a process.
+A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of `train`
+are parsed here before anything is started, so that a wrong one is one line and not one a process.
 """
 
 import argparse
@@ -19,10 +20,8 @@ from pathlib import Path
 
 from lockstep import options
 from lockstep.addresses import check_reachable, own_address
-from lockstep.config import Config
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.flags import Parser
-from lockstep.folder import RunFolder
 from lockstep.hints import FOREIGN
 from lockstep.launch.job import Job
 
@@ -43,17 +42,16 @@ def command(argv: list[str]) -> int:
     own, rest = _split(argv)
     try:
         given = _parser().read(own)
-        config = options.parse(_train(rest))
+        exact = _behind(rest)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    job = _job(given, rest, config)
+    job = _job(given, rest, exact)
     if given.dry_run:
         print(_shown(job))
         return 0
-    well, asked = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
-    marked = RunFolder(config.save_dir, config.experiment_name).read_end(job.run_id)
+    well, asked, code = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
     if well:
-        return marked or 0
+        return int(code)
     number = asked or signal.SIGTERM
     error = LockstepError(
         f"ended by {number.name} before the run could save itself; the same command goes on from its newest checkpoint"
@@ -72,20 +70,26 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv, []
 
 
-def _train(rest: list[str]) -> list[str]:
-    if not rest or rest[0] != "train":
-        shown = f"'{rest[0]}'" if rest else "nothing"
-        raise ConfigError(
-            f"launch starts `train`, and behind `--` stands {shown}: lockstep launch ... -- train [flags]"
-        )
-    return rest[1:]
+def _behind(rest: list[str]) -> bool:
+    """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
+    if rest and rest[0] == "train":
+        return options.parse(rest[1:]).exact
+    if rest and rest[0].endswith(".py"):
+        if not Path(rest[0]).is_file():
+            raise ConfigError(f"launch: there is no file {rest[0]}; give a script, or train, behind `--`")
+        return "--exact" in rest
+    shown = f"'{rest[0]}'" if rest else "nothing"
+    raise ConfigError(
+        f"launch starts `train` or a script, and behind `--` stands {shown}: lockstep launch ... -- train [flags], or "
+        "... -- script.py [arguments]"
+    )
 
 
 def _parser() -> Parser:
     elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *options.option_list())}
     parser = Parser(
         prog="lockstep launch",
-        usage="lockstep launch [flags] -- train [flags of train]",
+        usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",
         description="Starts a run on several processes, and starts it again after a failure; it resumes by itself.",
         foreign=elsewhere,
     )
@@ -104,7 +108,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _job(given: argparse.Namespace, rest: list[str], config: Config) -> Job:
+def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
     nodes = _nodes(given.nnodes)
     for flag, value, least in (
         ("--nproc-per-node", given.nproc_per_node, 1),
@@ -116,7 +120,7 @@ def _job(given: argparse.Namespace, rest: list[str], config: Config) -> Job:
     host, port = _endpoint(given, nodes)
     is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
     return Job(
-        command=["-m", "lockstep", *rest],
+        command=["-u", *rest] if rest[0].endswith(".py") else ["-m", "lockstep", *rest],
         processes=given.nproc_per_node,
         nodes=nodes,
         backend=given.rdzv_backend,
@@ -125,7 +129,7 @@ def _job(given: argparse.Namespace, rest: list[str], config: Config) -> Job:
         run_id=given.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
         is_host=is_host,
         restarts=given.max_restarts,
-        environment=_environment(given.nproc_per_node, nodes, config),
+        environment=_environment(given.nproc_per_node, nodes, exact),
     )
 
 
@@ -162,10 +166,10 @@ def _settings(text: str) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _environment(processes: int, nodes: tuple[int, int], config: Config) -> dict[str, str]:
+def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[str, str]:
     """What torchrun leaves to the user; a variable that is set already stays as it is."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = 1 if config.exact else max(1, cores // processes)
+    threads = 1 if exact else max(1, cores // processes)
     found = {
         "OMP_NUM_THREADS": str(threads),  # all processes taking all cores is the usual slowness
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail

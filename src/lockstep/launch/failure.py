@@ -27,6 +27,7 @@ from lockstep.secrets import mask, printable
 __all__ = ["Failure", "first", "note"]
 
 _LIMIT = 1 << 20  # bytes of a note that are believed
+_NOTED: list[BaseException] = []  # the error of this process that was noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,9 @@ def note(error: BaseException) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
+    told_already = isinstance(error, UsageError) and FOLDER_VARIABLE in os.environ
+    if _NOTED and _NOTED[0] is error:
+        return told_already
     ours = isinstance(error, LockstepError)
     bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
     line = mask(str(error) if ours else bug).replace("\n", " ")
@@ -102,7 +106,8 @@ def note(error: BaseException) -> bool:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
-        return isinstance(error, UsageError) and FOLDER_VARIABLE in os.environ
+        _NOTED[:] = [error]
+        return told_already
     return False
 
 

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.config import Config
+from lockstep.config import Config, flag
 from lockstep.data import text
 from lockstep.data.hub import table_files
 from lockstep.data.hub_corpus import Trained
@@ -13,24 +13,36 @@ from lockstep.errors import ConfigError
 from lockstep.hub_name import is_hub_name
 from lockstep.models.gpt import PRESETS
 from lockstep.presets import described
+from lockstep.task import Task, load_task
 from lockstep.tasks.causal_lm import CausalLM
-from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task, trained_size
+from lockstep.tasks.hf import corpus_for, hub_task, trained_size
 
 __all__ = ["named_task"]
 
+_PLAIN = Config()
 
-def named_task(config: Config, say: Callable[[str], None]) -> CausalLM | HubCausalLM:
-    """The named language model on the named data, prepared now where it is not yet.
+
+def named_task(config: Config, say: Callable[[str], None]) -> Task:
+    """The task of --task, else the named language model on the named data, prepared now where it is not yet.
 
     Raises:
         ConfigError: an unknown model, or one that the sequence length does not fit.
         DataError: data that is missing, empty or too short.
     """
+    if config.task:
+        return _own(config)
     if config.preset == "source":
         say(described(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
     return _built_in(config, say)
+
+
+def _own(config: Config) -> Task:
+    named = [flag(name) for name in ("model_name", "dataset_name") if getattr(config, name) != getattr(_PLAIN, name)]
+    if named:
+        raise ConfigError(f"--task {config.task} brings its model and its data: leave out {' and '.join(named)}")
+    return load_task(config.task)
 
 
 def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:

@@ -40,7 +40,7 @@ def make(request: Request, trace: dict[str, Any], rows: list[Row]) -> dict[str, 
         "world_sizes": list(request.world_sizes),
         "resume_at": request.resume,
         "compile": request.compile,
-        "task": request.named or (type(request.task).__qualname__ if request.task is not None else ""),
+        "task": request.config.task or (type(request.task).__qualname__ if request.task is not None else ""),
         "rows": [
             {"combination": str(row.combination), "verdict": row.verdict, "found": row.text, "largest": row.largest[0]}
             for row in rows

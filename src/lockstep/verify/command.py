@@ -21,7 +21,7 @@ from lockstep.verify.verification import prove
 
 __all__ = ["run"]
 
-_OF_THE_MACHINE = ("device", "timeout", "save_dir")  # flags that hold with --against
+_OF_THE_MACHINE = ("device", "timeout", "save_dir", "task")  # flags that hold with --against
 
 
 def run(own: argparse.Namespace) -> int:
@@ -34,8 +34,8 @@ def run(own: argparse.Namespace) -> int:
     values = options.told(vars(own))
     config = options.build(presets.applied(values))
     _check_out(own.out)
-    if own.task:
-        load_task(own.task)  # here first: what is wrong is one line, not a failed rank's
+    if config.task:
+        load_task(config.task)  # here first: what is wrong is one line, not a failed rank's
     given = certificate.read(Path(own.against)) if own.against else None
     request = (
         _repeated(own, config, given)
@@ -91,7 +91,6 @@ def _removing() -> Iterator[None]:
 def _request(own: argparse.Namespace, config: Config, **changes: Any) -> Request:
     """What the flags ask for, but for `changes`."""
     asked = {
-        "named": own.task,
         "engines": own.engines,
         "world_sizes": own.world_sizes,
         "steps": own.steps,
@@ -114,7 +113,7 @@ def _repeated(own: argparse.Namespace, config: Config, given: dict[str, Any]) ->
         shown = ", ".join(f"--{key.replace('_', '-')}" for key in mine)
         raise ConfigError(f"--against repeats what its certificate says: leave out {shown}")
     proved: Config = certificate.config_of(given)
-    proved = dataclasses.replace(proved, **{key: getattr(config, key) for key in _OF_THE_MACHINE})
+    here = {key: getattr(config, key) for key in _OF_THE_MACHINE} | {"task": config.task or proved.task}
+    proved = dataclasses.replace(proved, **here)
     same = {key: given[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
-    named = own.task or (given["task"] if ":" in given["task"] else "")
-    return _request(own, proved, **same, named=named, precision=proved.precision)
+    return _request(own, proved, **same, precision=proved.precision)

@@ -47,14 +47,12 @@ class Request:
     """What is to be proved. The fields are the arguments of `lockstep.verify`, besides:
 
     Attributes:
-        named: FILE.py:Class, where there is no `task`; "": what the config names.
         engines: () is every engine that needs no further package and no GPU.
         precision: "" is float64, but for `config.exact` and where one of the engines has none: then the config's.
     """
 
     config: Config
     task: Any = None
-    named: str = ""
     engines: Sequence[str] = ()
     world_sizes: Sequence[int] = (1, 2)
     steps: int = 8

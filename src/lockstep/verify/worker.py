@@ -27,7 +27,7 @@ from lockstep.heartbeat import Heartbeat
 from lockstep.loop import Plan, seeder, steps
 from lockstep.parts import Parts, assemble
 from lockstep.records import StepRecord
-from lockstep.task import Task, adapted, items_of_a_sample, load_task
+from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.tasks.named import named_task
 from lockstep.verify.fault import FaultContext, Seed
 from lockstep.verify.operations import OperationLog
@@ -172,8 +172,7 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
 
 def _task(spec: RunSpec, config: Config) -> Task:
     task = spec.request.task
-    if task is None:
-        task = load_task(spec.request.named) if spec.request.named else named_task(config, lambda _: None)
+    task = named_task(config, lambda _: None) if task is None else task
     # Two steps and one micro-batch: at two ranks and more one of them has a slot that must not count.
     samples = 2 * config.batch_size + config.micro_size
     return PreparedTask(adapted(task), wide=config.precision == "float64", samples=samples)
