@@ -12,15 +12,17 @@ import pytest
 import torch
 from distributed import run
 from torch.nn import functional as F
+from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
 from toys import Holes, HolesMean, Ragged, parts
 
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluate import evaluate, one_step
 from lockstep.meter import Meter
 from lockstep.records import StepRecord
+from lockstep.stateful_metrics import merged, taken
 from lockstep.world import World
 
 
@@ -153,3 +155,47 @@ def test_metrics_that_change_their_names_are_refused_in_one_line():
 
     with pytest.raises(LockstepError, match="metrics are named of 2 in one micro-batch and of 3 in another"):
         measured(Changing(samples=30))
+
+
+class Scored(Ragged):
+    """An F1 score and an area under the curve, whose values are no sums over counts."""
+
+    def __init__(self):
+        super().__init__(samples=60, dtype=torch.float32)
+        self.f1 = MulticlassF1Score(29, average="macro", ignore_index=-100)
+        self.curve = BinaryAUROC()
+
+    def evaluate(self, model, batch):
+        logits, labels = model(batch["input"]), batch["labels"]
+        kept = labels != -100
+        self.f1.update(logits.flatten(0, 1), labels.flatten())
+        self.curve.update(logits[kept][:, 0].sigmoid(), (labels[kept] < 10).int())
+        right = (logits.argmax(-1) == labels) & kept
+        return self.loss(model, batch), {"auc": self.curve, "accuracy": (right.sum(), kept.sum()), "f1": self.f1}
+
+
+def scored(world):
+    task = Scored()
+    made, _ = parts(world, task, name="auto")
+    data = task.dataset("evaluation")
+    batches = Batches(task, data, Sequential(len(data)), one_step(len(data), 2), world)
+    return evaluate(made, task, batches, world, step=0, seed=0).metrics
+
+
+def test_a_metric_with_a_state_is_that_of_the_whole_set_on_any_number_of_ranks():
+    task, found = Scored(), scored(World())
+    model, data = parts(World(), task)[0].model.eval(), task.dataset("evaluation")
+    with torch.no_grad():
+        task.evaluate(model, task.collate([data[index] for index in range(len(data))]))
+    assert list(found) == ["auc", "accuracy", "f1"]
+    assert found["f1"] == pytest.approx(float(task.f1.compute()), rel=1e-6)
+    assert found["auc"] == pytest.approx(float(task.curve.compute()), rel=1e-6)
+    for ranks in (2, 3):
+        assert run(scored, ranks) == [pytest.approx(found, rel=1e-6)] * ranks
+
+
+def test_a_metric_that_is_no_single_number_is_refused():
+    metric = MulticlassF1Score(3, average=None)
+    metric.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+    with pytest.raises(ConfigError, match=r"metric 'f1' \(MulticlassF1Score\) does not give one number .* choose"):
+        merged("f1", metric, [taken(metric)])

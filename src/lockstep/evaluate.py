@@ -5,6 +5,7 @@ record = evaluate(engine, task, batches, world, step=500, seed=0)
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.engines.base import Engine
 from lockstep.errors import LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
+from lockstep.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task
 from lockstep.world import World
 
@@ -50,14 +52,18 @@ def evaluate(
     try:
         with torch.no_grad():
             reseed = seeder(seed, "evaluation", world.device)
-            names, rows = _own_rows(engine.model, task, batches, reseed, progress)
+            own = _own_rows(engine.model, task, batches, reseed, progress)
     finally:
         for module, mode in modes:
             module.training = mode
-    gathered = [row for part in world.gather(rows) for row in part]  # collective
+    parts = world.gather([own.rows, own.states])  # collective
+    gathered = [row for rows, _ in parts for row in rows]
     sums = [math.fsum(column) for column in zip(*gathered, strict=True)] if gathered else [0.0, 0.0]
     items = int(sums[1])
-    metrics = {name: sums[2 + 2 * k] / max(sums[3 + 2 * k], 1.0) for k, name in enumerate(names)}
+    ratios = {name: sums[2 + 2 * k] / max(sums[3 + 2 * k], 1.0) for k, name in enumerate(own.pairs)}
+    in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
+    computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
+    metrics = {name: ratios[name] if name in ratios else computed[name] for name in own.names}
     return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
 
 
@@ -78,28 +84,52 @@ def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping
     return measured
 
 
+@dataclass
+class _Own:
+    """What this rank's share of the set gave.
+
+    Attributes:
+        names: of the metrics, in the task's order; `pairs` of those that are a sum over a count.
+        metrics: (name, metric) of those that have a state.
+        rows: a micro-batch that counts each: loss, items, then sum and count of each pair.
+        states: (micro-batch, name -> state) of each.
+    """
+
+    names: list[str]
+    pairs: list[str]
+    metrics: list[tuple[str, Any]]
+    rows: list[list[float]]
+    states: list[tuple[int, dict[str, Any]]]
+
+
 def _own_rows(
     model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
-) -> tuple[list[str], list[list[float]]]:
-    """(names of the metrics, a row a micro-batch of this rank that counts: loss, items, then sum and count of each)."""
-    measure, names = measures(task), None
+) -> _Own:
+    measure, own = measures(task), _Own([], [], [], [], [])
     mine = -(-batches.cut.micro_batches // batches.world_size)
     rows: list[list[Any]] = []
     for done, (_, batch) in enumerate(batches.micro(0), 1):
         reseed(0, batch.index)
         loss, found = measure(model, batch)
-        if names is None:
-            names = list(found)
-        elif list(found) != names:
+        if done == 1:
+            own.names = list(found)
+            own.pairs = [name for name, value in found.items() if not is_metric(value)]
+            own.metrics = [(name, value) for name, value in found.items() if is_metric(value)]
+        elif list(found) != own.names:
             raise LockstepError(
                 f"the task's metrics are named {', '.join(found) or 'nothing'} in one micro-batch and "
-                f"{', '.join(names) or 'nothing'} in another: return the same names each time, with count 0 if need be"
+                f"{', '.join(own.names) or 'nothing'} in another: return the same names each time, with count 0 if "
+                "need be"
             )
+        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, where there are such
         if batch.weight:
-            rows.append(_kept([loss, float(batch.items), *(number for pair in found.values() for number in pair)]))
+            numbers = (number for name in own.pairs for number in found[name])
+            rows.append(_kept([loss, float(batch.items), *numbers]))
+            own.states += [(batch.index, states)] if states else []
         if progress:
             progress(done, mine)
-    return names or [], _read(rows)
+    own.rows = _read(rows)
+    return own
 
 
 def _kept(row: list[Any]) -> list[Any]:

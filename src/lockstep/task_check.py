@@ -23,6 +23,7 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
+from lockstep.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task, has_own
 from lockstep.world import World, together
 
@@ -148,7 +149,9 @@ def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable
             raise ConfigError(
                 f"the task's {told}; one is named {name!r}, and 'loss' and 'items' are the evaluation's own"
             )
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if is_metric(pair):
+            merged(name, pair, [taken(pair)])  # which it may not be able to
+        elif not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
 
