@@ -23,9 +23,10 @@ from lockstep.config import EngineOptions
 from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
 from lockstep.engines import engine
-from lockstep.engines.footprint import footprint, human
+from lockstep.engines.footprint import footprint
 from lockstep.evaluate import evaluate, one_step
 from lockstep.optim import adamw
+from lockstep.units import bytes_text
 
 CASES = {
     "ddp": ("ddp", {}),
@@ -120,7 +121,7 @@ def main():
             parts = [mine / all_ for mine, all_ in zip(most, whole, strict=True)]
             aim = {"fsdp full": [1 / size] * 3, "zero": [None, None, max(1 / size, share)]}.get(case, [None] * 3)
             met = all(wanted is None or part <= 1.05 * wanted for part, wanted in zip(parts, aim, strict=True))
-            cells = " ".join(f"{human(count):>12}" for count in most)
+            cells = " ".join(f"{bytes_text(count):>12}" for count in most)
             shares = " ".join(f"{part:.3f}" for part in parts)
             print(f"{size:>5} {case:<14} {cells}   {shares} {'' if met else 'MISSED'}")
             record = {"bench": "memory", "ranks": size, "engine": case, "bytes": most, "parts": parts, "met": met}

@@ -1,9 +1,9 @@
-"""A task of your own in the built-in loop: torchrun --standalone --nproc-per-node 2 examples/own_task.py
+"""A task of your own: python examples/own_task.py, or lockstep launch --nproc-per-node 2 -- examples/own_task.py
 
-Classifies points on two spirals. Leave out torchrun for one process: the weights at the end are the same bits.
+Classifies points on two spirals. On one process and on two the weights at the end are the same bits. Flags are those of
+`lockstep train`: --max-steps 100, --batch-size 32, --help.
 """
 
-import argparse
 import math
 
 import torch
@@ -14,10 +14,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 
 
-class Spirals:
-    """What lockstep asks for: a model, data, how to collate and count it, and the loss as a SUM over the items."""
-
-    items_per_sample = 1  # known beforehand, so that ranks need not ask each other
+class Spirals(lockstep.Task):
+    """A model, its data, and the loss as a SUM over the samples."""
 
     def model(self):
         return nn.Sequential(
@@ -31,38 +29,22 @@ class Spirals:
         angle = turn + math.pi * label
         return TensorDataset(torch.stack([turn * angle.cos(), turn * angle.sin()], 1) / 6, label)
 
-    def collate(self, samples):
-        points, labels = zip(*samples, strict=True)
-        return torch.stack(points), torch.stack(labels)
-
-    def count(self, batch):
-        return len(batch[1])
-
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        points, labels = batch
+        return F.cross_entropy(model(points), labels, reduction="sum")
 
     def metrics(self, model, batch):
-        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+        points, labels = batch
+        return {"accuracy": ((model(points).argmax(1) == labels).sum(), len(labels))}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save-dir", default="outputs")
-    parser.add_argument("--max-steps", type=int, default=400)
-    given = parser.parse_args()
-    config = lockstep.Config(
-        experiment_name="spirals",
-        save_dir=given.save_dir,
-        max_steps=given.max_steps,
-        batch_size=64,
-        lr=0.01,
-        exact=True,
-        log_freq=100,
-        eval_freq=200,
-    )
-    for record in lockstep.train(config, Spirals()):
-        if record.step == 0:  # whatever you want to do after a step, as plain ifs
-            print(f"the first step had {record.items} items")
+    defaults = {"experiment_name": "spirals", "max_steps": 400, "batch_size": 64, "log_freq": 100, "eval_freq": 200}
+    config = lockstep.Config.from_args(lr=0.01, exact=True, **defaults)
+    with lockstep.Run(config, Spirals()) as run:
+        for step in run:
+            if step.evaluation and run.is_main:  # whatever you want to do after a step, as plain ifs
+                print(f"step {step.global_step}: accuracy {step.evaluation.metrics['accuracy']:.3f}")
 
 
 if __name__ == "__main__":

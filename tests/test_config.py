@@ -277,3 +277,12 @@ def test_help_names_every_option(capsys):
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert [name for name in option_list() if flag(name) not in shown] == []
+
+
+def test_a_scripts_own_defaults_stand_below_its_flags():
+    own = {"batch_size": 64, "optim": {"clip": 0.5, "floor": 0.2}}
+    config = Config.from_args(["--batch-size", "32", "--optim.floor", "0.3"], lr=0.01, **own)
+    assert config == Config(batch_size=32, lr=0.01, optim=Optim(clip=0.5, floor=0.3))
+    assert Config.from_args([], optim=Optim(clip=0.5)) == Config(optim=Optim(clip=0.5))
+    with pytest.raises(ConfigError, match="Config has no 'batchsize': did you mean batch_size"):
+        Config.from_args([], batchsize=3)

@@ -274,10 +274,13 @@ class Config:
             )
 
     @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None) -> Self:
+    def from_args(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
         """The Config that flags ask for, those of `lockstep train`: a script of one's own has them too.
 
+            config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags win over these
+
         Args:
+            defaults: fields, as for the class itself, where the flags and --config say nothing.
             argv: the flags. None: those that this process was started with; then what is wrong with them is said in one
                 line and ends the process with code 2, as `--help` does with code 0.
 
@@ -286,10 +289,10 @@ class Config:
         """
         parse = importlib.import_module("lockstep.options").parse  # which makes its flags from what is here
         if argv is not None:
-            return cast(Self, parse(list(argv)))
+            return cast(Self, parse(list(argv), defaults=defaults))
         own = os.path.basename(sys.argv[0])
         try:
-            return cast(Self, parse(sys.argv[1:], own))
+            return cast(Self, parse(sys.argv[1:], own, defaults))
         except ConfigError as error:
             print(f"{own}: error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None

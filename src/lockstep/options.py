@@ -13,6 +13,7 @@ A command with flags of its own has them in one parser with these:
 import argparse
 import dataclasses
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,12 +27,13 @@ from lockstep.hints import FOREIGN, hint
 __all__ = ["add_flags", "build", "flat", "option_list", "parse", "read", "to_toml", "told"]
 
 
-def parse(argv: list[str], prog: str = "lockstep train") -> Config:
+def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
     """The Config that `argv` asks for. Prints the help and raises SystemExit(0) for `--help`.
 
     Args:
         argv: the flags.
         prog: the command as it is typed, for the help and for errors.
+        defaults: fields of Config, sections as dicts, which flags and the file win over.
 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
@@ -43,7 +45,18 @@ def parse(argv: list[str], prog: str = "lockstep train") -> Config:
         foreign=FOREIGN,
     )
     add_flags(parser)
-    return build(presets.applied(told(vars(parser.read(argv)))))
+    return build(presets.applied({**_dotted(defaults or {}), **told(vars(parser.read(argv)))}))
+
+
+def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Config by dotted name. Raises UnknownField for one that it has not."""
+    Config(**fields)
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def told(given: dict[str, Any]) -> dict[str, Any]:
