@@ -101,28 +101,68 @@ def test_the_packages_own_names():
         lockstep.nothing
 
 
+USERS_FILE = """import torch
+from torch import Tensor, nn
+
+import lockstep
+
+
+class Mine(lockstep.Task):
+    items_per_sample = 1
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def dataset(self, split: str) -> torch.utils.data.TensorDataset | None:
+        return torch.utils.data.TensorDataset(torch.ones(8, 2)) if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        out: Tensor = model(batch[0])
+        return out.sum()
+
+    def optimizer(self, model: nn.Module, config: lockstep.Config) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=config.optim.eps)
+
+    def schedule(self, step: int, steps: int) -> float:
+        return 1 - step / steps
+
+
+config = lockstep.Config.from_args([], max_steps=3, optim=lockstep.Optim(clip=0.5))
+with lockstep.Run(config, Mine()) as run:
+    for step in run:
+        reveal_type(step.global_step)
+        reveal_type(step.loss)
+        run.log({"half": step.loss / 2})
+        if step.evaluation and step.evaluation.loss < 1:
+            run.stop()
+reveal_type(run.result.status)
+reveal_type(lockstep.train(config, Mine()))
+reveal_type(lockstep.load("outputs/default", Mine()))
+reveal_type(lockstep.World.join().rank)
+reveal_type(lockstep.engine)
+lockstep.Config(max_steps="3")
+"""
+
+
 def test_a_type_checker_sees_the_real_types(tmp_path):
-    """Each public name is what it is at run time, in a user's file that is checked strictly."""
-    (tmp_path / "mine.py").write_text(
-        "import lockstep\n\n"
-        "config = lockstep.Config(max_steps=3)\n"
-        "for step in lockstep.Run(config):\n"
-        "    reveal_type(step.global_step)\n"
-        "reveal_type(lockstep.World.join().rank)\n"
-        "reveal_type(lockstep.engine)\n"
-        "lockstep.Config(max_steps='3')\n"
-    )
+    """Each public name is what it is at run time, in a user's file that passes a strict check but for its last line."""
+    (tmp_path / "mine.py").write_text(USERS_FILE)
     cache = ROOT.parents[1] / ".mypy_cache"  # of `make check`: without it torch is read for half a minute
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "mine.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT.parent)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    for word in (
-        'mine.py:5: note: Revealed type is "int"',
-        'mine.py:6: note: Revealed type is "int"',
-        '-> lockstep.engines.base.Engine"',
-        '"max_steps" to "Config"',
+    for revealed, line in (
+        ('"int"', "step.global_step"),
+        ('"float"', "step.loss"),
+        ('"str"', "run.result.status"),
+        ('"lockstep.run.Result"', "lockstep.train(config, Mine())"),
+        ('"torch.nn.modules.module.Module"', 'lockstep.load("outputs/default", Mine())'),
+        ('"int"', "lockstep.World.join().rank"),
     ):
-        assert word in done.stdout, done.stdout + done.stderr
+        number = next(n for n, text in enumerate(USERS_FILE.splitlines(), 1) if f"reveal_type({line})" in text)
+        assert f"mine.py:{number}: note: Revealed type is {revealed}" in done.stdout, done.stdout + done.stderr
+    assert '-> lockstep.engines.base.Engine"' in done.stdout
+    assert '"max_steps" to "Config"' in done.stdout
     assert done.stdout.count("error:") == 1, done.stdout
     for home, names in lockstep._MODULES.items():
         assert f"    from {home} import {', '.join(names)}\n" in Path(lockstep.__file__).read_text()

@@ -340,3 +340,62 @@ def test_an_evaluation_that_a_kill_prevented_is_made_by_the_next_start(tmp_path)
     assert (again.status, again.evaluation, again.best.loss) == ("finished", whole.evaluation, whole.best.loss)
     assert len([record for record in records(tmp_path) if "evaluation/loss" in record]) == 1
     assert lockstep.train(config(tmp_path), task()).evaluation is None  # and not once more
+
+
+class Images(torch.utils.data.Dataset):
+    """Bright or dark pictures, shifted at random; 37 of them, so that the last step is short."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(count)
+        self.labels = torch.randint(2, (count,), generator=generator)
+        self.pictures = torch.randn(count, 1, 8, 8, generator=generator) + self.labels.view(-1, 1, 1, 1)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.pictures[index].roll(int(torch.randint(3, ())), dims=-1), self.labels[index]
+
+
+class Convolutional(lockstep.Task):
+    """As a user writes it: a network with BatchNorm, an augmentation, SGD with momentum, and OneCycle's shape."""
+
+    def model(self):
+        return nn.Sequential(
+            *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)),
+        )
+
+    def dataset(self, split):
+        return Images(37 if split == "train" else 20)
+
+    def loss(self, model, batch):
+        pictures, labels = batch
+        return nn.functional.cross_entropy(model(pictures), labels, reduction="sum")
+
+    def metrics(self, model, batch):
+        pictures, labels = batch
+        return {"accuracy": ((model(pictures).argmax(1) == labels).sum(), len(labels))}
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+    def schedule(self, step, steps):
+        half = steps / 2
+        return max(0.05, step / half if step < half else 2 - step / half)
+
+
+def convolved(world, folder, workers):
+    settings = {"num_epochs": 4, "max_steps": 0, "batch_size": 16, "micro_batch_size": 4, "exact": True}
+    settings |= {"data": {"workers": workers}, "engine": "auto"}
+    session = lockstep.Run(config(folder, **settings), Convolutional(), world)
+    found = [(step.loss, step.norm, step.lr) for step in session]
+    state = [value.tolist() for value in session.model.state_dict().values()]
+    return found, state, session.result.evaluation
+
+
+def test_an_own_network_with_batchnorm_loader_processes_own_sgd_and_schedule(tmp_path):
+    [alone] = run(convolved, 1, tmp_path / "alone", 0)
+    assert len(alone[0]) == 10  # 4 x 37 samples: nine steps of 16, and one of 4
+    assert [rate for *_, rate in alone[0]] == pytest.approx([0.1 * max(0.05, 1 - abs(1 - k / 5)) for k in range(10)])
+    assert alone[2].metrics["accuracy"] > 0.8
+    assert run(convolved, 2, tmp_path / "two", 2) == [alone, alone]  # the same bits, loader processes and all

@@ -1,0 +1,55 @@
+"""What the documents show is what runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(name):
+    """The Python code of a document, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_first_screen_of_the_readme_runs(here):
+    samples = torch.utils.data.TensorDataset(torch.randn(64, 8, 8), torch.randint(10, (64,)))
+    names = {"nn": nn, "F": F, "train_set": samples, "test_set": samples}
+    exec(blocks("README.md")[0].replace("num_epochs=10", "num_epochs=2"), names)
+    assert isinstance(names["model"], nn.Module)
+    assert names["run"].status == "finished"
+
+
+def test_the_tasks_and_runs_of_the_documents_run(here):
+    names = {}
+    for block in blocks("docs/task.md"):
+        exec(block, names)
+    for number, block in enumerate(blocks("docs/run.md")):
+        change = f'experiment_name="mine{number}", max_steps=4'
+        exec(block.replace('experiment_name="mine", max_steps=1000', change), names)
+        names["config"] = lockstep.Config(experiment_name=f"next{number}", max_steps=3)
+    assert names["result"].status == "finished"
+    scored = lockstep.train(lockstep.Config(experiment_name="scored", max_steps=3), names["Scored"]())
+    assert 0 <= scored.evaluation.metrics["auc"] <= 1
+
+
+def test_the_documents_name_every_method_and_number():
+    task = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
+    methods = [name for name, value in vars(lockstep.Task).items() if callable(value) and not name.startswith("_")]
+    missing = [name for name in (*methods, *lockstep.Task.__annotations__) if f"`{name}" not in task]
+    assert missing == []
+    run = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+    shown = {name for name in vars(lockstep.Run) if not name.startswith("_")} | {"loss", "norm", "applied"}
+    shown |= {name for name in lockstep.Step.__slots__ if not name.startswith("_")} - {"record"}
+    assert sorted(name for name in shown if f".{name}" not in run) == []
