@@ -49,6 +49,10 @@ def test_all_engines_and_uneven_worlds_agree_in_float64():
 def test_batch_norm_and_float32_images():
     table = lockstep.verify(tasks.Images(), config(micro_batch_size=4), engines=("ddp",), **QUICK)
     assert table.ok, str(table)
+    assert "8 samples in 2 micro-batches" in table.title
+    whole = lockstep.verify(tasks.Images(), config(), engines=("ddp",), **QUICK)
+    assert whole.ok, str(whole)
+    assert "8 samples in 1 micro-batches" in whole.title, "the model decides where nothing is asked for"
     local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
 
@@ -183,10 +187,10 @@ def test_a_hang_and_a_death_are_failures_and_leave_no_process(task, word):
 
 
 def test_a_fault_that_does_no_harm_is_said_to_have_done_none():
-    """All images have one item: an average per rank is the average per item."""
+    """All images have one item, and both ranks as many: an average per rank is the average per item."""
     asked = {"engines": ("ddp",), "world_sizes": (2,), "steps": 1, "resume_at": 0}
-    table = lockstep.verify(tasks.Images(), config(), plant="rank-average", **asked)
-    assert table.ok
+    table = lockstep.verify(tasks.Images(), config(micro_batch_size=4), plant="rank-average", **asked)
+    assert table.ok, str(table)
     assert "nothing was found" in table.notes[-1]
 
 

@@ -182,8 +182,6 @@ class Recorder:
         step["rates"] += [float(group["lr"]) for group in fresh]
         if fresh and "betas" in fresh[0]:
             step["beta2"] = float(fresh[0]["betas"][1])
-        if fresh and "betas" in fresh[0]:
-            step["beta2"] = float(fresh[0]["betas"][1])
         if begins:
             self._before_first(step)
 

@@ -1,5 +1,6 @@
 """One verification: the single process, then itself again, then every combination by world size."""
 
+import dataclasses
 import json
 import shutil
 from typing import Any
@@ -62,7 +63,7 @@ class Verification:
         """Makes all runs and compares them. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
-        table = Table(_title(self._request, self._reference["micro_batches"]), notes=self._notes())
+        table = Table(_title(self._request), notes=self._notes())
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
         if again.difference:  # whatever another combination showed, it could not be told from this
@@ -115,6 +116,9 @@ class Verification:
         taken = len(self._reference["steps"])
         if taken < request.steps:
             raise ConfigError(f"--steps {request.steps}: the whole plan has {taken}; lower it, or raise --num-epochs")
+        size = request.config.batch_size // self._reference["micro_batches"]  # which the model may have decided
+        config = dataclasses.replace(request.config, micro_batch_size=size)
+        self._request = dataclasses.replace(request, config=config)
 
     def _trace(self, key: str) -> dict[str, Any]:
         traces = read_trace(self._executor.folder, key, 1)
@@ -179,11 +183,11 @@ def _failed(one: Combination, error: RankFailed | None) -> Row:
     return Row(one, "unavailable" if error and error.usage else "failed", reason=reason)
 
 
-def _title(request: Request, micro_batches: int) -> str:
+def _title(request: Request) -> str:
     config = request.config
     how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
     return (
-        f"{request.steps} steps of {config.batch_size} samples in {micro_batches} micro-batches, "
+        f"{request.steps} steps of {config.batch_size} samples in {config.micro_batches} micro-batches, "
         f"{config.precision}, compared with a single process: {how}"
     )
 

@@ -171,11 +171,9 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
 
 
 def _task(spec: RunSpec, config: Config) -> Task:
-    task = spec.request.task
-    task = named_task(config, lambda _: None) if task is None else task
-    # Two steps and one micro-batch: at two ranks and more one of them has a slot that must not count.
-    samples = 2 * config.batch_size + config.micro_size
-    return PreparedTask(adapted(task), wide=config.precision == "float64", samples=samples)
+    task = named_task(config, lambda _: None) if spec.request.task is None else spec.request.task
+    # Two steps and one sample: at two ranks and more one of them has a slot that must not count.
+    return PreparedTask(adapted(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
 
 def _reference(spec: RunSpec) -> ReferenceWriter | ReferenceComparer:

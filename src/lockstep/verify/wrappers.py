@@ -23,7 +23,8 @@ class TaskWrapper(Task):
     def __init__(self, inner: Task) -> None:
         self.inner = inner
         self.reduction, self.items_per_sample = inner.reduction, items_of_a_sample(inner)
-        self.item_name, self.fingerprint, self.sources = inner.item_name, inner.fingerprint, inner.sources
+        self.item_name, self.defaults = inner.item_name, inner.defaults
+        self.fingerprint, self.sources = inner.fingerprint, inner.sources
 
     def model(self) -> nn.Module:
         return self.inner.model()
