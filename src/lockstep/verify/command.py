@@ -37,13 +37,9 @@ def run(own: argparse.Namespace) -> int:
     if config.task:
         load_task(config.task)  # here first: what is wrong is one line, not a failed rank's
     given = certificate.read(Path(own.against)) if own.against else None
-    request = (
-        _repeated(own, config, given)
-        if given
-        else _request(own, config, precision=config.precision if "precision" in values else "")
-    )
+    asked = _repeated(own, config, given) if given else _request(own, config, precision=values.get("precision", ""))
     with _removing():
-        table = prove(request, given)
+        table = prove(asked, given)
     if _is_main():
         print(table, flush=True)
         if own.out and table.certificate:
