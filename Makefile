@@ -5,42 +5,50 @@ BIN := .venv/bin
 # The CUDA build of torch where an NVIDIA GPU is visible, else the pinned build that CI tests.
 TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
 .PHONY: help train check chaos matrix mutants test test-full test-gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.venv/ready: pyproject.toml constraints.txt
+# What training needs, and nothing else.
+.venv/train: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lockstep needs Python >= 3.11; choose one with: make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) -e .
 	@touch $@
 
-train: .venv/ready ## train the default model on this machine's Python library (about two minutes)
+# What the checks and the tests need besides.
+.venv/dev: .venv/train
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+train: .venv/train ## train the default model on this machine's Python library (about two minutes)
 	$(BIN)/lockstep train --experiment-name first-light --max-steps 700
 
-check: .venv/ready ## ruff (lint and format), mypy (strict), lockstep lint
+check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lockstep lint src examples
 
-test: .venv/ready ## every test that needs no GPU, except the slow ones
+test: .venv/dev ## every test that needs no GPU, except the slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-full: .venv/ready ## the slow tests too
+test-full: .venv/dev ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
-matrix: .venv/ready ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
+matrix: .venv/dev ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
 	$(BIN)/python -m pytest tests/matrix
 
-chaos: .venv/ready ## every planted fault against real runs, then the table in docs/reliability.md (long)
+chaos: .venv/dev ## every planted fault against real runs, then the table in docs/reliability.md (long)
 	$(BIN)/python -m pytest tests/chaos tests/guards
 	$(BIN)/python bench/chaos.py --write
 
-mutants: .venv/ready ## plausible mistakes put into a copy of the core: do the tests notice? (long; ARGS="--only loop --count 4")
+mutants: .venv/dev ## plausible mistakes put into a copy of the core: do the tests notice? (long; ARGS="--only loop --count 4")
 	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)

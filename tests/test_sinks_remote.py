@@ -174,7 +174,7 @@ def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, 
     monkeypatch.setattr("lockstep.sinks.remote.find_spec", lambda name: None)
     for name in ("tensorboard", "wandb"):
         config = settings(tmp_path, **{name: True})
-        with pytest.raises(ConfigError, match=rf"--{name} needs .*pip install 'lockstep-train\[{name}\]'"):
+        with pytest.raises(ConfigError, match=rf"--{name} needs .*pip install 'torch-lockstep\[{name}\]'"):
             check(config)
         with pytest.raises(ConfigError):
             list(lockstep.Run(config, Ragged()))

@@ -176,7 +176,7 @@ def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):
         raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
 
     monkeypatch.setattr(module.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"needs the package deepspeed .*: pip install 'lockstep-train\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package deepspeed .*: pip install 'torch-lockstep\[deepspeed\]'"):
         module._package(World())
 
 

@@ -235,7 +235,7 @@ def _datasets(wanted: Wanted) -> Any:
     except ImportError as error:
         raise DataError(
             f"--dataset-name {wanted.name} needs the package datasets ({error.name} is missing): "
-            "pip install 'lockstep-train[hf]'"
+            "pip install 'torch-lockstep[hf]'"
         ) from error
     datasets.logging.set_verbosity_error()
     if not is_hub_name(wanted.name):

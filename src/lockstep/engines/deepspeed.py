@@ -182,7 +182,7 @@ def _package(world: World) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
-            "pip install 'lockstep-train[deepspeed]'"
+            "pip install 'torch-lockstep[deepspeed]'"
         ) from error
     except Exception as error:  # it looks for compilers and CUDA while it is imported
         raise ConfigError(

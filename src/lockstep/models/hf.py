@@ -210,7 +210,7 @@ def _transformers(flag: str, name: str) -> Any:
             import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{flag} {name} needs the package transformers ({error.name} is missing): pip install 'lockstep-train[hf]'"
+            f"{flag} {name} needs the package transformers ({error.name} is missing): pip install 'torch-lockstep[hf]'"
         ) from error
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

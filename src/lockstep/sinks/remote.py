@@ -22,7 +22,7 @@ def check(config: Config) -> None:
     """Raises ConfigError, with the pip line, where a package that a flag needs is not installed."""
     for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if wanted and find_spec(name) is None:
-            raise ConfigError(f"--{name} needs the package {name}: pip install 'lockstep-train[{name}]'")
+            raise ConfigError(f"--{name} needs the package {name}: pip install 'torch-lockstep[{name}]'")
 
 
 def remote_sinks(config: Config, folder: Path, start: int) -> list[Sink]:

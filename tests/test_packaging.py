@@ -1,0 +1,164 @@
+"""What is declared is what is imported, and a wheel in an empty environment trains, lints and verifies."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements):
+    return {plain(Requirement(text).name) for text in requirements}
+
+
+def imported():
+    """{top-level name: files} of what the package imports from elsewhere, by statement or by name."""
+    found = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                modules = [word.value for word in node.args if isinstance(word, ast.Constant)]
+            for module in modules:
+                top = module.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "lockstep":
+                    found.setdefault(top, set()).add(str(path.relative_to(ROOT / "src")))
+    return found
+
+
+def test_what_is_imported_is_declared():
+    """Each import's distribution is a dependency; that of an extra stands in one file, which says what is missing."""
+    used, main = imported(), names(PROJECT["dependencies"])
+    extras = set().union(*(names(EXTRAS[extra]) for extra in EXTRAS if extra not in ("dev", "bench")))
+    assert names(used) <= main | extras, "not declared"
+    assert main - names(used) == set(), "declared and never imported"
+    for name in names(used) - main:
+        assert len(used[name]) == 1, f"{name} is an extra: {used[name]}"
+
+
+def test_the_distributions_name_is_ours():
+    assert PROJECT["name"] == "torch-lockstep"
+    tracked = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *(ROOT / "src").rglob("*.py")]
+    for path in tracked:
+        for found in re.findall(r"pip install[^`\n]*lockstep[\w\[\],-]*", path.read_text(encoding="utf-8")):
+            assert re.search(r"torch-lockstep|/lockstep|\./?lockstep", found), f"{path}: {found}"
+
+
+def needed(requirements):
+    """The names of all distributions that these requirements bring, as they are installed here."""
+    found, waiting = set(), [Requirement(text) for text in requirements]
+    while waiting:
+        wanted = waiting.pop()
+        if plain(wanted.name) in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found.add(plain(wanted.name))
+        waiting += [Requirement(text) for text in importlib.metadata.requires(wanted.name) or ()]
+    return found
+
+
+def borrowed(site, requirements):
+    """Links each distribution that is needed, and no other, into the empty `site` from this environment."""
+    for name in needed(requirements):
+        distribution = importlib.metadata.distribution(name)
+        tops = {Path(file).parts[0] for file in distribution.files} - {"..", "__pycache__"}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """The bin folder of an environment with the wheel and its dependencies, without extras and without an index.
+
+    The wheel is built from a copy, so that no build folder stands in the checkout. What it depends on is linked from
+    this environment, distribution by distribution: what is not declared cannot be imported.
+    """
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    quiet = ["--quiet", "--no-deps", "--no-index"]
+    go([*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder, source])
+    wheel = next(folder.glob("*.whl"))
+    assert wheel.name.startswith("torch_lockstep-")
+    with zipfile.ZipFile(wheel) as content:
+        assert {name.partition("/")[0] for name in content.namelist()} == {
+            "lockstep",
+            wheel.name.rpartition("-py3")[0] + ".dist-info",
+        }
+        assert "lockstep/py.typed" in content.namelist()
+    go([sys.executable, "-m", "venv", "--without-pip", folder / "env"])
+    go([*pip, "--python", folder / "env" / "bin" / "python", "install", *quiet, wheel])
+    borrowed(next((folder / "env").glob("lib/python*/site-packages")), PROJECT["dependencies"])
+    return folder / "env" / "bin"
+
+
+def go(command, code=0, cwd=None):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOCKSTEP", "VIRTUAL"))}
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_path):
+    code = "import lockstep, sys; print(lockstep.__file__)\n"
+    code += "import importlib.util as u; print([n for n in sys.argv[1:] if u.find_spec(n)])"
+    absent = ["libcst", "transformers", "datasets", "wandb", "tensorboard", "deepspeed", "pytest"]
+    done = go([empty / "python", "-c", code, *absent], cwd=tmp_path)
+    assert done.stdout.splitlines()[0].startswith(str(empty.parent / "lib"))
+    assert done.stdout.splitlines()[1] == "[]"
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_lints_and_verifies_in_an_empty_environment(empty, tmp_path):
+    (tmp_path / "code.txt").write_text("".join(f"def f_{i}(x):\n    return x + {i * i}\n\n" for i in range(800)))
+    settings = (
+        "--dataset-name code.txt --data.vocab-size 300 --data.cache cache --seq-len 32 --batch-size 8 --device cpu"
+    )
+    done = go([empty / "lockstep", "train", *settings.split(), "--max-steps", "3"], cwd=tmp_path)
+    assert "finished" in done.stdout
+    assert (tmp_path / "outputs" / "default" / "checkpoints" / "step-00000003").is_dir()
+    done = go([empty / "lockstep", "checkpoint", "verify", "outputs/default"], cwd=tmp_path)
+    assert "step-00000003: whole" in done.stdout
+    go([empty / "lockstep", "export", "outputs/default", "model.safetensors"], cwd=tmp_path)
+    flags = ["--engines", "single,ddp", "--world-sizes", "1,2", "--steps", "2", "--resume-at", "0"]
+    done = go([empty / "lockstep", "verify", *settings.split(), *flags], cwd=tmp_path)
+    assert "ddp x2" in done.stdout
+    assert not list(tmp_path.glob("*.json"))
+
+    (tmp_path / "fixable.py").write_text(FIXABLE)
+    assert "LS023" in go([empty / "lockstep", "lint", "fixable.py"], code=1, cwd=tmp_path).stdout
+    line = "pip install 'torch-lockstep["
+    for flags in (
+        ["lint", "--fix", "fixable.py"],
+        ["train", "--model-name", "someone/model", "--dataset-name", "code.txt", "--device", "cpu"],
+        ["train", *settings.split(), "--wandb"],
+    ):
+        last = go([empty / "lockstep", *flags], code=2, cwd=tmp_path).stderr.splitlines()[-1]
+        assert line in last, last
+
+
+FIXABLE = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
