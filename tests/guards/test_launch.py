@@ -152,7 +152,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
 
 
 def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, signal.SIGTERM))
+    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, signal.SIGTERM, 0))
     with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == 143
