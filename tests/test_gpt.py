@@ -169,7 +169,7 @@ class FakeWindows:
 
 
 class FakeCorpus:
-    train, evaluation, vocab_size = FakeWindows(), FakeWindows(), 50
+    train, evaluation, vocab_size, fingerprint = FakeWindows(), FakeWindows(), 50, "made up"
 
 
 def batch_of(masked):

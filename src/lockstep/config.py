@@ -172,7 +172,7 @@ class Config:
     model_name: str = option("builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl")
     task: str = option("", "FILE.py:CLASS, a task of your own, made without arguments; else model and data are named")
     save_dir: str = option("outputs", "where run folders lie")
-    seed: int = option(0, "fixes weights, order, dropout and splits")
+    seed: int = option(0, "fixes weights, order and dropout")
     num_epochs: int = option(1, "passes over the training data")
     max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
     stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")

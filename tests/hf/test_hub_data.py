@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_f
         hub_task(Config(**base, seq_len=65), print)
     with pytest.raises(ConfigError, match="leaves a block nothing to predict"):
         hub_task(Config(**base, seq_len=1, data=Data(packing="blocks")), print)
-    with pytest.raises(DataError, match=r"evaluation split has \d+ tokens, fewer than one sample"):
+    with pytest.raises(DataError, match=r"evaluation split has \d+ tokens, fewer than one window of --seq-len 64 \+ 1"):
         corpus(made.write_jsonl(tmp_path / "b.jsonl", [{"text": "add"}] * 40), seq_len=64)
     with pytest.raises(DataError, match="1 row, and an evaluation needs one more"):
         corpus(made.write_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.text import default_cache
+from lockstep.data.hub_cache import default_cache
 from lockstep.errors import CheckpointError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel

@@ -1,8 +1,5 @@
-"""A prepared corpus as samples: windows of tokens read from memory-mapped files. `text.prepare` makes and opens one."""
+"""A split of a prepared corpus as samples: windows of tokens read from a memory-mapped file."""
 
-import json
-from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -11,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.tokenize import ByteBPE, token_type
+from lockstep.data.tokenize import token_type
 
-__all__ = ["Corpus", "Windows"]
+__all__ = ["Windows"]
 
 
 @final
@@ -54,41 +51,6 @@ class Windows:
         rows = torch.from_numpy(self._tokens[wanted[:, None] * self.seq_len + self._window].astype(np.int64))
         pairs = zip(rows[:, :-1].unbind(), rows[:, 1:].unbind(), strict=True)
         return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]
-
-
-@final
-class Corpus:
-    """A prepared corpus.
-
-    Attributes:
-        train, evaluation: the samples of each split.
-        vocab_size: tokens that may occur, the separator among them.
-        separator: the token that ends every document.
-        fingerprint: hex; what the corpus was made from, the same on every machine for the same text and settings.
-        folder: where its files are.
-    """
-
-    def __init__(self, folder: Path, seq_len: int) -> None:
-        facts = json.loads((folder / "corpus.json").read_bytes())
-        self.folder = folder
-        self.fingerprint: str = facts["fingerprint"]
-        self.vocab_size: int = facts["vocab_size"]
-        self.separator: int = facts["separator"]
-        self.train, self.evaluation = (
-            Windows(folder / f"{name}.bin", self.vocab_size, seq_len) for name in ("train", "evaluation")
-        )
-
-    @cached_property
-    def _tokenizer(self) -> ByteBPE:
-        return ByteBPE.load(self.folder / "tokenizer.json")
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without a separator. The first call loads the tokenizer."""
-        return self._tokenizer.encode(text)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, separators left out. The first call loads the tokenizer."""
-        return self._tokenizer.decode(tokens)
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:

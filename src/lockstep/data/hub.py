@@ -61,10 +61,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Both splits."""
+    """Both splits.
+
+    Attributes:
+        train, evaluation: the splits.
+        note: what a person should know of them.
+        check: called when they have been read; raises DataError where they changed meanwhile.
+    """
 
     train: Part
     evaluation: Part
+    note: str = ""
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

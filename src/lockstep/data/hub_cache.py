@@ -8,6 +8,7 @@ for the result: the next start does the work again. Once there, a folder is read
 """
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from lockstep.data.alone import alone
 from lockstep.errors import ConfigError
 from lockstep.files import sync
 
-__all__ = ["FACTS", "prepared"]
+__all__ = ["FACTS", "default_cache", "prepared"]
 
 FACTS = "facts.json"  # written last: what the folder holds, and the size of each of its files
 
@@ -45,6 +46,18 @@ def prepared(
             f"cannot write the cache {folder.parent}: {error.strerror or error}; point LOCKSTEP_CACHE to a folder "
             "with room"
         ) from error
+
+
+def default_cache() -> Path:
+    """$LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
+    if chosen := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "lockstep")
+    try:
+        return Path.home() / ".cache" / "lockstep"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder to cache data in; point LOCKSTEP_CACHE to a folder") from error
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Any documents, by any tokenizer, as files of tokens that are memory-mapped: what `text.prepare` is for plain text.
+"""Any documents, by any tokenizer, as files of tokens that are memory-mapped.
 
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=print)
     corpus.train[0]["input_ids"]            # int64 [seq_len]
@@ -15,6 +15,7 @@ that could differ in length.
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Protocol, final
@@ -32,9 +33,10 @@ from lockstep.errors import DataError
 
 __all__ = ["Blocks", "Packing", "TokenCorpus", "Tokenizer", "Trained", "prepare"]
 
-_FORMAT = 1  # of the folder; another number is another key
+_FORMAT = 2  # of the folder; another number is another key
 _GROUP = 1000  # examples that are tokenized, and in "blocks" cut, together
-_MOST = 1 << 25  # characters of such a group: tokens in Python lists are large
+# Characters of such a group: tokens in Python lists are large. Blocks do not go over a group's end.
+_MOST = {"stream": 1 << 22, "blocks": 1 << 25}
 _IGNORED = -100
 
 Say = Callable[[str], None]
@@ -125,7 +127,7 @@ class Blocks:
 
 @final
 class TokenCorpus:
-    """A prepared corpus, as `lockstep.data.corpus.Corpus` is one of plain text.
+    """A prepared corpus.
 
     Attributes:
         train, evaluation: the samples of each split.
@@ -135,14 +137,20 @@ class TokenCorpus:
         folder: where its files are.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], tokenizer: Tokenizer, packing: Packing) -> None:
-        self.folder, self._tokenizer = folder, tokenizer
+    def __init__(self, folder: Path, facts: dict[str, Any], tokenizer: Tokenizer | None, packing: Packing) -> None:
+        self.folder, self._known = folder, tokenizer
         self.fingerprint: str = facts["fingerprint"]
-        self.vocab_size, self.separator = tokenizer.vocab_size, tokenizer.separator
+        self.vocab_size: int = facts["vocab_size"]
+        self.separator: int = facts["separator"]
         kind = Blocks if packing.kind == "blocks" else Windows
         self.train, self.evaluation = (
             kind(folder / f"{name}.bin", self.vocab_size, packing.seq_len) for name in ("train", "evaluation")
         )
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """One that was trained is read when it is first asked for: training needs tokens alone."""
+        return self._known or ByteBPE.load(self.folder / "tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without a separator."""
@@ -181,18 +189,25 @@ def prepare(
     folder = cache / f"tokens-{key}"
 
     def write(temporary: Path) -> dict[str, Any]:
-        say(f"preparing {name}")
-        with TemporaryDirectory(dir=cache, prefix="rows-") as scratch:
-            return {"fingerprint": key, "name": name, **_write(documents, tokenizer, packing, temporary, scratch, say)}
+        with TemporaryDirectory(dir=temporary, prefix="rows-") as scratch:
+            say(f"preparing {name}")
+            found = documents(packing.fraction, Path(scratch))
+            if found.note:
+                say(found.note)
+            facts = _write(found, tokenizer, packing, temporary, say)
+            found.check()
+        return {"fingerprint": key, "name": name, **facts}
 
     facts = prepared(folder, write, say=say, what=name)
-    known = ByteBPE.load(folder / "tokenizer.json") if isinstance(tokenizer, Trained) else tokenizer
-    corpus = TokenCorpus(folder, facts, known, packing)
+    corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, Trained) else tokenizer, packing)
+    least = f"block of --seq-len {packing.seq_len}"
+    if packing.kind == "stream":
+        least = f"window of --seq-len {packing.seq_len} + 1"
     for part, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
         if not len(samples):
             raise DataError(
-                f"--dataset-name {name}: its {part} split has {facts['tokens'][part]} tokens, fewer than one sample of "
-                f"--seq-len {packing.seq_len}; give more text, a smaller --seq-len or a larger --data.evaluation"
+                f"--dataset-name {name}: its {part} split has {facts['tokens'][part]} tokens, fewer than one "
+                f"{least}; give more text, a smaller --seq-len or a larger --data.evaluation"
             )
     return corpus
 
@@ -206,24 +221,18 @@ def _key(digest: str, tokenizer: Tokenizer | Trained, packing: Packing) -> str:
 
 
 def _write(
-    documents: Callable[[float, Path], Documents],
-    tokenizer: Tokenizer | Trained,
-    packing: Packing,
-    folder: Path,
-    scratch: str,
-    say: Say,
+    found: Documents, tokenizer: Tokenizer | Trained, packing: Packing, folder: Path, say: Say
 ) -> dict[str, Any]:
-    found = documents(packing.fraction, Path(scratch))
     if isinstance(tokenizer, Trained):
         say(f"learning a vocabulary of {tokenizer.vocab_size} tokens")
-        trained = ByteBPE.train_texts((text for text, _ in found.train.read()), tokenizer.vocab_size)
+        trained = ByteBPE.train((text for text, _ in found.train.read()), tokenizer.vocab_size)
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
     counts = {}
     for name, part in (("train", found.train), ("evaluation", found.evaluation)):
         with (folder / f"{name}.bin").open("wb") as file:
             counts[name] = _write_tokens(tokenizer, part, packing, file, _progress(name, part, say))
-    return {"tokens": counts, "vocab_size": tokenizer.vocab_size}
+    return {"tokens": counts, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
 
 
 def _write_tokens(
@@ -231,7 +240,7 @@ def _write_tokens(
 ) -> int:
     """Writes the split's tokens and returns how many there were before any rest was left out."""
     kind, total = token_type(tokenizer.vocab_size), 0
-    for group in _groups(part.read()):
+    for group in _groups(part.read(), _MOST[packing.kind]):
         texts = [text for text, _ in group]
         joined: list[int] = []
         for tokens, (_, last) in zip(tokenizer.encode_all(texts, packing.kind == "blocks"), group, strict=True):
@@ -245,13 +254,13 @@ def _write_tokens(
     return total
 
 
-def _groups(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _groups(texts: Iterator[tuple[str, bool]], most: int) -> Iterator[list[tuple[str, bool]]]:
     group: list[tuple[str, bool]] = []
     held = 0
     for text in texts:
         group.append(text)
         held += len(text[0])
-        if len(group) == _GROUP or held > _MOST:
+        if len(group) == _GROUP or held > most:
             yield group
             group, held = [], 0
     if group:

@@ -6,13 +6,12 @@ tokenizer does not know, so no text can contain it.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from lockstep.data.sources import Span, pieces
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ __all__ = ["SETTINGS", "ByteBPE", "token_type"]
 SETTINGS = {"kind": "byte-level bpe", "pattern": "gpt2", "min_frequency": "2"}
 
 _SMALLEST = 257  # every byte, and the separator
-_BATCH = 64  # pieces encoded in one call, on all cores
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -37,27 +35,22 @@ class ByteBPE:
     """A trained tokenizer. `vocab_size` counts the separator, which is its last token."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
+        _hold_threads()
         self._tokenizer = tokenizer
         self.separator = tokenizer.get_vocab_size()
         self.vocab_size = self.separator + 1
 
     @classmethod
-    def train(cls, spans: Iterable[Span], vocab_size: int) -> "ByteBPE":
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "ByteBPE":
         """Learns at most `vocab_size` tokens, the separator among them; a short text may have fewer to learn.
 
         Raises:
             ConfigError: `vocab_size` is below 257.
         """
-        return cls.train_texts((text for text, _ in pieces(spans)), vocab_size)
-
-    @classmethod
-    def train_texts(cls, texts: Iterable[str], vocab_size: int) -> "ByteBPE":
-        """`train` on texts that are no files."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocab_size < _SMALLEST:
             raise ConfigError(f"vocab_size {vocab_size} is too small: a byte-level one needs {_SMALLEST} at least")
-        _hold_threads()
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -92,35 +85,6 @@ class ByteBPE:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens. Separators have none; an incomplete character is shown as U+FFFD."""
         return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
-
-    def write(self, spans: Iterable[Span], file: BinaryIO, progress: Callable[[int], None]) -> int:
-        """Writes every document's tokens and a separator after each, as `token_type`; returns how many tokens.
-
-        Calls `progress` with the characters encoded since the last call.
-        """
-        _hold_threads()
-        kind, total = token_type(self.vocab_size), 0
-        for batch in _batches(pieces(spans)):
-            texts = [text for text, _ in batch]
-            for encoded, (_, last) in zip(self._tokenizer.encode_batch_fast(texts), batch, strict=True):
-                tokens = np.array([*encoded.ids, self.separator] if last else encoded.ids, dtype=kind)
-                file.write(tokens.tobytes())
-                total += len(tokens)
-            progress(sum(map(len, texts)))
-        return total
-
-
-def _batches(items: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
-    held = 0
-    for item in items:
-        batch.append(item)
-        held += len(item[0])
-        if len(batch) == _BATCH or held > 1 << 22:  # a bound in characters too: tokens in Python lists are large
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 def _hold_threads() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.corpus import Corpus, Windows
+from lockstep.data.corpus import Windows
 from lockstep.data.hub_corpus import Blocks, TokenCorpus
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig, generate
@@ -30,7 +30,7 @@ class CausalLM(Task):
     """The built-in GPT on a prepared corpus.
 
     Args:
-        corpus: see `lockstep.data.text.prepare`, or `lockstep.data.hub_corpus.prepare`.
+        corpus: see `lockstep.data.hub_corpus.prepare`.
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
@@ -46,9 +46,7 @@ class CausalLM(Task):
     defaults = "language-model"
     item_name = "tokens"
 
-    def __init__(
-        self, corpus: Corpus | TokenCorpus, config: GPTConfig, sources: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, corpus: TokenCorpus, config: GPTConfig, sources: Mapping[str, str] | None = None) -> None:
         seq_len = corpus.train.seq_len
         if seq_len > config.context:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lockstep.config import Config
 from lockstep.data.corpus import Windows
 from lockstep.data.hub import Wanted, open_rows, table_files
+from lockstep.data.hub_cache import default_cache
 from lockstep.data.hub_corpus import Blocks, Packing, TokenCorpus, Tokenizer, Trained, prepare
 from lockstep.data.hub_plain import plain_rows
-from lockstep.data.text import default_cache
 from lockstep.errors import ConfigError
 from lockstep.hub_name import is_hub_name
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.config import Config, flag
-from lockstep.data import text
-from lockstep.data.hub import table_files
 from lockstep.data.hub_corpus import Trained
 from lockstep.errors import ConfigError
 from lockstep.hub_name import is_hub_name
@@ -15,7 +13,7 @@ from lockstep.models.gpt import PRESETS
 from lockstep.presets import described
 from lockstep.task import Task, load_task
 from lockstep.tasks.causal_lm import CausalLM
-from lockstep.tasks.hf import corpus_for, hub_task, trained_size
+from lockstep.tasks.hf import corpus_for, hub_task
 
 __all__ = ["named_task"]
 
@@ -57,25 +55,6 @@ def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
         )
-    if _is_more_than_text(config):
-        chosen = corpus_for(config, lambda: Trained(config.data.vocab_size), say)
-        shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
-        return CausalLM(chosen.corpus, shape, {config.dataset_name: chosen.revision} if chosen.revision else None)
-    corpus = text.prepare(
-        config.dataset_name,
-        seq_len=config.seq_len,
-        vocab_size=trained_size(config.tokenizer) or config.data.vocab_size,
-        eval_fraction=config.data.evaluation,
-        seed=config.seed,
-        cache=Path(config.data.cache) if config.data.cache else None,
-        say=say,
-    )
-    shape = dataclasses.replace(preset, vocab_size=corpus.vocab_size, dropout=config.model.dropout)
-    return CausalLM(corpus, shape)
-
-
-def _is_more_than_text(config: Config) -> bool:
-    """Whether the data is a table or on the hub, its tokenizer one that is there already, or its packing another."""
-    name, tokenizer = config.dataset_name, config.tokenizer
-    named = bool(tokenizer) and not trained_size(tokenizer)
-    return is_hub_name(name) or bool(table_files(name)) or named or config.data.packing != "stream"
+    chosen = corpus_for(config, lambda: Trained(config.data.vocab_size), say)
+    shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
+    return CausalLM(chosen.corpus, shape, {config.dataset_name: chosen.revision} if chosen.revision else None)
