@@ -121,7 +121,7 @@ class Text(Classify):
             files = sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py"))
             for place, file in enumerate(files):
                 data = file.read_bytes()
-                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][:40]
+                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][:7]
                 xs, ys = parts[place % 5 == 4]
                 xs += [list(row) for row in rows]
                 ys += [label] * len(rows)
@@ -149,28 +149,28 @@ class Encoder(nn.Module):
 class Tuned(Classify):
     """Next byte of the language reference, by a model that knows the library's code."""
 
-    defaults, measure, epochs, length = "fine-tuning", "perplexity", 3, 128
+    defaults, measure, epochs, length = "fine-tuning", "perplexity", 3, 96
     items_per_sample = length
 
     def __init__(self, seed):
         text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
         cut = len(text) * 9 // 10
-        self.training, self.held_out = self._rows(text[:cut])[:3000], self._rows(text[cut:])
+        self.training, self.held_out = self._rows(text[:cut], 1200), self._rows(text[cut:], 300)
         folder = Path(sysconfig.get_path("stdlib"))
-        code = self._rows(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py"))))
+        code = self._rows(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py"))), 10**6)
         torch.manual_seed(seed)
-        self.begin = GPT(GPTConfig(layers=2, heads=4, width=96, vocab_size=256, context=self.length))
+        self.begin = GPT(GPTConfig(layers=2, heads=4, width=64, vocab_size=256, context=self.length))
         optimizer = torch.optim.AdamW(self.begin.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True)
-        for step in range(300):
-            rows = torch.randint(len(code[0]), (32,))
+        for step in range(200):
+            rows = torch.randint(len(code[0]), (16,))
             self.mean_loss(self.begin, (code[0][rows], code[1][rows])).backward()
-            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30) * (1.05 - step / 300)
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30) * (1.05 - step / 200)
             optimizer.step()
             optimizer.zero_grad()
 
-    def _rows(self, data):
+    def _rows(self, data, most):
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-        count = (len(whole) - 1) // self.length
+        count = min(most, (len(whole) - 1) // self.length)
         return whole[: count * self.length].view(count, -1), whole[1 : count * self.length + 1].view(count, -1)
 
     def loss(self, model, batch):
