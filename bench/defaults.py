@@ -112,7 +112,7 @@ def _digits():
 class Text(Classify):
     """Files are kept aside whole, so that no held-out text stands beside one that was seen."""
 
-    epochs = 4
+    epochs = 10
     packages = ("asyncio", "email", "idlelib", "json", "multiprocessing", "tkinter", "unittest", "xml")
 
     def __init__(self, seed):
@@ -121,7 +121,7 @@ class Text(Classify):
             files = sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py"))
             for place, file in enumerate(files):
                 data = file.read_bytes()
-                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][:7]
+                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][:6]
                 xs, ys = parts[place % 5 == 4]
                 xs += [list(row) for row in rows]
                 ys += [label] * len(rows)
@@ -133,7 +133,7 @@ class Text(Classify):
 class Encoder(nn.Module):
     """Bytes -> classes: an embedding, pairs of neighbours, two transformer layers, the mean."""
 
-    def __init__(self, classes, width=64):
+    def __init__(self, classes, width=32):
         super().__init__()
         self.embedding, self.place = nn.Embedding(256, width), nn.Parameter(torch.randn(40, width) * 0.02)
         self.join = nn.Conv1d(width, width, 4, stride=4)
