@@ -7,7 +7,8 @@ and a tiny causal language model, trained on that library's code and then fine-t
 Every contestant begins with the same weights and sees the training set as often (--epochs), in batches of --batch
 samples; with --batch 0 in its own default: 16 here, 8 for the HF Trainer, and for Lightning, which has none, 8 too.
 All else is what it has by itself: lockstep's "auto"; the HF Trainer's TrainingArguments (AdamW, 5e-5, linear to 0,
-clipping at 1); for Lightning, which has no optimizer, that of its guide "Lightning in 15 minutes", Adam at 1e-3.
+clipping at 1). Lightning has no optimizer, so it takes those of its guides: Adam at 1e-3 ("Lightning in 15 minutes"),
+and, in a row of its own for the fine-tuning, AdamW at 2e-5, linear to 0 ("Finetune Transformers Models").
 
 Quality is measured by the same few lines for all, on samples that no one trained on: accuracy, or perplexity. The ratio
 is lockstep's quality over the contestant's (perplexities the other way round): 1 or more means at least as good.
@@ -26,6 +27,7 @@ import pydoc_data.topics
 import statistics
 import sysconfig
 import tempfile
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -191,8 +193,7 @@ def by_lockstep(task, batch, seed, folder):
     build = task.model
     task.model = lambda: kept.append(build()) or kept[-1]
     size = {"batch_size": batch} if batch else {}
-    for _ in lockstep.Run(Config(save_dir=folder, num_epochs=task.epochs, seed=seed, ckpt_freq=0, **size), task):
-        pass
+    lockstep.train(Config(save_dir=folder, num_epochs=task.epochs, seed=seed, ckpt_freq=0, **size), task)
     return kept[-1]
 
 
@@ -216,7 +217,7 @@ def by_hf(task, batch, seed, folder):
     return model.inner
 
 
-def by_lightning(task, batch, seed, folder):
+def by_lightning(task, batch, seed, folder, tuned=False):
     import lightning
 
     class Module(lightning.LightningModule):
@@ -228,7 +229,12 @@ def by_lightning(task, batch, seed, folder):
             return task.mean_loss(self.inner, batch)
 
         def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
+            if not tuned:
+                return torch.optim.Adam(self.parameters(), lr=1e-3)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=2e-5, weight_decay=0.0)
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     lightning.seed_everything(seed, verbose=False)
     loader = torch.utils.data.DataLoader(task.dataset("train"), batch_size=batch or 8, shuffle=True)
@@ -246,6 +252,7 @@ CONTESTANTS = {
     "lockstep": (by_lockstep, ()),
     "HF Trainer": (by_hf, ("transformers", "accelerate")),
     "Lightning": (by_lightning, ("lightning",)),
+    "Lightning, tuning guide": (partial(by_lightning, tuned=True), ("lightning",)),
 }
 
 
@@ -264,10 +271,12 @@ def qualities(who, name, batch, seeds, folder):
 def compare(name, batch, seeds, folder):
     task, results = TASKS[name](0), {}
     print(f"\n{name}: {len(task.training[0])} samples, {task.epochs} epochs, batches of {batch or 'its own size'}")
-    print(f"  {'':<12} {task.measure:>12} {'by seed':>28} {'ratio':>8}")
+    print(f"  {'':<24} {task.measure:>12} {'by seed':>28} {'ratio':>8}")
     for who, (_, needed) in CONTESTANTS.items():
+        if who.endswith("guide") and name != "fine-tuning":
+            continue
         if not all(importlib.util.find_spec(package) for package in needed):
-            print(f"  {who:<12} left out: {' and '.join(needed)} must be installed")
+            print(f"  {who:<24} left out: {' and '.join(needed)} must be installed")
             continue
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(qualities, (who, name, batch, seeds, folder))
@@ -275,7 +284,7 @@ def compare(name, batch, seeds, folder):
         ours = results["lockstep"]
         ratio = quality / ours if task.measure == "perplexity" else ours / quality
         shown = " ".join(f"{value:.4f}" for value in found)
-        print(f"  {who:<12} {quality:>12.4f} {shown:>28} {ratio:>8.3f}{'' if ratio >= 1 else '  MISSED'}", flush=True)
+        print(f"  {who:<24} {quality:>12.4f} {shown:>28} {ratio:>8.3f}{'' if ratio >= 1 else '  MISSED'}", flush=True)
         line = {"bench": "defaults", "task": name, "batch": batch, "contestant": who, "ratio": ratio}
         print(json.dumps(line | {task.measure: quality, "by_seed": found}))
 

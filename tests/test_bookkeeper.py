@@ -96,7 +96,7 @@ def state_of(folder):
 def by_hand(steps=11, lr=0.5):
     """For each step: the mean loss, the gradient, the rate; and where the point stands after it."""
     place = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.AdamW([place], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([place], lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     rows = []
     for step in range(steps):
         _, samples = Shuffled(SAMPLES, 0).at(step * BATCH, (step + 1) * BATCH)

@@ -88,7 +88,9 @@ def settings(folder, steps, **changes):
     guards = Guards(**changes.pop("guards", {}))
     common = {"experiment_name": "r", "save_dir": str(folder), "precision": "float64", "lr": 0.01, "log_freq": 1}
     common |= {"batch_size": BATCH, "micro_batch_size": MICRO, "max_steps": steps, "ckpt_freq": 3}
-    return Config(**common | {"guards": guards, "optim": Optim(warmup_steps=2, clip=1.0)} | changes)
+    return Config(
+        **common | {"guards": guards, "optim": Optim(warmup_steps=2, clip=1.0, beta2=0.95, weight_decay=0.1)} | changes
+    )
 
 
 def by_hand(task, config, left_out=()):
