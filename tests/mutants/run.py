@@ -264,27 +264,25 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     parser.add_argument("--list", action="store_true", help="show what would be tried, and try nothing")
     asked = parser.parse_args(arguments)
     known = equal(Path(__file__).with_name("equal.txt"))
-    areas = {
-        area: [s for s in chosen if asked.only in ("", area) or str(s.path).endswith(f"/{asked.only}")]
-        for area, chosen in sites(root, table).items()
-    }
-    queue = (
-        site
-        for site in drawn({a: s for a, s in areas.items() if s}, asked.seed)
-        if not is_known(key(root, site), known)
-    )
     results, counted, began = [], 0, time.monotonic()
-    print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(root, Path(folder), asked.hang, asked.limit)
+        copy = Copy(root, Path(folder), asked.hang, asked.limit)  # the tree itself may change meanwhile
+        areas = {
+            area: [s for s in chosen if asked.only in ("", area) or str(s.path).endswith(f"/{asked.only}")]
+            for area, chosen in sites(copy.root, table).items()
+        }
+        print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
+        queue = drawn({a: s for a, s in areas.items() if s}, asked.seed)
         while counted < asked.count and (site := next(queue, None)):
+            if is_known(key(copy.root, site), known):
+                continue
             outcome = Outcome("listed", "") if asked.list else copy.tried(site)
             results.append((site, outcome))
             counted += outcome.verdict not in ("uncounted", "unsure")
             where = f"{site.path}:{site.mutant.line}"
             print(f"{outcome.verdict:<10}{where}  {site.mutant.kind}  {outcome.detail}", flush=True)
             if outcome.verdict != "found":
-                print(difference(root, site), flush=True)
+                print(difference(copy.root, site), flush=True)
     if asked.list:
         return 0
     return int(report(results, time.monotonic() - began) < LEAST)
