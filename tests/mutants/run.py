@@ -51,11 +51,15 @@ TABLE = [
     ),
     ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
     ("launch", "launch/*.py", "guards/test_launch*.py test_environment.py"),
-    ("verify", "verify/*.py", "verify/test_comparison.py verify/*.py faults/*.py"),
+    ("verify", "verify/*.py spawn.py", "verify/test_comparison.py verify/*.py faults/*.py"),
     ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
     ("batchnorm", "batchnorm.py", "test_batchnorm*.py test_seam*.py"),
     ("bookkeeper", "bookkeeper.py meter.py", f"test_bookkeeper*.py {WHOLE}"),
-    ("run", "run.py session.py opening.py trained.py task.py", f"{WHOLE} test_user.py test_command.py {GUARDS}"),
+    (
+        "run",
+        "run.py session.py opening.py trained.py task.py",
+        f"{WHOLE} test_user.py test_task*.py test_command.py {GUARDS}",
+    ),
     ("parts", "parts.py plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
 ]
 
