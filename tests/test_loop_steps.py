@@ -105,6 +105,6 @@ def test_a_mean_counts_with_its_items(reduction, wanted):
 
 def test_a_loss_that_is_no_tensor_is_one_line():
     """A run that resumes does not try the task before its first step."""
-    task = SimpleNamespace(loss=lambda model, data: 3.0)
+    task = SimpleNamespace(reduction="sum", loss=lambda model, data: 3.0)
     with pytest.raises(ConfigError, match="`loss` returned a float: it must return one number"):
         loss_of(task)(torch.nn.Linear(1, 1), SimpleNamespace(data=3.0, items=4))
