@@ -136,7 +136,8 @@ class Copy:
         shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
         shutil.copy(Path(__file__).with_name("telling.py"), folder)  # apart: the tests come from the copy
         self._now = time.time()
-        self._healthy: dict[str, bool] = {}
+        self._healthy: set[str] = set()
+        self._broken: list[str] = []
         self._memory = Memory(root / ".pytest_cache" / "mutants.json")
 
     def tried(self, site: Site) -> Outcome:
@@ -156,11 +157,14 @@ class Copy:
         test = seen.get("failed")
         if not test:
             return Outcome("unsure", "took too long") if code is None else Outcome("found", f"pytest ended with {code}")
-        if test not in self._healthy:
-            self._healthy[test] = self._pytest(module, test)[0] == 0
-        if self._healthy[test]:
-            self._memory.count(module, test)
-        return Outcome("found" if self._healthy[test] else "unsure", test)
+        if test in self._broken:  # a whole file, which cannot be left out
+            return Outcome("unsure", test)
+        if test not in self._healthy and self._pytest(module, test)[0] != 0:
+            self._broken.append(test)  # it fails anyway, and tells nothing
+            return self.tried(site)
+        self._healthy.add(test)
+        self._memory.count(module, test)
+        return Outcome("found", test)
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
@@ -174,7 +178,8 @@ class Copy:
         asked = {"module": module, "limit": self._limit, "memory": self._memory.known, "answer": str(answer)}
         (self._folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "telling", f"--timeout={self._hang}")
-        kept = ("-m", "not slow and not gpu", f"--basetemp={self._folder / 'tmp'}")
+        broken = [f"--deselect={test}" for test in self._broken]
+        kept = ("-m", "not slow and not gpu", f"--basetemp={self._folder / 'tmp'}", *broken)
         code = self._python("-m", "pytest", *options, *kept, *tests)
         seen = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
         self._memory.keep(seen.get("seconds", {}))

@@ -171,16 +171,18 @@ COUNTS = """
 """
 
 
-def test_what_hangs_is_found_and_what_fails_anyway_is_unsure(tmp_path, capsys):
+def test_what_hangs_is_found_and_what_fails_anyway_tells_nothing(tmp_path):
     hangs = tree(tmp_path / "hangs", COUNTS, HANGING)
     found = runner.sites(hangs, TABLE)["core"]
     endless = next(site for site in found if site.mutant.kind == "forgotten update")
     copy = runner.Copy(hangs, tmp_path / "copy", hang=2.0)
     assert copy.tried(endless) == ("found", "tests/test_core.py::test_it_ends")
     assert runner.Copy(hangs, tmp_path / "late", limit=-1.0).tried(endless) == ("survived", "")  # nothing began in time
-    (hangs / "tests" / "test_core.py").write_text("def test_broken():\n    assert False\n")
-    broken = runner.Copy(hangs, tmp_path / "other")
-    assert broken.tried(endless) == ("unsure", "tests/test_core.py::test_broken")
+    (hangs / "tests" / "test_broken.py").write_text("def test_broken():\n    assert False\n")
+    broken = runner.Copy(hangs, tmp_path / "other", hang=2.0)
+    found = runner.sites(broken.root, TABLE)["core"]
+    endless = next(site for site in found if site.mutant.kind == "forgotten update")
+    assert broken.tried(endless) == ("found", "tests/test_core.py::test_it_ends")
 
 
 def test_what_does_not_import_is_not_counted(tmp_path):
