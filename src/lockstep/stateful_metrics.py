@@ -1,7 +1,7 @@
 """Metrics that are more than a sum over a count: a `torchmetrics.Metric` that the task updates with each batch.
 
     state = taken(metric)                   # what one micro-batch left in it, as plain values; the metric is reset
-    value = merged(metric, [state, ...])    # of the whole set: the states in the order of the micro-batches
+    value = merged(name, metric, states)     # of the whole set: the states in the order of the micro-batches
 
 Each micro-batch begins with an empty metric and the states are merged in order, so the value does not depend on the
 number of ranks. Nothing here imports torchmetrics: what has its methods is one.
