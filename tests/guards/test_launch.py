@@ -296,7 +296,7 @@ from lockstep.folder import RunFolder
 from lockstep.world import World
 
 class Task:
-    draws_random = False
+    draws_random, items_per_sample, reduction = False, 0, "sum"
     def __len__(self):
         return 8
     def __getitem__(self, index):
