@@ -85,19 +85,22 @@ def at(lines, word):
 
 def r1(bench):
     """Kill -9 at random steps."""
-    good, detect, recover, redone = 0, [], [], []
+    good, detect, redone = 0, [], []
+    recover = {0: [], 2: []}  # loader processes -> seconds from the restart to the next step
     for seed in range(bench.rounds):
-        draw = random.Random(seed)
+        draw, workers = random.Random(seed), 2 * (seed % 2)
         step, rank = draw.randint(1, 12), draw.randint(0, 1)
-        run, lines = bench.timed(faults=[{"rank": rank, "step": step, "at": BEAT, "do": "kill"}], restarts=1)
+        fault = {"rank": rank, "step": step, "at": BEAT, "do": "kill"}
+        run, lines = bench.timed("--data.workers", str(workers), faults=[fault], restarts=1)
         good += run.code == 0 and run.mark() == bench.whole and f"rank {rank} was ended first" in run.said
         detect.append(at(lines, "restart 1 of 1"))
         resumed = [line for _, line in lines if "resumed from" in line]
         back = int(resumed[0].rpartition("step ")[2].split()[0]) if resumed else 0
         redone.append(step - back)  # the beat of a step is before its work, so `step` of them were done
-        recover.append(at(lines, f"step {back + 1}/14") - detect[-1])
-    times = f"detect {max(detect):.1f} s; recover {max(recover):.1f} s"
-    return f"{good}/{bench.rounds} bitwise; redone <= {max(redone)}; {times}"
+        recover[workers].append(at(lines, f"step {back + 1}/14") - detect[-1])
+    times = f"detect {max(detect):.1f} s; recover {max(recover[0], default=0):.1f} s"
+    loaders = f", with loader processes {max(recover[2]):.1f} s" if recover[2] else ""
+    return f"{good}/{bench.rounds} bitwise; redone <= {max(redone)}; {times}{loaders}"
 
 
 def r2(bench):
