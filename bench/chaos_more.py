@@ -42,7 +42,8 @@ def mounted(path, *options):
 
 def r9(bench):
     """One rank has work for fewer steps."""
-    fault = {"rank": 1, "at": "lockstep.heartbeat:Heartbeat.__init__", "do": "argument", "position": 4, "value": 9}
+    at = "lockstep.distributed.step_exchange:StepExchange.__init__"
+    fault = {"rank": 1, "at": at, "do": "argument", "position": 4, "value": 9}
     run, lines = bench.timed(faults=[fault])
     told = next((seconds for seconds, line in lines if "uneven work" in line), float("nan"))
     counts = "rank 0 has 14, rank 1 has 9" in run.last

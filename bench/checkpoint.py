@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lockstep import checkpoint
+from lockstep.distributed.world import World
 from lockstep.engines import engine
-from lockstep.world import World
 
 
 def step(made, data):
@@ -34,36 +34,36 @@ class Ways:
     def __init__(self, folder, made, world):
         self.folder, self.made, self.world, self.number = folder, made, world, 0
         self.saver = checkpoint.Saver(world)
-        self.copies = {name: tensor.detach().cpu().clone() for name, tensor in made.state().items()}
+        self.copies = {name: tensor.detach().cpu().clone() for name, tensor in made.state_dict().items()}
         self.sync = checkpoint.Saver(world, background=False)
 
     def _write(self, share, world):
         checkpoint.write_share(self.folder, self.number, share, {}, world, engine="bench")
 
     def lockstep(self):
-        self.saver.begin(self.made.state(), self._write)
+        self.saver.begin(self.made.state_dict(), self._write)
         return self.saver.settle
 
     def lockstep_sync(self):
-        self.sync.begin(self.made.state(), self._write)
+        self.sync.begin(self.made.state_dict(), self._write)
         return self.sync.settle
 
     def copy_alone(self):
         """What no save can be faster than that lets the steps go on: every tensor copied once into kept memory."""
-        for name, tensor in self.made.state().items():
+        for name, tensor in self.made.state_dict().items():
             self.copies[name].copy_(tensor)
         return lambda: None
 
     def torch_save(self):
         path = self.folder / f"{self.number}.pt"
         with path.open("wb") as file:
-            torch.save(self.made.state(), file)
+            torch.save(self.made.state_dict(), file)
             file.flush()
             os.fsync(file.fileno())
         return lambda: None
 
     def dcp_async(self):
-        made = dcp.async_save(self.made.state(), checkpoint_id=str(self.folder / f"dcp-{self.number}"))
+        made = dcp.async_save(self.made.state_dict(), checkpoint_id=str(self.folder / f"dcp-{self.number}"))
         return made.result
 
 
@@ -102,7 +102,7 @@ def main():
     made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters(), fused=True), world)
     data = torch.randn(64, given.width, device=device)
     step(made, data)
-    size = sum(tensor.nbytes for tensor in made.state().values())
+    size = sum(tensor.nbytes for tensor in made.state_dict().values())
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     names = ("lockstep", "lockstep_sync", "copy_alone", "torch_save", "dcp_async")
     found = {name: [] for name in names}

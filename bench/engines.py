@@ -20,7 +20,7 @@ from loop import SmallGpt
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.engines import engine
-from lockstep.optim import adamw, groups
+from lockstep.optim.optimizers import adamw, groups
 
 NAMES = ("ddp", "zero", "fsdp")
 

@@ -20,7 +20,7 @@ from contest import contest, machine, show
 from loop import SmallGpt
 
 import lockstep
-from lockstep.config import Config
+from lockstep.config.config import Config
 
 
 def stepper(task, slots, folder, name, world, **settings):

@@ -3,7 +3,7 @@
 What rank 0 returned is returned.
 """
 
-from lockstep.spawn import start
+from lockstep.distributed.spawn import start
 
 __all__ = ["together"]
 

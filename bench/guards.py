@@ -2,7 +2,7 @@
 
 Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
 of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
-turn. Also the parts alone, in microseconds a step: what each costs where it is called.
+turn. Also the parts alone, in microseconds per step: what each costs where it is called.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import time
 import torch
 
 import lockstep
-from lockstep.config import Config, Guards, Optim
+from lockstep.config.config import Config, Guards, Optim
+from lockstep.distributed.progress import COMPUTING, Progress
 from lockstep.guards.desync import fingerprints
 from lockstep.guards.reading import Reader
 from lockstep.guards.spike import Spike
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.progress import COMPUTING, Progress
 from lockstep.records import StepRecord
 
 LENGTH, VOCABULARY = 128, 512

@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.config import Config, Optim
+from lockstep.config.config import Config, Optim
 from lockstep.data.order import Shuffled
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.optim import groups
+from lockstep.optim.optimizers import groups
 
 STEPS = 1_000_000  # a horizon that no contest reaches
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.config import EngineOptions
+from lockstep.config.config import EngineOptions
 from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
 from lockstep.engines import engine
-from lockstep.engines.footprint import footprint
-from lockstep.evaluate import evaluate, one_step
-from lockstep.optim import adamw
+from lockstep.engines.shared.memory import footprint
+from lockstep.optim.optimizers import adamw
+from lockstep.run.evaluate import evaluate, one_step
 from lockstep.units import bytes_text
 
 CASES = {

@@ -28,7 +28,7 @@ from loop import STEPS, TASKS, hand_written, lockstep_stepper, rate
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.order import Shuffled
-from lockstep.optim import groups
+from lockstep.optim.optimizers import groups
 
 
 class Turns:

@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.options import option_list
+from lockstep.config.options import option_list
 
 TEXT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", TEXT, re.DOTALL))

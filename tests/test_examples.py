@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_command import environment, inspected
+from shell import environment, inspected
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
-from test_run import config, mark, records
+from small_runs import config, mark
 from toys import Ragged, parts, train
 
 import lockstep
 from lockstep.clock import make_clock
-from lockstep.data.batches import Batches, Cut, Loading
+from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.order import Shuffled
-from lockstep.heartbeat import Heartbeat
-from lockstep.loop import Plan, seeder, steps
-from lockstep.world import World
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.world import World
+from lockstep.loop import StepControl, seeder, steps
+from lockstep.sinks.jsonl import read as records
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,14 +54,14 @@ def test_no_step_waits_for_the_device():
     world, task = here(), Ragged(dropout=0.1, dtype=torch.float32)
     made, _ = parts(world, task)
     data = task.dataset("train")
-    order, cut = Shuffled(len(data), 0), Cut(8, 2, 160)
+    order, step_plan = Shuffled(len(data), 0), StepPlan(8, 2, 160)
     for workers in (0, 1):
-        batches = Batches(task, data, order, cut, world, seed=0, loading=Loading(workers))
+        batches = Batches(task, data, order, step_plan, world, seed=0, loading=Loading(workers))
         feed = batches.from_step(0)
-        plan = Plan(lambda step: 1.0, seeder(0, "micro", world.device), make_clock(world.device))
+        plan = StepControl(lambda step: 1.0, seeder(0, "micro", world.device), make_clock(world.device))
         kept = []
         try:
-            for record in steps(made, task, feed, Heartbeat(world, feed.items, None), plan):
+            for record in steps(made, task, feed, StepExchange(world, feed.items, None), plan):
                 kept.append(record)
                 if record.step == 2:  # allocations and first calls are done
                     torch.cuda.set_sync_debug_mode("error")

@@ -155,7 +155,7 @@ def test_a_type_checker_sees_the_real_types(tmp_path):
         ('"int"', "step.global_step"),
         ('"float"', "step.loss"),
         ('"str"', "run.result.status"),
-        ('"lockstep.run.Result"', "lockstep.train(config, Mine())"),
+        ('"lockstep.run.run.Result"', "lockstep.train(config, Mine())"),
         ('"torch.nn.modules.module.Module"', 'lockstep.load("outputs/default", Mine())'),
         ('"int"', "lockstep.World.join().rank"),
     ):

@@ -8,11 +8,11 @@ import torch
 from toys import Partial
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
-from lockstep.heartbeat import Heartbeat
-from lockstep.loop import Plan, loss_of, steps
-from lockstep.world import World
+from lockstep.loop import StepControl, loss_of, steps
 
 
 class Told:
@@ -61,9 +61,9 @@ class Task(Partial):
 def run(task, micro, items):
     told = Told()
     feed = [(step, micro) for step in range(2)]
-    beat = Heartbeat(World(), lambda step: items, None)
-    plan = Plan(lambda step: 0.5 + step, told.seed, told, lambda step: 7.0 - 8.0 * step)
-    records = list(steps(told, task, iter(feed), beat, plan))
+    exchange = StepExchange(World(), lambda step: items, None)
+    plan = StepControl(lambda step: 0.5 + step, told.seed, told, lambda step: 7.0 - 8.0 * step)
+    records = list(steps(told, task, iter(feed), exchange, plan))
     return told.said, records
 
 

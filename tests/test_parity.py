@@ -10,10 +10,10 @@ import torch
 from toys import Ragged, fit, parts, train
 
 from lockstep.data.order import Shuffled
-from lockstep.optim import groups
-from lockstep.schedule import factor
+from lockstep.distributed.world import World
+from lockstep.optim.optimizers import groups
+from lockstep.optim.schedule import factor
 from lockstep.seeds import derive
-from lockstep.world import World
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 

@@ -9,15 +9,15 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import checkpoint
 from lockstep.clock import make_clock
-from lockstep.data.batches import Batches, Cut
+from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
+from lockstep.distributed.step_exchange import StepExchange
 from lockstep.engines import engine
-from lockstep.heartbeat import Heartbeat
-from lockstep.loop import Plan, seeder, steps
-from lockstep.optim import adamw
-from lockstep.precision import pin
-from lockstep.schedule import factor
+from lockstep.loop import StepControl, seeder, steps
+from lockstep.optim.optimizers import adamw
+from lockstep.optim.schedule import factor
 from lockstep.task import Task
+from lockstep.transforms.determinism import pin
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -139,19 +139,21 @@ def parts(world, task, *, size=8, micro=1, count=6, exact=False, lr=0.01, clip=1
         exact_micro_batches=size // micro if exact else 0,
     )
     dataset = task.dataset("train")
-    cut = Cut(size, micro, total or count * size)
-    return made, Batches(task, dataset, Shuffled(len(dataset), 0), cut, world, seed=0)
+    step_plan = StepPlan(size, micro, total or count * size)
+    return made, Batches(task, dataset, Shuffled(len(dataset), 0), step_plan, world, seed=0)
 
 
 def train(world, made, batches, task, *, start=0, stop=None):
     """The mean loss of each step, and the gradient's norms, as every rank would record them."""
-    feed = batches.from_step(start)
-    beat = Heartbeat(world, feed.items, None)
-    horizon = batches.cut.steps
-    plan = Plan(lambda step: factor(step, horizon, 2, 0.1), seeder(0, "micro", world.device), make_clock(world.device))
+    step_loader = batches.from_step(start)
+    exchange = StepExchange(world, step_loader.items, None)
+    horizon = batches.step_plan.steps
+    plan = StepControl(
+        lambda step: factor(step, horizon, 2, 0.1), seeder(0, "micro", world.device), make_clock(world.device)
+    )
     losses, norms = [], []
-    for record in steps(made, task, feed, beat, plan):
-        total = beat.totals([sum(float(loss) for loss in record.losses)])[0]
+    for record in steps(made, task, step_loader, exchange, plan):
+        total = exchange.totals([sum(float(loss) for loss in record.losses)])[0]
         losses.append(total / max(record.items, 1))
         norms.append(float(record.norm))
         if record.step + 1 == stop:
@@ -176,5 +178,5 @@ def fit(world, task, **settings):
     """(losses, norms, fingerprint of the weights) of a short run."""
     made, batches = parts(world, task, **settings)
     losses, norms = train(world, made, batches, task)
-    weights = {name.removeprefix("model/"): t for name, t in made.state().items() if name.startswith("model/")}
+    weights = {name.removeprefix("model/"): t for name, t in made.state_dict().items() if name.startswith("model/")}
     return losses, norms, checkpoint.fingerprint_of(weights)

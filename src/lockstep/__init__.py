@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
-    from lockstep.config import Checkpoint, Config, Data, EngineOptions, Guards, Model, Optim
+    from lockstep.config.config import Checkpoint, Config, Data, EngineOptions, Guards, Model, Optim
+    from lockstep.distributed.world import World
     from lockstep.engines import engine
     from lockstep.records import Best, EvaluationRecord, Step
-    from lockstep.run import Result, Run, train
+    from lockstep.run.load import load
+    from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
     from lockstep.tasks.causal_lm import CausalLM
-    from lockstep.trained import load
-    from lockstep.world import World
 
 __version__ = "0.1.0"
 
 # The modules of the public names.
 _MODULES = {
-    "lockstep.config": ("Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"),
+    "lockstep.config.config": ("Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"),
     "lockstep.engines": ("engine",),
-    "lockstep.trained": ("load",),
+    "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),
-    "lockstep.run": ("Result", "Run", "train"),
+    "lockstep.run.run": ("Result", "Run", "train"),
     "lockstep.task": ("Task",),
     "lockstep.tasks.causal_lm": ("CausalLM",),
-    "lockstep.world": ("World",),
+    "lockstep.distributed.world": ("World",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 # command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
 COMMANDS = {
-    "train": ("lockstep.train_command", "command", "train a model; the same --experiment-name resumes"),
+    "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
     "checkpoint": ("lockstep.commands.checkpoint", "command", "list, inspect or verify the checkpoints of a run"),
     "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),

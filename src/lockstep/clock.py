@@ -1,7 +1,7 @@
 """Where a step's time goes, without waiting for the device.
 
 clock.start(); ...; clock.lap("data"); ...; clock.lap("forward")
-clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds a step since the last reading
+clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step since the last reading
 """
 
 import time

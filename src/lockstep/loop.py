@@ -1,6 +1,6 @@
 """The training loop.
 
-for record in steps(engine, task, feed, beat, plan):
+for record in steps(engine, task, step_loader, exchange, control):
     ...                                             # log, evaluate, save: plain ifs, in the caller's body
 """
 
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.clock import Clock
-from lockstep.data.batches import Feed, MicroBatch, seed_everything
+from lockstep.data.batches import MicroBatch, StepLoader, seed_everything
+from lockstep.distributed.step_exchange import StepExchange
 from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError
-from lockstep.heartbeat import Heartbeat
 from lockstep.records import StepRecord
 from lockstep.seeds import derive
 from lockstep.task import Task
 
-__all__ = ["Plan", "described", "loss_of", "scalar", "seeder", "steps"]
+__all__ = ["StepControl", "described", "loss_of", "scalar", "seeder", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepControl:
     """What the loop asks by step.
 
     Attributes:
@@ -41,19 +41,21 @@ class Plan:
     limit: Callable[[int], float] = lambda step: math.inf
 
 
-def steps(engine: Engine, task: Task, feed: Feed, beat: Heartbeat, plan: Plan) -> Iterator[StepRecord]:
+def steps(
+    engine: Engine, task: Task, step_loader: StepLoader, exchange: StepExchange, control: StepControl
+) -> Iterator[StepRecord]:
     """Trains, and yields what each step did. The loss of a step is the sum over its items divided by their number.
 
     `items` is counted over all ranks and micro-batches, so the gradient does not depend on who computed what.
     """
-    clock, model, loss_sum = plan.clock, engine.model, loss_of(task)
+    clock, model, loss_sum = control.clock, engine.model, loss_of(task)
     clock.start()
-    for step, micro in feed:
-        items = beat.items(step)
+    for step, micro in step_loader:
+        items = exchange.global_items(step)
         clock.lap("data")
         losses = []
         for batch in micro:
-            plan.seed(step, batch.index)
+            control.seed(step, batch.index)
             with engine.accumulate(batch is micro[-1]):
                 loss = loss_sum(model, batch)
                 clock.lap("forward")
@@ -61,15 +63,15 @@ def steps(engine: Engine, task: Task, feed: Feed, beat: Heartbeat, plan: Plan) -
                 clock.lap("backward")
             if batch.weight:
                 losses.append(loss.detach())
-        beat.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
+        exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
         clock.lap("data")
-        factor = plan.factor(step)
-        limit = plan.limit(step)
+        factor = control.factor(step)
+        limit = control.limit(step)
         result = engine.step(factor, limit)
         clock.lap("update")
-        agreed = beat.receive()
+        stop_agreed = exchange.receive()
         clock.lap("data")
-        yield StepRecord(step, items, losses, result.norm, factor, agreed, result.applied, limit)
+        yield StepRecord(step, items, losses, result.norm, factor, stop_agreed, result.applied, limit)
         clock.start()
 
 

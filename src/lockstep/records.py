@@ -29,7 +29,7 @@ class StepRecord:
     losses: list[Tensor]
     norm: Tensor | None
     factor: float
-    agreed: int = 0
+    stop_agreed: int = 0
     applied: bool | None = True
     limit: float = math.inf
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 
 __all__ = ["Order", "Task", "adapted", "has_own", "items_of_a_sample", "load_task", "written"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep import checkpoint
 from lockstep.sinks.jsonl import read
 
-BEAT = "lockstep.heartbeat:Heartbeat.items"
+BEAT = "lockstep.distributed.step_exchange:StepExchange.items"
 HERE = Path(__file__).resolve().parent
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {i}\n\n" for i in range(1500))
 SETTINGS = "--seq-len 32 --batch-size 4 --micro-batch-size 2 --data.vocab-size 300 --log-freq 1 --max-steps 14"
@@ -26,10 +26,10 @@ SETTINGS += " --ckpt-freq 5 --exact --model.dropout 0.1 --model-name builtin:nan
 
 # What makes rank 1 start unlike the others, by the word that must be said.
 UNLIKE = {
-    "weights": {"at": "lockstep.parts:_model", "do": "perturb"},
-    "configuration": {"at": "lockstep.options:flat", "do": "result", "value": {"lr": 1.0}},
+    "weights": {"at": "lockstep.run.build:_model", "do": "perturb"},
+    "configuration": {"at": "lockstep.config.options:flat", "do": "result", "value": {"lr": 1.0}},
     "lockstep's code": {"at": "lockstep.guards.start:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.parts:_size", "do": "result", "value": 500},
+    "samples": {"at": "lockstep.run.build:_size", "do": "result", "value": 500},
 }
 
 

@@ -37,7 +37,7 @@ from lockstep import checkpoint
 from lockstep.sinks.jsonl import read
 
 WRITE = "lockstep.checkpoint.write:write_file"
-UPDATE = "lockstep.engines.update:Update.__call__"
+UPDATE = "lockstep.engines.shared.optimizer_step:Update.__call__"
 LONG = ("--max-steps", "60")  # agreeing takes up to sixteen of steps this short
 BLOCK = "lockstep.models.gpt:Block.forward"
 
@@ -373,7 +373,8 @@ def test_r10_ranks_that_start_unlike_each_other_are_refused(data, tmp_path, key)
 
 @pytest.mark.slow
 def test_r9_uneven_work_is_told_with_the_counts(data, tmp_path):
-    fault = {"rank": 1, "at": "lockstep.heartbeat:Heartbeat.__init__", "do": "argument", "position": 4, "value": 9}
+    at = "lockstep.distributed.step_exchange:StepExchange.__init__"
+    fault = {"rank": 1, "at": at, "do": "argument", "position": 4, "value": 9}
     run = launch(data, tmp_path, faults=[fault])
     assert run.code == 1, run.said
     assert "rank 0 has 14, rank 1 has 9" in run.last
@@ -405,7 +406,7 @@ def test_r4_the_last_save_fails(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
-    fault = {"rank": 1, "at": "lockstep.parts:_model", "do": "stop"}
+    fault = {"rank": 1, "at": "lockstep.run.build:_model", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
     assert "rank 1 did not arrive: it stood in its start, before step 0" in run.last

@@ -5,8 +5,8 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.cli import dispatch
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.world import World
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 import xxhash
-from distributed import run
+from ranks import run
 from states import full, sharded
 
 from lockstep import checkpoint
 from lockstep.checkpoint.format import Manifest, dump
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
-from lockstep.world import World
 
 NAMES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
 

@@ -8,16 +8,16 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from distributed import RankError, run
+from ranks import RankError, run
 from states import differing, full, sharded, zeros
 
 from lockstep import checkpoint
 from lockstep.checkpoint import files, find
 from lockstep.checkpoint.check import data_files
 from lockstep.checkpoint.format import Manifest
-from lockstep.checkpoint.together import together
+from lockstep.checkpoint.on_all_ranks import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
-from lockstep.world import World
 
 IMPATIENT = 1.0  # seconds after which a collective of the impatient world fails
 
@@ -148,7 +148,7 @@ def fails_late(world, folder):
             raise OSError(5, "Input/output error", str(folder / "file"))
 
     with pytest.raises(CheckpointError if world.rank else PeerError, match=r"file: Input/output error") as found:
-        together(world, action)
+        on_all_ranks(world, action)
     assert found.value.exit_code == 2
     return time.monotonic() - began
 
@@ -162,7 +162,7 @@ def is_lost(world, folder):
     if world.rank:
         os._exit(9)
     with pytest.raises(PeerError, match="rank 0 lost the other ranks"):
-        together(world, lambda: time.sleep(2 * IMPATIENT))
+        on_all_ranks(world, lambda: time.sleep(2 * IMPATIENT))
     (folder / "told").touch()
 
 

@@ -4,13 +4,13 @@ import warnings
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from toys import Network, Ragged
 
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.read import opened
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.errors import CheckpointError, UsageError
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_kept_is_named_in_one_line(tmp_path, name, value, reason)
         checkpoint.check_keepable({"model/a": torch.zeros(2), name: value})
     assert str(found.value).isprintable()
     with pytest.raises(CheckpointError, match=reason):
-        checkpoint.save(tmp_path, 1, {name: value}, {}, lockstep.world.World(), engine="single")
+        checkpoint.save(tmp_path, 1, {name: value}, {}, lockstep.distributed.world.World(), engine="single")
     assert list(tmp_path.iterdir()) == []
 
 

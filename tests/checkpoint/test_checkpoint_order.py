@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import write
-from lockstep.config import Checkpoint, Config
+from lockstep.config.config import Checkpoint, Config
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
-from lockstep.world import World
 
 
 def short(path, folder):

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from toys import Ragged
 
 import lockstep
-from lockstep import bookkeeper, checkpoint
+from lockstep import checkpoint
 from lockstep.checkpoint import write
 from lockstep.checkpoint.layout import share_out
-from lockstep.config import Checkpoint, Config
+from lockstep.config.config import Checkpoint, Config
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.world import World
+from lockstep.run import recorder as bookkeeper
 
 
 def settings(folder, **changes):

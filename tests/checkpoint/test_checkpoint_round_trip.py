@@ -3,9 +3,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from distributed import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run
 from states import differing, full, gathered, sharded, zeros
 
 from lockstep import checkpoint
@@ -14,8 +14,8 @@ from lockstep.checkpoint.dtypes import CODES, PAIRS
 from lockstep.checkpoint.index import Entry
 from lockstep.checkpoint.layout import Block
 from lockstep.checkpoint.read import _fill
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError, PeerError
-from lockstep.world import World
 
 STATE = {"epoch": 1, "global_step": 500, "running_loss": 2.5, "name": "é", "list": [1, {"a": None}]}
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import RankError, run
+from ranks import RankError, run
 
 from lockstep import checkpoint
 from lockstep.checkpoint import files, write
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
-from lockstep.world import World
 
 
 def save(folder, step, value=1.0, size=4):

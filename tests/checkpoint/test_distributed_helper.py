@@ -2,7 +2,7 @@ import os
 import time
 
 import pytest
-from distributed import RankError, run
+from ranks import RankError, run
 
 
 def place(world, text):

@@ -10,15 +10,15 @@ from torch import distributed as dist
 from toys import train
 
 from lockstep import checkpoint
-from lockstep.config import EngineOptions
-from lockstep.data.batches import Batches, Cut
+from lockstep.config.config import EngineOptions
+from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
 from lockstep.engines import engine
-from lockstep.engines.place import birthplace
+from lockstep.engines.shared.model_init import init_context
 from lockstep.errors import LockstepError
-from lockstep.optim import adamw
-from lockstep.precision import pin
+from lockstep.optim.optimizers import adamw
 from lockstep.transforms import autocast
+from lockstep.transforms.determinism import pin
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,7 +45,7 @@ def build(
     pin(exact=exact, matmul="highest", device=world.device)
     options = EngineOptions(**options)
     torch.manual_seed(0)
-    with birthplace(options, world):
+    with init_context(options, world):
         model = task.model()
     found = list(model.blocks) if blocks else ()
     if precision in HALF:
@@ -63,8 +63,8 @@ def build(
         say=(lines if lines is not None else []).append,
     )
     dataset = task.dataset("train")
-    cut = Cut(size, micro, count * size)
-    return made, Batches(task, dataset, Shuffled(len(dataset), 0), cut, world, seed=0)
+    step_plan = StepPlan(size, micro, count * size)
+    return made, Batches(task, dataset, Shuffled(len(dataset), 0), step_plan, world, seed=0)
 
 
 def whole(tensor, world):
@@ -82,7 +82,7 @@ def whole(tensor, world):
 
 def digest(made, world):
     """One text for the whole state, model and optimizer."""
-    return checkpoint.fingerprint_of({name: whole(t, world) for name, t in sorted(made.state().items())})
+    return checkpoint.fingerprint_of({name: whole(t, world) for name, t in sorted(made.state_dict().items())})
 
 
 def fit(world, task, name="auto", **settings):
@@ -105,7 +105,7 @@ def each(world, cases):
 
 def alone(task, **settings):
     """`fit` of the engine single in this process, whose switches are put back."""
-    from lockstep.world import World
+    from lockstep.distributed.world import World
 
     threads = torch.get_num_threads()
     try:

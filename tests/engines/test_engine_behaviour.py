@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from distributed import RankError, run
+from ranks import RankError, run
 from support import alone, build, close, each
 from toys import Network, Ragged, train
 
 import lockstep
-from lockstep.engines.footprint import described, footprint
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.engines.shared.memory import described, footprint
 
 
 class Three(torch.nn.Module):
@@ -53,7 +53,7 @@ class Plain(lockstep.Task):
 
 
 def weights(made):
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in made.state().items()}
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in made.state_dict().items()}
 
 
 def numbers(made):
@@ -129,7 +129,7 @@ def _tied(world, name):
     task = Ragged()
     made, batches = build(world, task, name, blocks=name == "fsdp", meta_init=name == "fsdp")
     train(world, made, batches, task)
-    state = made.state()
+    state = made.state_dict()
     names = [key for key in state if key.startswith(("optimizer/embedding", "optimizer/head"))]
     same = torch.equal(weights(made)["model/embedding.weight"], weights(made)["model/head.weight"])
     return same, sorted(names)
@@ -154,7 +154,7 @@ def _overflow(world, name):
                 loss = task.loss(made.model, batch.data) / 50
                 made.backward(loss * float("inf") if (step, batch.index) == (2, 1) else loss)
         applied.append(made.step(1.0).applied)
-        scales.append(float(made.state()["scaler/scale"]))
+        scales.append(float(made.state_dict()["scaler/scale"]))
         after = [p.detach().clone() for p in made.model.parameters()]
         changed.append(any(not torch.equal(*pair) for pair in zip(before, after, strict=True)))
         before = after

@@ -1,7 +1,7 @@
 """Buffers that a maker made in odd ways, or other ones on each rank: every engine begins with rank 0's."""
 
 import torch
-from distributed import run
+from ranks import run
 from support import build, whole
 from toys import train
 
@@ -54,7 +54,7 @@ def trained(world, cases):
         task = Task(world.rank)
         made, batches = build(world, task, name, size=4, count=3, **settings)
         _, norms = train(world, made, batches, task)
-        bias = next(tensor for key, tensor in made.state().items() if key.endswith("layer.bias"))
+        bias = next(tensor for key, tensor in made.state_dict().items() if key.endswith("layer.bias"))
         module = next(part for part in made.model.modules() if isinstance(part, Odd))
         sums = {key: float(buffer.double().sum()) for key, buffer in module.named_buffers()}
         found.append((norms, whole(bias, world).tolist(), sums))

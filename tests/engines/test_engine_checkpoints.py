@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import build, digest
 from toys import Network, Ragged, train
 
 from lockstep import checkpoint
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.world import World
 
 TASK = Ragged(dropout=0.1, dtype=torch.float32)
 
@@ -21,7 +21,7 @@ def _save(world, folder, kinds):
     for step, (name, options) in enumerate(kinds, start=1):
         made, batches = build(world, TASK, name, **options)
         train(world, made, batches, TASK)
-        checkpoint.save(folder, step, made.state(), {}, world, engine=name)
+        checkpoint.save(folder, step, made.state_dict(), {}, world, engine=name)
         found.append(digest(made, world))
     return found
 
@@ -31,9 +31,9 @@ def _load(world, folder, kinds, steps):
     found = []
     for (name, options), step in itertools.product(kinds, steps):
         made, _ = build(world, TASK, name, **options)
-        state = made.state()
+        state = made.state_dict()
         checkpoint.load(checkpoint.path_of(folder, step), state, world)
-        made.restore(state)
+        made.load_state_dict(state)
         found.append(digest(made, world))
     return found
 
@@ -81,11 +81,11 @@ def _saved_and_loaded(world, folder):
     for name in ("zero", "ddp"):
         made, batches = build(world, task, name)
         train(world, made, batches, task)
-        checkpoint.save(folder / name, 1, made.state(), {}, world, engine=name)
+        checkpoint.save(folder / name, 1, made.state_dict(), {}, world, engine=name)
         other, _ = build(world, task, name)
-        state = other.state()
+        state = other.state_dict()
         checkpoint.load(checkpoint.path_of(folder / name, 1), state, world)
-        other.restore(state)
+        other.load_state_dict(state)
         assert digest(other, world) == digest(made, world)
 
 
@@ -100,11 +100,11 @@ def _go_on(world, folder, first, second):
     """Three steps with one engine, then three with another, in exact mode."""
     made, batches = build(world, TASK, first, count=6, exact=True)
     train(world, made, batches, TASK, stop=3)
-    checkpoint.save(folder, 3, made.state(), {}, world, engine=first)
+    checkpoint.save(folder, 3, made.state_dict(), {}, world, engine=first)
     made, batches = build(world, TASK, second, count=6, exact=True)
-    state = made.state()
+    state = made.state_dict()
     checkpoint.load(checkpoint.path_of(folder, 3), state, world)
-    made.restore(state)
+    made.load_state_dict(state)
     losses, norms = train(world, made, batches, TASK, start=3)
     return losses, norms, digest(made, world)
 
@@ -130,12 +130,12 @@ def _scaled(world, folder):
     """The loss's scale goes from one engine to another with the rest."""
     made, batches = build(world, TASK, "ddp", precision="fp16")
     train(world, made, batches, TASK)
-    checkpoint.save(folder, 1, made.state(), {}, world, engine="ddp")
+    checkpoint.save(folder, 1, made.state_dict(), {}, world, engine="ddp")
     other, _ = build(world, TASK, "fsdp", precision="fp16")
-    state = other.state()
+    state = other.state_dict()
     checkpoint.load(checkpoint.path_of(folder, 1), state, world)
-    other.restore(state)
-    return [float(each.state()["scaler/scale"]) for each in (made, other)]
+    other.load_state_dict(state)
+    return [float(each.state_dict()["scaler/scale"]) for each in (made, other)]
 
 
 def test_the_scale_of_the_loss_is_kept(tmp_path):
@@ -146,12 +146,12 @@ def test_the_scale_of_the_loss_is_kept(tmp_path):
 def _clones(world, name):
     made, batches = build(world, TASK, name)
     train(world, made, batches, TASK)
-    state = {key: tensor.clone() for key, tensor in made.state().items()}
+    state = {key: tensor.clone() for key, tensor in made.state_dict().items()}
     again, _ = build(world, TASK, name)
-    again.restore(state)
+    again.load_state_dict(state)
     same = digest(made, world) == digest(again, world)
     with pytest.raises(CheckpointError, match="the state does not fit the model: model/other on one side only"):
-        again.restore(state | {"model/other": torch.zeros(1)})
+        again.load_state_dict(state | {"model/other": torch.zeros(1)})
     return same
 
 

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import alone, build, digest, fit, whole
 from toys import train
 
 import lockstep
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.optim import adamw
-from lockstep.schedule import factor
+from lockstep.optim.optimizers import adamw
+from lockstep.optim.schedule import factor
 from lockstep.transforms import prepare
-from lockstep.world import World
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,9 @@ def trained(world, task, name, settings):
     """(norms, model's state as lists, digest of the whole state)."""
     made, batches = build(world, task, name, **settings)
     _, norms = train(world, made, batches, task)
-    state = {name: whole(tensor, world).tolist() for name, tensor in made.state().items() if name.startswith("model/")}
+    state = {
+        name: whole(tensor, world).tolist() for name, tensor in made.state_dict().items() if name.startswith("model/")
+    }
     return norms, state, digest(made, world)
 
 
@@ -155,11 +157,11 @@ def test_a_checkpointed_state_of_complex_parameters_goes_on():
     settings = {"micro": 4}
     made, batches = build(World(), Waves(), "single", **settings)
     train(World(), made, batches, Waves(), stop=2)
-    state = {name: tensor.clone() for name, tensor in made.state().items()}
+    state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     train(World(), made, batches, Waves(), start=2)
     other, batches = build(World(), Waves(), "single", **settings)
-    other.state()
-    other.restore(state)
+    other.state_dict()
+    other.load_state_dict(state)
     train(World(), other, batches, Waves(), start=2)
     assert digest(other, World()) == digest(made, World())
 

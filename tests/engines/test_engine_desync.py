@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import build
 from toys import train
 
@@ -63,7 +63,7 @@ def flip(tensor):
 
 def said(world, made):
     try:
-        desync.check(made.state(), world, 3)
+        desync.check(made.state_dict(), world, 3)
     except DifferenceError as error:
         return str(error)
     return ""
@@ -76,7 +76,7 @@ def flipped(world, engine, options, cases):
     found = [said(world, made)]
     for name in cases:
         for _ in range(2):  # the second flip puts it back
-            state = made.state()  # collective under zero
+            state = made.state_dict()  # collective under zero
             if world.rank == 1:
                 flip(state[name])
             found.append(said(world, made))
@@ -107,7 +107,7 @@ def shards(world):
     found = []
     for name in ("model/first.weight", "optimizer/first.weight/exp_avg"):
         if world.rank == 1:
-            flip(made.state()[name])
+            flip(made.state_dict()[name])
         found.append(said(world, made))
     return found
 
@@ -124,7 +124,7 @@ def exchanges(world):
     """How often the ranks spoke in a check of a healthy state, and which tensors were read."""
     made, batches = build(world, Squares(), "fsdp", size=8, count=1)
     train(world, made, batches, Squares())
-    state, read, gathered = made.state(), [], []
+    state, read, gathered = made.state_dict(), [], []
     kept, gather = desync.fingerprints, world.gather
     desync.fingerprints = lambda held: read.extend(held) or kept(held)
     type(world).gather = lambda self, value: gathered.append(1) or gather(value)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import close, each
 from toys import Ragged
 

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.config import EngineOptions
-from lockstep.engines import birth, engine, sharding
+from lockstep.config.config import EngineOptions
+from lockstep.engines import engine, model_init, sharding
 from lockstep.errors import LockstepError
 
 
@@ -26,7 +26,7 @@ class Untold(torch.nn.Linear):
 
 def _untold(world):
     options = EngineOptions(meta_init=True)
-    with birth("fsdp", world, options).where:
+    with model_init("fsdp", world, options).where:
         model = Untold()
     with pytest.raises(LockstepError) as caught:
         engine("fsdp", model, sgd, world, options=options)
@@ -66,7 +66,7 @@ def _held():
 def _made(world):
     """The most bytes that this rank holds whenever a unit was sharded, or gathered, while the engine is made."""
     options = EngineOptions(meta_init=True)
-    with birth("fsdp", world, options).where:
+    with model_init("fsdp", world, options).where:
         model = Deep()
     before, seen = _held(), []
 
@@ -96,7 +96,7 @@ def _gathered(world, meta_init):
     """The most bytes of whole parameters on this rank at one time after sharding; the names that are watched, and those
     that one backward missed, and two would have."""
     options = EngineOptions(meta_init=meta_init)
-    with birth("fsdp", world, options).where:
+    with model_init("fsdp", world, options).where:
         model = Deep()
     most, unshard = [0], FSDPModule.unshard
 

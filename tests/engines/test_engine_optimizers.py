@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import build
 from toys import Ragged
 
 import lockstep
-from lockstep.engines.optimizers import check_optimizer
+from lockstep.distributed.world import World
+from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
-from lockstep.world import World
 
 TASK = Ragged()
 KINDS = {
@@ -31,7 +31,7 @@ def _norms(world, name, ask=True):
             world, TASK, name, make=lambda m, k=kind, s=settings: getattr(torch.optim, k)(m.parameters(), lr=0.01, **s)
         )
         if ask:
-            made.state()
+            made.state_dict()
         found[kind] = []
         for _, group in batches.from_step(0):
             for batch in group:
@@ -87,7 +87,7 @@ def test_a_state_before_the_first_step_is_what_the_optimizer_begins_with(kind, s
             "single", model, getattr(torch.optim, kind)(model.parameters(), lr=0.0625, **settings), World()
         )
         if ask:
-            state = {name: t for name, t in made.state().items() if name.startswith("optimizer/weight/")}
+            state = {name: t for name, t in made.state_dict().items() if name.startswith("optimizer/weight/")}
             assert {name.rpartition("/")[2]: set(t.flatten().tolist()) for name, t in state.items()} == {
                 key: {value} for key, value in wanted.items()
             }

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import alone, close, each
 from toys import Ragged
 

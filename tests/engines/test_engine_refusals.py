@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import build
 from toys import Network, Ragged
 
-from lockstep.config import Config, EngineOptions
-from lockstep.engines import ENGINES, birth, engine
-from lockstep.engines.blocks import find_blocks
-from lockstep.engines.footprint import Footprint
-from lockstep.engines.optimizers import REFUSED
-from lockstep.engines.shortage import Device, explained, out_of_memory
+from lockstep.config.config import Config, EngineOptions
+from lockstep.config.options import parse, read, to_toml
+from lockstep.distributed.world import World
+from lockstep.engines import ENGINES, engine, model_init
+from lockstep.engines.shared.blocks import find_blocks
+from lockstep.engines.shared.memory import Footprint
+from lockstep.engines.shared.oom import Device, explained, out_of_memory
+from lockstep.engines.shared.optimizers import REFUSED
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.options import parse, read, to_toml
-from lockstep.precision import check_precision
-from lockstep.world import World
+from lockstep.transforms.determinism import check_precision
 
 
 def sgd(model):
@@ -71,7 +71,7 @@ def test_engines_of_several_processes_need_a_launcher(name):
 
 def test_an_option_is_refused_before_the_model_is_made():
     with pytest.raises(ConfigError, match="--engine.meta-init is no option of --engine single"):
-        birth("auto", World(), EngineOptions(meta_init=True))
+        model_init("auto", World(), EngineOptions(meta_init=True))
 
 
 class Sharing(torch.nn.Module):
@@ -197,8 +197,8 @@ def test_data_parallel_trains_where_two_gpus_are_seen(monkeypatch):
     assert "--engine ddp is faster" in lines[0]
     made.backward(made.model(torch.zeros(2, 3, dtype=torch.int64)).sum())
     assert made.step(1.0).applied
-    assert all(name.startswith(("model/blocks", "model/emb", "model/head", "optimizer/")) for name in made.state())
-    made.restore(made.state())
+    assert all(name.startswith(("model/blocks", "model/emb", "model/head", "optimizer/")) for name in made.state_dict())
+    made.load_state_dict(made.state_dict())
     for settings, line in (({"precision": "bf16"}, "autocast or --compile"), ({"exact": True}, "--exact cannot hold")):
         with pytest.raises(ConfigError, match=line):
             build(World(), Ragged(dtype=torch.float32), "data-parallel", **settings)

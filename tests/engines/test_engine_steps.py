@@ -8,14 +8,14 @@ import math
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import whole
 from torch import nn
 
 import lockstep
+from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.transforms import autocast
-from lockstep.world import World
 
 FACTORS = (1.0, 0.5, 0.25)
 COUNTS = (2, 2, 1, 2)  # of the samples in a step's micro-batches: seven in all, so that no factor is a power of two
@@ -92,7 +92,7 @@ def by_engine(world, name, clip, scaled, exact, dtype=torch.float64, steps=3):
         result = made.step(FACTORS[step])
         norms.append(result.norm.item())
         applied.append(result.applied)
-    state = {name: whole(tensor, world) for name, tensor in made.state().items()}
+    state = {name: whole(tensor, world) for name, tensor in made.state_dict().items()}
     return norms, {name[6:]: tensor.tolist() for name, tensor in state.items() if name[:6] == "model/"}, applied
 
 
@@ -152,7 +152,7 @@ def bits(world, name):
             with made.accumulate(slot % mine == mine - 1):
                 made.backward(made.model(torch.tensor(0.1 + 0.3 * step + slot)))
         norms.append(made.step(1.0).norm.item())
-    return norms, {key: whole(tensor, world).tolist() for key, tensor in made.state().items()}
+    return norms, {key: whole(tensor, world).tolist() for key, tensor in made.state_dict().items()}
 
 
 def all_bits(world, names):
@@ -203,7 +203,7 @@ def half(world, name, clip):
             with made.accumulate(number == len(rows) - 1):
                 made.backward(made.model(row).float().sum(), 0.25)
         norms.append(made.step(1.0).norm.item())
-    state = {key: whole(tensor, world) for key, tensor in made.state().items()}
+    state = {key: whole(tensor, world) for key, tensor in made.state_dict().items()}
     return norms, state["model/line.weight"].tolist(), state["scaler/scale"].item()
 
 
@@ -229,10 +229,10 @@ def scaled(scale, good):
     made = lockstep.engine(
         "single", model, torch.optim.SGD(model.parameters(), lr=0.125), World(), loss_scaling=True
     )  # fmt: skip
-    state = {name: tensor.clone() for name, tensor in made.state().items()}
+    state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     state["scaler/scale"].fill_(scale)
     state["scaler/good_steps"].fill_(good)
-    made.restore(state)
+    made.load_state_dict(state)
     return made, model
 
 
@@ -243,7 +243,7 @@ def step(made, overflows=False):
 
 
 def scaling(made):
-    state = made.state()
+    state = made.state_dict()
     assert {state[f"scaler/{name}"].dtype for name in ("scale", "good_steps")} == {torch.float64}
     return state["scaler/scale"].item(), int(state["scaler/good_steps"])
 
@@ -273,7 +273,7 @@ def test_a_resume_keeps_the_scale_and_its_good_steps():
     made, _ = scaled(32.0, 7)
     step(made)
     other, _ = scaled(1.0, 0)
-    other.restore({name: tensor.clone() for name, tensor in made.state().items()})
+    other.load_state_dict({name: tensor.clone() for name, tensor in made.state_dict().items()})
     assert scaling(other) == (32.0, 8)
 
 
@@ -311,7 +311,7 @@ def branching(world, name, uses):
             with made.accumulate(number == mine - 1):
                 made.backward(made.model(rows[slot : slot + 1], uses[slot]).square().sum(), 0.25)
         made.step(1.0)
-    state = {key[6:]: whole(tensor, world).tolist() for key, tensor in made.state().items() if key[:6] == "model/"}
+    state = {key[6:]: whole(tensor, world).tolist() for key, tensor in made.state_dict().items() if key[:6] == "model/"}
     return [line for line in lines if "not used by every" in line], state
 
 
@@ -364,7 +364,7 @@ def shifted(world, names):
                 with made.accumulate(slot % mine == mine - 1):
                     made.backward(made.model(rows[slot : slot + 1]).square().sum(), 0.25)
             made.step(1.0)
-        found.append({key: whole(tensor, world).tolist() for key, tensor in made.state().items()})
+        found.append({key: whole(tensor, world).tolist() for key, tensor in made.state_dict().items()})
     return found
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from support import build
 from test_engine_behaviour import Plain, Three, numbers
 from toys import train
 
-from lockstep.world import World
+from lockstep.distributed.world import World
 
 
 def _told(world, name):

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.distributed.world import World
 from lockstep.engines import exact, shards
-from lockstep.engines.exact import Tree
-from lockstep.engines.shards import ExactReduceScatter
-from lockstep.world import World
+from lockstep.engines.fsdp.exact import ExactReduceScatter
+from lockstep.engines.shared.exact import Tree
 
 SHAPES = [(), (3,), (17,), (4, 3), (2, 3, 2, 2), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -53,9 +53,9 @@ def parameter(shape, dtype):
     return (made.to(memory_format=torch.channels_last) if len(shape) == 4 else made).requires_grad_()
 
 
-def sums(gradients, parameters, fold, world, micro):
+def sums(gradients, parameters, chunk, world, micro):
     """What this rank's Tree leaves after two steps of its micro-batches: the vectors are used again."""
-    tree = Tree(parameters, fold, world)
+    tree = Tree(parameters, chunk, world)
     for _ in range(2):
         for place in micro:
             used = [(p, g) for p, g in zip(parameters, gradients[place], strict=True) if g is not None]
@@ -69,14 +69,14 @@ def sums(gradients, parameters, fold, world, micro):
     return found
 
 
-def at(size, gradients, kinds, fold):
+def at(size, gradients, kinds, chunk):
     """The gradients of every rank of a world of `size`."""
     share, threads = len(gradients) // size, Threads(size)
 
     def rank(index):
         threads.become(index)
         mine = range(index * share, (index + 1) * share)
-        return sums(gradients, [parameter(*kind) for kind in kinds], fold, World(rank=index, size=size), mine)
+        return sums(gradients, [parameter(*kind) for kind in kinds], chunk, World(rank=index, size=size), mine)
 
     with mock.patch.object(exact, "dist", threads), ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -93,7 +93,7 @@ def alike(one, other):
 @st.composite
 def cases(draw):
     """(gradients of each micro-batch, shape and dtype of each parameter, q)."""
-    fold, levels = draw(st.sampled_from([1, 3, 5])), draw(st.integers(0, 3))
+    chunk, levels = draw(st.sampled_from([1, 3, 5])), draw(st.integers(0, 3))
     kinds = draw(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     missing = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
@@ -105,17 +105,17 @@ def cases(draw):
         found[torch.rand(shape, generator=generator) < 0.5] = -0.0
         return found.to(dtype)
 
-    return [[gradient(*kind) for kind in kinds] for _ in range(fold * 2**levels)], kinds, fold
+    return [[gradient(*kind) for kind in kinds] for _ in range(chunk * 2**levels)], kinds, chunk
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_every_world_size_has_the_bits_of_one_process(case):
-    gradients, kinds, fold = case
-    (alone,) = at(1, gradients, kinds, fold)
+    gradients, kinds, chunk = case
+    (alone,) = at(1, gradients, kinds, chunk)
     for size in (2, 4, 8):
-        if len(gradients) % (size * fold) == 0:
-            for found in at(size, gradients, kinds, fold):
+        if len(gradients) % (size * chunk) == 0:
+            for found in at(size, gradients, kinds, chunk):
                 assert all(map(alike, found, alone)), (size, found, alone)
 
 
@@ -123,13 +123,13 @@ def test_every_world_size_has_the_bits_of_one_process(case):
 @given(cases())
 def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(case):
     """As fsdp hands them over: there a parameter that a micro-batch leaves out counts as zeros."""
-    gradients, kinds, fold = case
+    gradients, kinds, chunk = case
     kinds = [(shape, torch.float32) for shape, _ in kinds]
     gradients = [[None if g is None else g.float() for g in each] for each in gradients]
-    (alone,) = at(1, gradients, kinds, fold)
+    (alone,) = at(1, gradients, kinds, chunk)
     zeros = [torch.zeros(shape) for shape, _ in kinds]
     sizes = [z.numel() for z in zeros]
-    comm, total, threads = ExactReduceScatter(fold), torch.empty(sum(sizes)), Threads(1)
+    comm, total, threads = ExactReduceScatter(chunk), torch.empty(sum(sizes)), Threads(1)
     threads.become(0)
     with mock.patch.object(shards, "dist", threads):
         for each in gradients:

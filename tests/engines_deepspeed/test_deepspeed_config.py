@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
-from lockstep import cli, options
+from lockstep import cli
+from lockstep.config import options
+from lockstep.distributed.world import World
 from lockstep.engines import deepspeed as module
 from lockstep.engines import engine
-from lockstep.engines.deepspeed_config import Wanted, check_batches, merged, read_config
+from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
 from lockstep.errors import ConfigError
-from lockstep.optim import adamw
-from lockstep.world import World
+from lockstep.optim.optimizers import adamw
 
 
 def optimizer():

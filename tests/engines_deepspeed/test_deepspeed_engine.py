@@ -11,16 +11,16 @@ import warnings
 import pytest
 import torch
 import toys
-from distributed import run
+from ranks import run
 from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config import EngineOptions
+from lockstep.config.config import EngineOptions
+from lockstep.distributed.world import World
 from lockstep.engines import engine
 from lockstep.errors import ConfigError
 from lockstep.transforms import autocast
-from lockstep.world import World
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
@@ -66,7 +66,7 @@ def _resumed(world, cases):
         made, batches = build(world, **case)
         first = train(world, made, batches, TASK, stop=3)
         again, batches = build(world, **case)
-        again.restore(made.state())
+        again.load_state_dict(made.state_dict())
         second = train(world, again, batches, TASK, start=3)
         found.append((first[0] + second[0], first[1] + second[1]))
     return found
@@ -105,15 +105,15 @@ def _saved_and_crossed(world, folder):
     for stage in (0, 2, 3):
         made, batches = build(world, zero_stage=stage)
         train(world, made, batches, TASK, stop=2)
-        checkpoint.save(folder, stage, made.state(), {}, world, engine="deepspeed")
+        checkpoint.save(folder, stage, made.state_dict(), {}, world, engine="deepspeed")
         path = checkpoint.path_of(folder, stage)
         others = [build(world, zero_stage=other)[0] for other in (0, 1, 3)] + [build(world, name="ddp")[0]]
         for other in others:
-            state = other.state()
+            state = other.state_dict()
             checkpoint.load(path, state, world)
-            other.restore(state)
+            other.load_state_dict(state)
             again = folder / f"again-{len(marks)}"
-            checkpoint.save(again, 1, other.state(), {}, world, engine="other")
+            checkpoint.save(again, 1, other.state_dict(), {}, world, engine="other")
             path_again = checkpoint.path_of(again, 1)
             marks.append(
                 checkpoint.fingerprint(path, prefix) == checkpoint.fingerprint(path_again, prefix)
@@ -141,7 +141,7 @@ def _overflow(world):
                     made.backward(loss * (float("inf") if step == 2 and world.rank == 1 else 1.0))
             results.append(made.step(1.0))
         norms = [float(result.norm) for result in results if result.applied]
-        found.append(([result.applied for result in results], norms, float(made.state()["scaler/scale"])))
+        found.append(([result.applied for result in results], norms, float(made.state_dict()["scaler/scale"])))
     return found
 
 
@@ -170,11 +170,11 @@ def _bfloat16(world):
     for stage in (2, 3):
         made, batches = build(world, task, zero_stage=stage, count=10)
         losses = train(world, made, batches, task)[0]
-        state = made.state()
+        state = made.state_dict()
         again, _ = build(world, task, zero_stage=stage, count=10)
-        again.restore(state)
+        again.load_state_dict(state)
         held = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in state.items()}
-        others = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in again.state().items()}
+        others = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in again.state_dict().items()}
         same = all(torch.equal(held[name], others[name]) for name in held)
         found.append((losses, sorted({str(t.dtype) for n, t in state.items() if n.startswith("model/")}), same))
     return found

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from torch.distributed.tensor import DTensor
 from toys import Ragged, parts, train
 
-from lockstep.config import EngineOptions
+from lockstep.config.config import EngineOptions
+from lockstep.distributed.world import World
 from lockstep.engines import engine
-from lockstep.world import World
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,7 @@ def _kept_bytes(world, stage):
     made = engine("deepspeed", model, lambda m: torch.optim.AdamW(m.parameters()), world, options=options)
     made.backward(made.model(torch.ones(2, 32)).sum(), 1.0)
     made.step(1.0)
-    state = made.state()
+    state = made.state_dict()
     held = {name: tensor.to_local() for name, tensor in state.items() if isinstance(tensor, DTensor)}
     return sum(tensor.nbytes for name, tensor in held.items() if tensor.numel() == state[name].numel())
 

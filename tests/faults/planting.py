@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lockstep.config import Config, Optim
+from lockstep.config.config import Config, Optim
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import LocalExecutor
 from lockstep.verify.fault import fault

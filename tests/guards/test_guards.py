@@ -12,25 +12,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from torch import nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed.step_exchange import BusySeconds, StepExchange
+from lockstep.distributed.world import World
 from lockstep.engines import engine
 from lockstep.engines.base import StepResult
-from lockstep.engines.buffers import with_buffers
+from lockstep.engines.shared.buffers import with_buffers
 from lockstep.errors import DataError, DifferenceError, LockstepError
 from lockstep.guards import desync
-from lockstep.guards.loader import Guarded
+from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.nonfinite import origin
 from lockstep.guards.reading import Reader, ReadStep
 from lockstep.guards.skips import Skips
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.heartbeat import Heartbeat, Vitals
 from lockstep.records import StepRecord
-from lockstep.world import World
 
 
 def test_a_spike_is_seen_and_noise_is_not():
@@ -88,7 +88,7 @@ def test_nothing_is_a_spike_before_enough_is_known():
 def heard(slow, kind, ratio, draw):
     base = {"data": 0.004, "computing": 0.02, "writing": 0.0}
     return [
-        Vitals(
+        BusySeconds(
             **{
                 name: base[name] * draw.uniform(0.97, 1.05) * (ratio if (rank, name) == (slow, kind) else 1)
                 for name in base
@@ -100,11 +100,11 @@ def heard(slow, kind, ratio, draw):
 
 @pytest.mark.parametrize(("kind", "ratio", "word"), [("computing", 1.3, "computing"), ("data", 4.0, "loading data")])
 def test_a_slow_rank_is_named_within_twenty_steps_and_once(kind, ratio, word):
-    straggler, beat, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(1)
+    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(1)
     lines = []
     for step in range(40):
-        beat.count, beat.heard = beat.count + 1, heard(2, kind, ratio, draw)
-        line = straggler.after(step, beat)
+        exchange.count, exchange.heard = exchange.count + 1, heard(2, kind, ratio, draw)
+        line = straggler.after(step, exchange)
         if line:
             lines.append((step, line))
     assert len(lines) == 1
@@ -114,10 +114,10 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_once(kind, ratio, word):
 
 
 def test_even_ranks_raise_no_alarm():
-    straggler, beat, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(2)
+    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(2)
     for step in range(2000):
-        beat.count, beat.heard = beat.count + 1, heard(None, None, 1, draw)
-        assert not straggler.after(step, beat)
+        exchange.count, exchange.heard = exchange.count + 1, heard(None, None, 1, draw)
+        assert not straggler.after(step, exchange)
 
 
 def bits(world, victim):
@@ -236,10 +236,10 @@ def test_a_gradient_that_is_not_finite_moves_nothing(fused, bad):
     made = engine("single", model, lambda held: torch.optim.AdamW(held.parameters(), fused=fused), World(), clip=1.0)
     made.backward(model(torch.ones(1, 3)).sum())
     assert made.step(1.0).applied
-    before = {name: tensor.clone() for name, tensor in made.state().items()}
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     made.backward(model(torch.ones(1, 3)).sum() * bad)
     assert not made.step(1.0).applied
-    assert all(torch.equal(before[name], tensor) for name, tensor in made.state().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in made.state_dict().items())
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
@@ -366,16 +366,16 @@ class Broken:
 
 
 def test_a_bad_sample_is_tried_again_then_named():
-    dataset = Guarded(Broken({4}, 2), retries=2, skips=0, rank=3)
+    dataset = RetryingDataset(Broken({4}, 2), retries=2, skips=0, rank=3)
     assert [dataset[index] for index in range(6)] == list(range(6))
     assert dataset.counts.tolist() == [2, 0]
-    dataset = Guarded(Broken({4}, 99), retries=1, skips=0, rank=3)
+    dataset = RetryingDataset(Broken({4}, 99), retries=1, skips=0, rank=3)
     with pytest.raises(DataError, match=r"rank 3: sample 4 \(4.png\) cannot be loaded: OSError.*--guards.bad-samples"):
         dataset[4]
 
 
 def test_bad_samples_are_left_out_up_to_a_number():
-    dataset = Guarded(Broken({4, 5}, 999), retries=0, skips=2, rank=0)
+    dataset = RetryingDataset(Broken({4, 5}, 999), retries=0, skips=2, rank=0)
     assert dataset[4] == 0  # 5 is bad too: the one after takes the place
     with pytest.raises(DataError, match="2 were left out before"):
         dataset[5]
@@ -389,20 +389,20 @@ def test_a_guarded_dataset_is_otherwise_the_same():
         def __getitems__(self, indices):
             return [index * 10 for index in indices]
 
-    dataset = Guarded(Many(set(), 0), retries=0, skips=0, rank=0)
+    dataset = RetryingDataset(Many(set(), 0), retries=0, skips=0, rank=0)
     assert dataset.__getitems__([1, 2]) == [10, 20]
     assert dataset.draws_random is False
-    assert not hasattr(Guarded(Broken(set(), 0), retries=0, skips=0, rank=0), "__getitems__")
+    assert not hasattr(RetryingDataset(Broken(set(), 0), retries=0, skips=0, rank=0), "__getitems__")
     assert (len(dataset), dataset[3]) == (6, 3)
     with pytest.raises(AttributeError):
         dataset.path  # what nobody in here asks a dataset for is not passed on
 
 
 def uneven(world):
-    beat = Heartbeat(world, lambda step: 1, None, last=20 if world.rank else 3)
+    exchange = StepExchange(world, lambda step: 1, None, last=20 if world.rank else 3)
     try:
         for step in range(3):
-            beat.items(step)
+            exchange.global_items(step)
     except LockstepError as error:
         return str(error)
     return ""
@@ -419,11 +419,11 @@ def broken(world):
             os.kill(os.getpid(), signal.SIGKILL)
         return 1
 
-    beat = Heartbeat(world, ahead, None)
-    beat.items(0)
-    beat.send(0)
+    exchange = StepExchange(world, ahead, None)
+    exchange.global_items(0)
+    exchange.send(0)
     for _ in range(500):
-        if beat.broken():
+        if exchange.broken():
             raise AssertionError("rank 0 saw it")
         time.sleep(0.02)
 

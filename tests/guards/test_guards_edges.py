@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from torch import nn
 
+from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
+from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
+from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
-from lockstep.guards.hang import Watch
+from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Vitals
-from lockstep.progress import COMPUTING, SAVING, WAITING
-from lockstep.world import World
 
 
 class Run:
@@ -108,16 +108,16 @@ class Windows:
     """A straggler that hears, window by window, the seconds of computing of each rank."""
 
     def __init__(self, ratio, first=3):
-        self.straggler, self.beat, self.step = Straggler(ratio), SimpleNamespace(count=first - 1, heard=[]), 0
+        self.straggler, self.exchange, self.step = Straggler(ratio), SimpleNamespace(count=first - 1, heard=[]), 0
 
     def hear(self, seconds, kind="computing"):
         """What it says in a window of five steps, in each of which all ranks are heard."""
         said = []
         for _ in range(5):
             self.step += 1
-            self.beat.count += 1
-            self.beat.heard = [Vitals(**{kind: second}) for second in seconds]
-            said.append(self.straggler.after(self.step, self.beat))
+            self.exchange.count += 1
+            self.exchange.heard = [BusySeconds(**{kind: second}) for second in seconds]
+            said.append(self.straggler.after(self.step, self.exchange))
         return "".join(said)
 
 
@@ -162,14 +162,14 @@ def test_the_first_two_exchanges_measure_the_start():
     windows = Windows(1.2, first=1)
     said = [bool(windows.hear(SLOW)) for _ in range(3)]
     assert said == [False, False, True]
-    beat = SimpleNamespace(count=1, heard=[Vitals(computing=9.0), Vitals(computing=0.1)])
+    exchange = SimpleNamespace(count=1, heard=[BusySeconds(computing=9.0), BusySeconds(computing=0.1)])
     straggler = Straggler(1.2)
     lines = []
     for step in range(1, 40):
         if step > 2:
-            beat.heard = [Vitals(computing=0.1)] * 2
-        lines.append(straggler.after(step, beat))
-        beat.count += 1
+            exchange.heard = [BusySeconds(computing=0.1)] * 2
+        lines.append(straggler.after(step, exchange))
+        exchange.count += 1
     assert not any(lines)
 
 
@@ -190,8 +190,8 @@ def test_each_kind_of_slowness_is_told_once():
 )
 def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, seconds, hangs):
     progress = SimpleNamespace(phase=phase, since=100.0, step=3)
-    watch = Watch(World(timeout=8.0), SimpleNamespace(progress=progress), tmp_path)
-    monkeypatch.setattr("lockstep.guards.hang.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
+    watch = HangWatchdog(World(timeout=8.0), SimpleNamespace(progress=progress), tmp_path)
+    monkeypatch.setattr("lockstep.guards.hang_watchdog.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     assert bool(watch._reason()) == hangs
 
 

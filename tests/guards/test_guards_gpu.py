@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lockstep import checkpoint
+from lockstep.distributed.world import World
 from lockstep.engines import engine
 from lockstep.guards import desync
 from lockstep.guards.reading import Reader
 from lockstep.records import StepRecord
-from lockstep.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,14 +32,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing_on_the_device(fused):
     data = torch.ones(1, 3, device="cuda")
     it.backward(it.model(data).sum())
     it.step(1.0)
-    before = {name: tensor.clone() for name, tensor in it.state().items()}
+    before = {name: tensor.clone() for name, tensor in it.state_dict().items()}
     it.backward(it.model(data).sum() * math.nan)
     result = it.step(1.0)
     assert not torch.isfinite(result.norm)
-    assert all(torch.equal(before[name], tensor) for name, tensor in it.state().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in it.state_dict().items())
     it.backward(it.model(data).sum())
     it.step(1.0)
-    assert not torch.equal(before["model/weight"], it.state()["model/weight"])
+    assert not torch.equal(before["model/weight"], it.state_dict()["model/weight"])
 
 
 def test_a_step_waits_for_nothing():

@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from distributed import RankError, run
+from ranks import RankError, run
 from toys import Ragged
 
 import lockstep
-from lockstep.config import Config
-from lockstep.guards.hang import Watch
-from lockstep.heartbeat import CONTINUE, SAVE_AND_END, Heartbeat
-from lockstep.world import World
+from lockstep.config.config import Config
+from lockstep.distributed.step_exchange import CONTINUE, SAVE_AND_END, StepExchange
+from lockstep.distributed.world import World
+from lockstep.guards.hang_watchdog import HangWatchdog
 
 
 @pytest.fixture
@@ -33,23 +33,23 @@ def stale(monkeypatch):
 
     monkeypatch.setattr(os, "stat", failing(os.stat))
     monkeypatch.setattr(os, "lstat", failing(os.lstat))
-    monkeypatch.setattr("lockstep.guards.hang._STOP", 0.01)
+    monkeypatch.setattr("lockstep.guards.hang_watchdog._STOP", 0.01)
     return looks
 
 
 def test_the_file_stop_is_heeded_though_the_file_system_failed_before(stale, tmp_path):
-    beat = Heartbeat(World(), lambda step: 1, None)
-    with Watch(World(), beat, tmp_path):
+    exchange = StepExchange(World(), lambda step: 1, None)
+    with HangWatchdog(World(), exchange, tmp_path):
         (tmp_path / "STOP").touch()
         deadline = time.monotonic() + 30
-        while beat.receive() == CONTINUE and time.monotonic() < deadline:
+        while exchange.receive() == CONTINUE and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert beat.receive() == SAVE_AND_END
+    assert exchange.receive() == SAVE_AND_END
 
 
 def test_rank_0_alone_looks_for_the_file(stale, tmp_path):
     other = World(rank=1, size=2)
-    with Watch(other, Heartbeat(World(), lambda step: 1, None), tmp_path):
+    with HangWatchdog(other, StepExchange(World(), lambda step: 1, None), tmp_path):
         time.sleep(1.0)  # four of the watch's looks at the progress
     assert not stale
 

@@ -12,11 +12,12 @@ import threading
 import zipfile
 
 import pytest
-from distributed import run
+from ranks import run
 
-from lockstep import checkpoint, options
+from lockstep import checkpoint
+from lockstep.config import options
+from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.secrets import printable
 from lockstep.sinks.log import close_log, open_log
 
 
@@ -105,7 +106,8 @@ def test_strangers_at_the_meeting_point_are_ignored():
 
 def test_the_meeting_point_of_a_node_is_on_loopback_alone(tmp_path):
     code = (
-        "from lockstep.world import World; import os; w = World.join('cpu', 20.0); print(open('/proc/net/tcp').read())"
+        "from lockstep.distributed.world import World; import os; w = World.join('cpu', 20.0)"
+        "; print(open('/proc/net/tcp').read())"
     )
     code += "; print(open('/proc/net/tcp6').read()) if os.path.exists('/proc/net/tcp6') else None; w.leave()"
     with socket.create_server(("127.0.0.1", 0)) as probe:

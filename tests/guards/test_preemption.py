@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import Ragged, taken
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.sinks.jsonl import read
 
 

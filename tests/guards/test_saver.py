@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 
 from lockstep import checkpoint
 from lockstep.checkpoint import write as writing
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.world import World
 
 
 def save(saver, folder, step, tensors, gate=None):

@@ -6,24 +6,27 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from distributed import run
+from ranks import run
 from torch import nn
 
 from lockstep.clock import HostClock
+from lockstep.distributed.step_exchange import BusySeconds, StepExchange
 from lockstep.errors import LockstepError
 from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.heartbeat import Heartbeat, Vitals
 
 
 def lines(windows, ratio=1.2, others=0.02):
     """What is said after windows of five steps in which rank 2 computes for so many seconds a step."""
-    straggler, beat = Straggler(ratio), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(ratio), SimpleNamespace(count=2, heard=[])
     found = []
     for step in range(5 * len(windows)):
         slow = windows[step // 5]
-        beat.count, beat.heard = beat.count + 1, [Vitals(0.0, slow if rank == 2 else others) for rank in range(4)]
-        found.append(straggler.after(step, beat))
+        exchange.count, exchange.heard = (
+            exchange.count + 1,
+            [BusySeconds(0.0, slow if rank == 2 else others) for rank in range(4)],
+        )
+        found.append(straggler.after(step, exchange))
     return [line for line in found if line]
 
 
@@ -36,11 +39,14 @@ def test_a_good_window_clears_the_strikes():
 
 
 def test_another_kind_or_rank_clears_them_too():
-    straggler, beat = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
     for step in range(120):
         slow = step // 5 % 4  # each rank in turn
-        beat.count, beat.heard = beat.count + 1, [Vitals(0.0, 0.03 if rank == slow else 0.02) for rank in range(4)]
-        assert not straggler.after(step, beat)
+        exchange.count, exchange.heard = (
+            exchange.count + 1,
+            [BusySeconds(0.0, 0.03 if rank == slow else 0.02) for rank in range(4)],
+        )
+        assert not straggler.after(step, exchange)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +61,22 @@ def test_the_edges(slow, others, told):
 def _told_busy(world):
     """What each rank tells of itself where rank 1 computes for long and rank 0 waits for it."""
     clock = HostClock()
-    spent = lambda: Vitals(clock.spent().get("data", 0.0), clock.spent().get("forward", 0.0))  # noqa: E731
-    beat = Heartbeat(world, lambda step: 1, None, busy=spent)
+    spent = lambda: BusySeconds(clock.spent().get("data", 0.0), clock.spent().get("forward", 0.0))  # noqa: E731
+    exchange = StepExchange(world, lambda step: 1, None, busy=spent)
     found = []
     for step in range(10):
         clock.start()
-        beat.items(step)
+        exchange.global_items(step)
         clock.lap("data")
         time.sleep(0.06 if world.rank else 0.001)
         clock.lap("forward")
-        beat.send(step)
+        exchange.send(step)
         clock.lap("data")
         clock.lap("update")
-        beat.receive()
+        exchange.receive()
         clock.lap("data")
-        found.append([tuple(vitals) for vitals in beat.heard])
-    return found, beat.waited
+        found.append([tuple(vitals) for vitals in exchange.heard])
+    return found, exchange.waited
 
 
 def test_a_rank_that_waits_reports_no_busy_time():

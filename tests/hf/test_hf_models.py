@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 
 from hf import made
 from lockstep import checkpoint

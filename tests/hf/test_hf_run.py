@@ -8,11 +8,12 @@ import shutil
 
 import pytest
 import torch
-from distributed import run
+from ranks import run
 
 import lockstep
 from hf import made
-from lockstep import checkpoint, options
+from lockstep import checkpoint
+from lockstep.config import options
 from lockstep.errors import LockstepError
 from lockstep.sinks.jsonl import read as records
 

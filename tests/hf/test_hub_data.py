@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from hf import made
-from lockstep.config import Config, Data
-from lockstep.data.batches import Batches, Cut
-from lockstep.data.hub import Wanted, open_rows, table_files
-from lockstep.data.hub_corpus import Trained
-from lockstep.data.hub_rows import reader
+from lockstep.config.config import Config, Data
+from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.hf import HubTokenizer
 from lockstep.tasks.hf import corpus_for, hub_task
 from lockstep.tasks.named import named_task
-from lockstep.world import World
+from lockstep.text.hub import Wanted, open_rows, table_files
+from lockstep.text.hub_corpus import Trained
+from lockstep.text.hub_rows import reader
 
 
 def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed=0, **data):
@@ -170,8 +170,10 @@ def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
     task = named_task(config, lambda line: None)
     for size in (2, 3, 5):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
-        cut = Cut(6, 1, len(samples))  # an epoch, whose last step is short
-        feeds = [list(Batches(task, samples, Shuffled(len(samples), 0), cut, world).from_step(0)) for world in worlds]
+        step_plan = StepPlan(6, 1, len(samples))  # an epoch, whose last step is short
+        feeds = [
+            list(Batches(task, samples, Shuffled(len(samples), 0), step_plan, world).from_step(0)) for world in worlds
+        ]
         shapes = [[(step, len(micro)) for step, micro in feed] for feed in feeds]
         assert all(shape == shapes[0] for shape in shapes)  # the same steps, the same slots: no rank waits for another
         items = sum(batch.items for feed in feeds for _, micro in feed for batch in micro)
@@ -198,7 +200,7 @@ def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
 SLOW = """
 import sys, time
 from lockstep.data import hub_corpus
-from lockstep.config import Config, Data
+from lockstep.config.config import Config, Data
 from lockstep.tasks.hf import corpus_for
 write = hub_corpus._write_tokens
 def slow(*arguments):

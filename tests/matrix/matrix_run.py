@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from distributed import RankError, run
 from matrix_cases import Case
 from matrix_oracle import CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
 from matrix_subject import BAD, BATCH, MICRO, STEPS, Subject
+from ranks import RankError, run
 
 import lockstep
-from lockstep.config import Checkpoint, Config, Data, Guards, Optim
+from lockstep.config.config import Checkpoint, Config, Data, Guards, Optim
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader

@@ -12,12 +12,12 @@ import os
 from operator import itemgetter
 
 import pytest
-from distributed import run
 from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
 from matrix_oracle import oracle
 from matrix_run import NAME, play, settings, starts
 from matrix_subject import BAD, STEPS, Subject
 from matrix_verdict import verdict
+from ranks import run
 
 import lockstep
 from lockstep.errors import LockstepError

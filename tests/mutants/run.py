@@ -32,35 +32,39 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST = 0.85  # of the mistakes that count
 NOT_COPIED = (".git", ".venv", "outputs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
 
-WHOLE = "test_loop*.py test_bookkeeper*.py test_seam*.py test_run*.py"
+WHOLE = "test_loop*.py test_run_recorder*.py test_seam*.py test_run*.py"
 GUARDS = "guards/test_guards*.py guards/test_desync*.py"
 # (area, its modules under src/lockstep, the tests that matter to them, cheapest first; patterns of files)
 TABLE = [
     ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
     ("data", "data/order.py", "test_order.py test_batches*.py"),
     ("data", "data/batches*.py", f"test_batches*.py test_loading.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
-    ("data", "data/hub*.py", "hf/test_hub_data.py test_text.py"),
-    ("data", "data/*.py", "test_text.py test_batches*.py test_loading.py hf/test_hub_data.py"),
-    ("engines", "engines/deepspeed*.py", "engines_deepspeed/*.py"),
-    ("engines", "engines/*.py", f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS}"),
-    ("checkpoint", "checkpoint/export*.py", "test_export.py"),
+    ("data", "text/*.py", "test_text.py hf/test_hub_data.py"),
+    ("data", "data/*.py", "test_batches*.py test_loading.py"),
+    ("engines", "engines/deepspeed/*.py", "engines_deepspeed/*.py"),
+    ("batchnorm", "engines/shared/batchnorm.py", "test_batchnorm*.py test_seam*.py"),
+    (
+        "engines",
+        "engines/*.py engines/*/*.py",
+        f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS}",
+    ),
+    ("checkpoint", "checkpoint/export/*.py", "test_export.py"),
     (
         "checkpoint",
         "checkpoint/*.py",
         "checkpoint/*.py guards/test_saver*.py engines/test_engine_checkpoints.py",
     ),
-    ("guards", "guards/*.py guarded.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
-    ("launch", "launch/*.py", "guards/test_launch*.py test_environment.py"),
-    ("verify", "verify/*.py spawn.py", "verify/test_comparison.py verify/*.py faults/*.py"),
-    ("heartbeat", "heartbeat.py", f"test_heartbeat*.py {GUARDS} test_worlds.py {WHOLE}"),
-    ("batchnorm", "batchnorm.py", "test_batchnorm*.py test_seam*.py"),
-    ("bookkeeper", "bookkeeper.py meter.py", f"test_bookkeeper*.py {WHOLE}"),
+    ("guards", "guards/*.py run/guarding.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
+    ("launch", "launch/*.py", "launch/test_launch*.py test_environment.py"),
+    ("verify", "verify/*.py distributed/spawn.py", "verify/test_comparison.py verify/*.py faults/*.py"),
+    ("exchange", "step_exchange.py", f"test_step_exchange*.py {GUARDS} test_worlds.py {WHOLE}"),
+    ("recorder", "run/recorder.py run/meter.py", f"test_run_recorder*.py {WHOLE}"),
     (
         "run",
-        "run.py session.py opening.py trained.py task.py",
+        "run/run.py run/session.py run/opening.py run/load.py task.py",
         f"{WHOLE} test_user.py test_task*.py test_command.py {GUARDS}",
     ),
-    ("parts", "parts.py plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
+    ("build", "run/build.py run/plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
 ]
 
 

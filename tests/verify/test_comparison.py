@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.layout import Block
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.task import Task
 from lockstep.verify import certificate

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import tasks_for_verify as tasks
-from distributed import run
+from ranks import run
 from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config import Config, Optim
+from lockstep.config.config import Config, Optim
 
 ENGINES = ("ddp", "fsdp", "zero")
 CLIPPED = Optim(warmup_steps=1, clip=0.5)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import tasks_for_verify as tasks
-from test_command import environment
+from shell import environment
 from toys import Ragged
 
 import lockstep
-from lockstep import cli, options
-from lockstep.config import Config, Optim
+from lockstep import cli
+from lockstep.config import options
+from lockstep.config.config import Config, Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.verify import certificate
 

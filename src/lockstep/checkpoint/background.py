@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.layout import Piece, Share, share_out
+from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
-from lockstep.world import World
 
 __all__ = ["Saver"]
 

@@ -17,11 +17,11 @@ from typing import Any
 from lockstep.checkpoint.check import damaged, data_files, hold, outline, strangers
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
+from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.store import list_steps, path_of
-from lockstep.checkpoint.together import together
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.units import bytes_text
-from lockstep.world import World
 
 __all__ = ["find_newest", "find_resume"]
 
@@ -53,7 +53,7 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
         world.check(error if world.is_main else None)  # collective
     if path is None:
         return None
-    state = together(world, lambda: read_state(path) if world.is_main else {})  # collective
+    state = on_all_ranks(world, lambda: read_state(path) if world.is_main else {})  # collective
     return path, world.gather(state)[0]  # collective
 
 
@@ -63,7 +63,7 @@ def find_newest(folder: Path, world: World, say: Say) -> Path | None:
 
 
 def _steps(folder: Path, world: World) -> list[int]:
-    mine = together(world, lambda: list_steps(folder) if world.is_main else [])  # collective
+    mine = on_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
     found: list[int] = world.gather(mine)[0]  # collective
     return found
 
@@ -82,15 +82,15 @@ def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | No
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
     """What is wrong with the checkpoint, the same on every rank; [] when it is whole."""
-    problems, checksum = world.gather(together(world, lambda: _seen(path, world)))[0]  # collective
+    problems, checksum = world.gather(on_all_ranks(world, lambda: _seen(path, world)))[0]  # collective
     if problems:
         return list(problems)
     reading = _Reading(path, world, say)
-    mine = together(  # collective
+    mine = on_all_ranks(  # collective
         world, lambda: _read(path, checksum, world, reading), done=lambda: reading.bytes, heard=reading.heard
     )
     found = sorted(problem for each in world.gather(mine) for problem in each)  # collective
-    return found or list(world.gather(together(world, lambda: _held(path, world)))[0])  # collective
+    return found or list(world.gather(on_all_ranks(world, lambda: _held(path, world)))[0])  # collective
 
 
 def _seen(path: Path, world: World) -> tuple[list[str], str]:

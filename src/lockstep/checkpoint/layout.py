@@ -17,9 +17,9 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.dtypes import dtype_name, is_known
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.tensors import is_dtensor, local_of
-from lockstep.world import World
 
 __all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "owners_of", "share_out"]
 

@@ -25,11 +25,11 @@ from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.index import Entry
 from lockstep.checkpoint.layout import Block, block_of
-from lockstep.checkpoint.together import together
+from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.write import bytes_of
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
-from lockstep.world import World
 
 __all__ = ["Whole", "fingerprint", "fingerprint_of", "load", "opened"]
 
@@ -50,8 +50,8 @@ def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, ve
         PeerError: another rank found so.
     """
     everybody = world or World()
-    stored = together(everybody, lambda: _checked(path, wanted, world, verified))  # collective
-    together(everybody, lambda: _fill_all(path, wanted, stored))  # collective
+    stored = on_all_ranks(everybody, lambda: _checked(path, wanted, world, verified))  # collective
+    on_all_ranks(everybody, lambda: _fill_all(path, wanted, stored))  # collective
 
 
 def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None, verified: bool) -> dict[str, Stored]:

@@ -22,11 +22,11 @@ from lockstep.checkpoint.dtypes import dtype_name, stored_as
 from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
 from lockstep.checkpoint.layout import Piece, Share, share_out
-from lockstep.checkpoint.together import together
+from lockstep.checkpoint.on_all_ranks import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import sync
 from lockstep.units import bytes_text
-from lockstep.world import World
 
 __all__ = ["bytes_of", "save", "write_share"]
 
@@ -51,7 +51,7 @@ def save(
             written is gone and the older checkpoints are as they were.
         PeerError: the same, on a rank other than this one.
     """
-    share = together(world, lambda: share_out(tensors, world))  # collective
+    share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
     return write_share(folder, step, share, state, world, engine=engine)
 
 
@@ -61,16 +61,16 @@ def write_share(folder: Path, step: int, share: Share, state: dict[str, Any], wo
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
     whole = sum(world.gather(size))  # collective
-    begun = together(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
+    begun = on_all_ranks(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
     begun = world.gather(begun)[0]  # collective
     if begun is None:
         return final
     temporary = final.parent / begun
     try:
-        files = together(world, lambda: _write_share(temporary, share, world.rank))  # collective
+        files = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
         listed = {name: entry for each in world.gather(files) for name, entry in each.items()}  # collective
         manifest = Manifest(step, world.size, engine, int(time.time()), listed)
-        together(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
+        on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is of no use to anybody
         if world.is_main:
             remove(temporary)

@@ -7,7 +7,7 @@ lockstep checkpoint verify outputs/first        one line each; exit code 3 when 
 
 import importlib
 
-from lockstep.flags import Parser
+from lockstep.config.flags import Parser
 
 __all__ = ["command"]
 

@@ -9,8 +9,8 @@ lockstep export outputs/first ds --format deepspeed --step 500      a folder, De
 import importlib
 from pathlib import Path
 
-from lockstep.flags import Parser
-from lockstep.secrets import printable
+from lockstep.config.flags import Parser
+from lockstep.config.secrets import printable
 
 __all__ = ["command"]
 
@@ -26,7 +26,7 @@ def command(argv: list[str]) -> int:
         given = _parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    exporting = importlib.import_module("lockstep.checkpoint.export")  # loads torch
+    exporting = importlib.import_module("lockstep.checkpoint.export.export")  # loads torch
     path = exporting.chosen(Path(given.run), given.step)
     out = exporting.export(path, Path(given.out), given.format)
     print(f"{printable(path.name)} as {given.format}: {printable(str(out))}")

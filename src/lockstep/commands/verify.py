@@ -13,10 +13,10 @@ Here are the flags; `verify/command.py` does the work.
 import argparse
 import importlib
 
+from lockstep.config.flags import Parser
+from lockstep.config.hints import FOREIGN
+from lockstep.config.options import add_flags
 from lockstep.errors import ConfigError
-from lockstep.flags import Parser
-from lockstep.hints import FOREIGN
-from lockstep.options import add_flags
 from lockstep.verify import FAULTS
 
 __all__ = ["command"]

@@ -1,6 +1,6 @@
 """The micro-batches of every step, and which of them this rank computes.
 
-    batches = Batches(task, dataset, order, cut, world, seed=0)
+    batches = Batches(task, dataset, order, step_plan, world, seed=0)
     for step, micro in batches.from_step(500):      # starts at any step at once: the order is arithmetic
 
 What micro-batch m of step k holds depends on (seed, k, m) alone. The world size decides only who computes it.
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, Self
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
+from lockstep.distributed.world import World
 from lockstep.errors import DataError
 from lockstep.task import Order, Task
-from lockstep.world import World
 
 __all__ = [
     "START",
     "Batches",
-    "Cut",
-    "Feed",
     "Loading",
     "MicroBatch",
     "Origin",
+    "StepLoader",
+    "StepPlan",
     "draws",
     "seed_everything",
     "slots",
@@ -89,7 +89,7 @@ START = Origin(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StepPlan:
     """How the stream of positions is cut: `size` samples a step, in micro-batches of `micro_size`, up to `total`.
 
     Only the run's very last step can be shorter: it ends where `total` does. The steps before `origin` were cut in
@@ -143,13 +143,13 @@ class Batches:
         task: Task,
         dataset: Any,
         order: Order,
-        cut: Cut,
+        step_plan: StepPlan,
         world: World,
         *,
         seed: int = 0,
         loading: Loading | None = None,
     ) -> None:
-        self.cut = cut
+        self.step_plan = step_plan
         self.world_size = world.size
         self._order, self._rank = order, world.rank
         self._fetch = Fetch(dataset, task, seed, world.rank)
@@ -158,9 +158,9 @@ class Batches:
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
         self._mean = task.reduction == "mean"
 
-    def from_step(self, start: int) -> "Feed":
+    def from_step(self, start: int) -> "StepLoader":
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
-        return Feed(self, start)
+        return StepLoader(self, start)
 
     def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """(step, micro-batch) one at a time from step `start` on, as they lie in the data."""
@@ -198,7 +198,7 @@ class Batches:
         With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
         are: a file that a dataset opens must not be open already when loader processes are forked.
         """
-        slot = slots(self.cut.micro_batches, self.world_size, self._rank, self.cut.present(step))[0]
+        slot = slots(self.step_plan.micro_batches, self.world_size, self._rank, self.step_plan.present(step))[0]
         whole = self._key(step, slot.micro)
         keys = [whole._replace(epochs=whole.epochs[a:b], samples=whole.samples[a:b]) for a, b in cuts]
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
@@ -209,9 +209,9 @@ class Batches:
 
     def _with_items(self, step: int) -> Any:
         """A micro-batch that has items, of this step or of one soon after it, whichever rank computes it."""
-        last = min(step + _SEARCHED, self.cut.steps)
+        last = min(step + _SEARCHED, self.step_plan.steps)
         for near in range(step, last):
-            for micro in range(self.cut.present(near)):
+            for micro in range(self.step_plan.present(near)):
                 data, items = self._fetch[self._key(near, micro)]
                 if items:
                     return data
@@ -221,29 +221,29 @@ class Batches:
         )
 
     def _key(self, step: int, micro: int) -> Key:
-        epochs, samples = self._order.at(*self.cut.positions(step, micro))
+        epochs, samples = self._order.at(*self.step_plan.positions(step, micro))
         return Key(step, micro, 1.0, epochs.tolist(), samples.tolist())
 
     def _keys(self, start: int) -> Iterator[Key]:
         """Keys of this rank's micro-batches, the samples looked up for many steps at once: a lone look-up is slow."""
-        cut = self.cut
-        block = max(1, 4096 // cut.size)
-        full = slots(cut.micro_batches, self.world_size, self._rank)
-        for first in range(start, cut.steps, block):
-            last = min(first + block, cut.steps)
-            origin = cut.start(first)
-            epochs, samples = self._order.at(origin, cut.start(last))
+        step_plan = self.step_plan
+        block = max(1, 4096 // step_plan.size)
+        full = slots(step_plan.micro_batches, self.world_size, self._rank)
+        for first in range(start, step_plan.steps, block):
+            last = min(first + block, step_plan.steps)
+            origin = step_plan.start(first)
+            epochs, samples = self._order.at(origin, step_plan.start(last))
             for step in range(first, last):
-                present = cut.present(step)
-                short = present < cut.micro_batches
-                mine = slots(cut.micro_batches, self.world_size, self._rank, present) if short else full
+                present = step_plan.present(step)
+                short = present < step_plan.micro_batches
+                mine = slots(step_plan.micro_batches, self.world_size, self._rank, present) if short else full
                 for micro, weight in mine:
-                    a, b = cut.positions(step, micro)
+                    a, b = step_plan.positions(step, micro)
                     span = slice(a - origin, b - origin)
                     yield Key(step, micro, weight, epochs[span].tolist(), samples[span].tolist())
 
 
-class Feed:
+class StepLoader:
     """An iterator over (step, micro-batches) that can look ahead: the items of coming steps are counted early.
 
     What is looked ahead at lies in host memory (see `MicroBatch.data`).
@@ -251,8 +251,8 @@ class Feed:
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._stream = batches.trained(start)
-        self._steps = batches.cut.steps
-        self._slots = -(-batches.cut.micro_batches // batches.world_size)
+        self._steps = batches.step_plan.steps
+        self._slots = -(-batches.step_plan.micro_batches // batches.world_size)
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []

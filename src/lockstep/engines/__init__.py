@@ -9,26 +9,26 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config import EngineOptions, flag
+from lockstep.config.config import EngineOptions, flag
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings, StepResult
-from lockstep.engines.buffers import with_buffers
-from lockstep.engines.exact import check_servable, fold_of
-from lockstep.engines.optimizers import check_optimizer
-from lockstep.engines.place import birthplace
+from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.shared.exact import check_servable, chunk_of
+from lockstep.engines.shared.model_init import init_context
+from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
-from lockstep.world import World
 
 __all__ = [
     "ENGINES",
     "PLAIN",
-    "Birth",
     "Engine",
     "Entry",
     "MakeOptimizer",
+    "ModelInit",
     "Settings",
     "StepResult",
-    "birth",
     "engine",
+    "model_init",
     "name_of",
     "options_for",
 ]
@@ -55,9 +55,9 @@ class Entry(NamedTuple):
 ENGINES = {
     "single": Entry("lockstep.engines.single", "Single", one_process=True),
     "ddp": Entry("lockstep.engines.ddp", "DDP"),
-    "fsdp": Entry("lockstep.engines.fsdp", "FSDP"),
+    "fsdp": Entry("lockstep.engines.fsdp.engine", "FSDP"),
     "zero": Entry("lockstep.engines.zero", "Zero"),
-    "deepspeed": Entry("lockstep.engines.deepspeed", "DeepSpeed", everywhere=False, float64=False),
+    "deepspeed": Entry("lockstep.engines.deepspeed.engine", "DeepSpeed", everywhere=False, float64=False),
     "data-parallel": Entry("lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False),
 }
 PLAIN = "single"  # the one that splits nothing: what all others have to agree with
@@ -103,22 +103,22 @@ def engine(
             that does not go with it.
     """
     name = name_of(name, world)
-    fold = slots = 0
+    chunk = slots = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
-        fold, slots = fold_of(exact_micro_batches), exact_micro_batches // world.size
+        chunk, slots = chunk_of(exact_micro_batches), exact_micro_batches // world.size
     options = options or EngineOptions()
     kind = _kind(name, options)
-    settings = Settings(clip, fold, slots, loss_scaling, tuple(blocks), options)
+    settings = Settings(clip, chunk, slots, loss_scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
 
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
-        check_optimizer(name, made, exact=bool(fold) and world.size > 1)
+        check_optimizer(name, made, exact=bool(chunk) and world.size > 1)
         return made
 
     made = cast(Engine, kind(model, make, world, settings))
-    return with_buffers(made, model, world, exact=bool(fold), shared=options.broadcast_buffers)
+    return with_buffers(made, model, world, exact=bool(chunk), shared=options.broadcast_buffers)
 
 
 def name_of(name: str, world: World) -> str:
@@ -130,7 +130,7 @@ def name_of(name: str, world: World) -> str:
     return name
 
 
-class Birth(NamedTuple):
+class ModelInit(NamedTuple):
     """How a model is to be made for an engine.
 
     Attributes:
@@ -142,10 +142,10 @@ class Birth(NamedTuple):
     moves: bool
 
 
-def birth(name: str, world: World, options: EngineOptions) -> Birth:
+def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
     """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
     kind = _kind(name_of(name, world), options)
-    return Birth(birthplace(options, world), not getattr(kind, "places", False))
+    return ModelInit(init_context(options, world), not getattr(kind, "places", False))
 
 
 def options_for(name: str, options: EngineOptions) -> EngineOptions:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config import EngineOptions
+from lockstep.config.config import EngineOptions
 
 __all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult"]
 
@@ -49,7 +49,7 @@ class Settings:
     """
 
     clip: float = 0.0
-    fold: int = 0
+    chunk: int = 0
     slots: int = 0
     loss_scaling: bool = False
     blocks: tuple[nn.Module, ...] = ()
@@ -84,8 +84,8 @@ class Engine(Protocol):
                 stay as they were before the step. -inf leaves the step out whatever its norm.
         """
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Takes a state over; tensors that `state()` itself handed out are in place already."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes a state over; tensors that `state_dict()` itself handed out are in place already."""

@@ -7,11 +7,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
-from lockstep.engines.roots import Roots
-from lockstep.engines.update import Update, trained
+from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
-from lockstep.world import World
 
 __all__ = ["DataParallel"]
 
@@ -33,7 +33,7 @@ class DataParallel:
             raise ConfigError(f"--engine data-parallel needs two GPUs in one process, and here are {count}; use ddp")
         if world.size > 1:
             raise ConfigError(f"--engine data-parallel is one process, not {world.size}; use --engine ddp")
-        if settings.fold:
+        if settings.chunk:
             raise ConfigError("--exact cannot hold with --engine data-parallel, which cuts micro-batches; use ddp")
         if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
             raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")
@@ -44,7 +44,7 @@ class DataParallel:
         self._module = model
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
         made = optimizer(model)
-        self._update, self._roots = Update(made, settings, cleared=trained(model, made)), Roots()
+        self._update, self._roots = OptimizerStep(made, settings, cleared=trained(model, made)), ScaledBackward()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
@@ -55,8 +55,8 @@ class DataParallel:
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         return self._update(factor, limit)
 
-    def state(self) -> dict[str, Tensor]:
-        return self._update.state(self._module)
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._update.state_dict(self._module)
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self._update.restore(self._module, state)
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._update.load_state_dict(self._module, state)

@@ -6,10 +6,10 @@ from typing import ClassVar, final
 
 from torch import Tensor, nn
 
+from lockstep.distributed.world import World
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
-from lockstep.engines.replicas import OPTIONS, Replicas
-from lockstep.engines.update import Update, trained
-from lockstep.world import World
+from lockstep.engines.shared.ddp_common import OPTIONS, ReplicatedEngine
+from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 
 __all__ = ["DDP"]
 
@@ -24,8 +24,8 @@ class DDP:
         self._module = model
         made = optimizer(model)
         exchanged = trained(model, made)
-        self._update = Update(made, settings, cleared=exchanged, fixed=True)
-        self._replicas = Replicas("ddp", model, exchanged, world, settings)
+        self._update = OptimizerStep(made, settings, cleared=exchanged, fixed=True)
+        self._replicas = ReplicatedEngine("ddp", model, exchanged, world, settings)
         self.model = self._replicas.model
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -38,8 +38,8 @@ class DDP:
         self._replicas.finish()
         return self._update(factor, limit)
 
-    def state(self) -> dict[str, Tensor]:
-        return self._update.state(self._module)
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._update.state_dict(self._module)
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self._update.restore(self._module, state)
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._update.load_state_dict(self._module, state)

@@ -6,12 +6,12 @@ from typing import ClassVar, final
 
 from torch import Tensor, nn
 
+from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
-from lockstep.engines.exact import Tree
-from lockstep.engines.roots import Roots
-from lockstep.engines.update import Update, trained
+from lockstep.engines.shared.exact import Tree
+from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
-from lockstep.world import World
 
 __all__ = ["Single"]
 
@@ -28,9 +28,9 @@ class Single:
         self.model = model
         made = optimizer(model)
         own = trained(model, made)
-        self._update = Update(made, settings, cleared=own, fixed=bool(settings.fold))
-        self._roots = Roots()
-        self._tree = Tree(own, settings.fold, world, settings.slots) if settings.fold else None
+        self._update = OptimizerStep(made, settings, cleared=own, fixed=bool(settings.chunk))
+        self._roots = ScaledBackward()
+        self._tree = Tree(own, settings.chunk, world, settings.slots) if settings.chunk else None
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
@@ -45,8 +45,8 @@ class Single:
             self._tree.finish()
         return self._update(factor, limit)
 
-    def state(self) -> dict[str, Tensor]:
-        return self._update.state(self.model)
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._update.state_dict(self.model)
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self._update.restore(self.model, state)
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._update.load_state_dict(self.model, state)

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep.distributed.world import World
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
-from lockstep.engines.extra import set_extra
-from lockstep.engines.names import materialise
-from lockstep.engines.replicas import OPTIONS, Replicas, check_launched
-from lockstep.engines.update import Update, trained
+from lockstep.engines.shared.ddp_common import OPTIONS, ReplicatedEngine, check_launched
+from lockstep.engines.shared.extra import set_extra
+from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.state_dict import materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
-from lockstep.world import World
 
 with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -34,7 +34,7 @@ class Zero:
     """The engine `zero`: gradients as in ddp, optimizer states of a parameter on one rank only.
 
     After the update each parameter is broadcast by its owner. A state's tensor is whole, so that the largest
-    parameter's share bounds what more ranks can save. In `state()` it is a DTensor that only its owner has.
+    parameter's share bounds what more ranks can save. In `state_dict()` it is a DTensor that only its owner has.
     """
 
     options: ClassVar[tuple[str, ...]] = OPTIONS
@@ -46,8 +46,8 @@ class Zero:
         self._zero = _split(plain)
         exchanged = trained(model, plain)
         order = [p for group in plain.param_groups for p in group["params"]]
-        self._update = Update(self._zero, settings, order=order, cleared=exchanged, fixed=True)
-        self._replicas = Replicas("zero", model, exchanged, world, settings)
+        self._update = OptimizerStep(self._zero, settings, order=order, cleared=exchanged, fixed=True)
+        self._replicas = ReplicatedEngine("zero", model, exchanged, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
 
@@ -74,7 +74,7 @@ class Zero:
         for group in self._zero.param_groups:
             group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
         if not any(self._world.gather(bool(own))):  # collective
             self._update.blank = materialise(self._zero, own) or self._update.blank
@@ -86,9 +86,9 @@ class Zero:
                 found[name] = self._placed(mine.get(name), dtype, shape, kind, owner)
         return found | self._update.scaling()
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         state = self._update.restore_scaling(state)
-        own = self.state()
+        own = self.state_dict()
         self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:

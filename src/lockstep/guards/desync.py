@@ -1,6 +1,6 @@
 """Do replicas still hold the same bits?
 
-    check(engine.state(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
+    check(engine.state_dict(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
 
 A fingerprint of every tensor (xxh3 over its bytes, so that order counts) is compared between the ranks that hold the
 same part of it: all ranks for what is replicated, be it one buffer beside sharded parameters; the copies of a shard
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.write import bytes_of
+from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.tensors import local_of
-from lockstep.world import World
 
 __all__ = ["check", "fingerprints"]
 

@@ -1,6 +1,6 @@
 """Who is missing: each rank tells the ranks' meeting point where it stands, and one that misses somebody asks all.
 
-inquiry = Inquiry(world, beat.progress, folder)
+inquiry = Inquiry(world, exchange.progress, folder)
 inquiry.tell(inquiry.told)              # every second; `inquiry.called` when another rank has asked
 inquiry.verdict("no progress for 60 s") # "rank 1 did not arrive: it stood in step 7, its forward and backward"
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
+from lockstep.distributed.world import World
 from lockstep.guards.stacks import dump, where_main
 from lockstep.guards.told import Told
-from lockstep.progress import FOLDER_VARIABLE, Place, Progress
-from lockstep.world import World
 
 __all__ = ["Inquiry"]
 

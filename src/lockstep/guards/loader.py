@@ -1,6 +1,6 @@
 """A sample that cannot be loaded: named, tried again, and counted. (A loader process that dies: `data/loader.py`.)
 
-    dataset = Guarded(dataset, retries=2, skips=0, rank=0)
+    dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
 
 A skipped sample's place is taken by the sample after it, on whatever rank and in whatever process loads it, so that the
 same run skips alike. Each try, and the sample that takes a place, is seeded as it would be in a run without an error.
@@ -19,13 +19,13 @@ from lockstep.data.fetch import draws
 from lockstep.data.loader import Loader
 from lockstep.errors import DataError
 
-__all__ = ["Guarded", "troubles"]
+__all__ = ["RetryingDataset", "loading_failures"]
 
 _LOG = logging.getLogger("lockstep")
 _PAUSE = 0.05  # seconds before a sample is tried again; a network disk may need them
 
 
-class Guarded(Dataset[Any]):
+class RetryingDataset(Dataset[Any]):
     """A dataset whose failures name the sample. Of the inner one it offers what the loading asks for, and no more.
 
     Args:
@@ -89,11 +89,11 @@ class Guarded(Dataset[Any]):
         _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
 
 
-def troubles(loading: Sequence[Guarded | Loader]) -> list[float]:
+def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
     """[samples tried again, samples left out, loader processes started again] on this rank so far."""
     found = [0.0, 0.0, 0.0]
     for each in loading:
-        if isinstance(each, Guarded):
+        if isinstance(each, RetryingDataset):
             found[0], found[1] = (float(count) for count in each.counts)
         else:
             found[2] = float(each.restarts)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.engines.buffers import unmoved
+from lockstep.distributed.world import World
+from lockstep.engines.shared.buffers import unmoved
 from lockstep.guards.reading import ReadStep
-from lockstep.world import World
 
 __all__ = ["origin"]
 

@@ -1,6 +1,6 @@
 """Signals -> a wish in the heartbeat: the ranks agree on the step after which they save and end.
 
-with Preemption(beat): ...
+with Preemption(exchange): ...
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-from lockstep.heartbeat import INTERRUPT, SAVE_AND_END, Heartbeat
+from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, StepExchange
 
 __all__ = ["Preemption", "heeds_hangup", "leave_terminal"]
 
@@ -38,16 +38,16 @@ class Preemption:
     nothing.
     """
 
-    def __init__(self, beat: Heartbeat) -> None:
-        self._beat = beat
+    def __init__(self, exchange: StepExchange) -> None:
+        self._exchange = exchange
         self._before: dict[signal.Signals, Any] = {}
         self._interrupted = self._again = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._wish) for number in _WISHES}
+            self._before = {number: signal.signal(number, self._stop_request) for number in _WISHES}
             if heeds_hangup():
-                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._wish)
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._stop_request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,11 +59,11 @@ class Preemption:
         """Whether a second Ctrl-C came, which waits for nothing."""
         return self._again
 
-    def _wish(self, number: int, _: FrameType | None) -> None:
+    def _stop_request(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             self._again = True
             raise KeyboardInterrupt
         if number == signal.SIGHUP:
             leave_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT
-        self._beat.stop(_WISHES.get(signal.Signals(number), SAVE_AND_END))
+        self._exchange.stop(_WISHES.get(signal.Signals(number), SAVE_AND_END))

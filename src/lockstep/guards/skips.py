@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.files import refusal
+from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.files import write_whole
-from lockstep.world import World
 
 __all__ = ["Rollback", "Skips"]
 

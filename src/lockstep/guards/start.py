@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync
 from lockstep.task import Task, written
-from lockstep.world import World
 
 __all__ = ["check_programs", "check_weights"]
 

@@ -1,7 +1,7 @@
 """Which rank is slow, and at what.
 
     straggler = Straggler(ratio=1.2)
-    line = straggler.after(step, beat)      # "rank 3 is slow: 41 ms a step of computing, the others 31 ms", or ""
+    line = straggler.after(step, exchange)      # "rank 3 is slow: 41 ms per step of computing, the others 31 ms", or ""
 
 A rank's own busy seconds travel in the heartbeat: loading data, computing (the forward, which under ddp waits for
 nobody; under fsdp it gathers weights, so there a slow rank hides), and writing. A rank is called slow when it is so in
@@ -10,12 +10,12 @@ three windows in a row of five steps or more.
 
 from statistics import median
 
-from lockstep.heartbeat import Heartbeat, Vitals
+from lockstep.distributed.step_exchange import BusySeconds, StepExchange
 
 __all__ = ["Straggler"]
 
 _STEPS, _STRIKES = 5, 3
-_LEAST = 2e-3  # seconds a step; a smaller difference is noise, whatever the ratio
+_LEAST = 2e-3  # seconds per step; a smaller difference is noise, whatever the ratio
 _KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
 
 
@@ -28,25 +28,25 @@ class Straggler:
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
-        self._heard: list[list[Vitals]] = []
+        self._heard: list[list[BusySeconds]] = []
         self._count, self._since = 0, 0
         self._strikes = 0
         self._suspect: tuple[int, str] | None = None
         self._told: set[tuple[int, str]] = set()
 
-    def after(self, step: int, beat: Heartbeat) -> str:
+    def after(self, step: int, exchange: StepExchange) -> str:
         """One line when a rank has been found slow, once for each rank and kind; else ""."""
-        if beat.count == self._count or not self._ratio:
+        if exchange.count == self._count or not self._ratio:
             return ""
-        self._count = beat.count
-        if beat.count > 2:  # the first ones measure the start
-            self._heard.append(beat.heard)
+        self._count = exchange.count
+        if exchange.count > 2:  # the first ones measure the start
+            self._heard.append(exchange.heard)
         if step - self._since < _STEPS or not self._heard:
             return ""
         heard, self._heard, self._since = self._heard, [], step
         return self._judged(heard)
 
-    def _judged(self, heard: list[list[Vitals]]) -> str:
+    def _judged(self, heard: list[list[BusySeconds]]) -> str:
         found = None
         for kind in _KINDS:
             seconds = [median(getattr(vitals[rank], kind) for vitals in heard) for rank in range(len(heard[0]))]
@@ -61,6 +61,6 @@ class Straggler:
             return ""
         self._told.add((found[0], found[1]))
         return (
-            f"rank {found[0]} is slow: {1e3 * found[2]:.1f} ms a step of {_KINDS[found[1]]}, the others "
+            f"rank {found[0]} is slow: {1e3 * found[2]:.1f} ms per step of {_KINDS[found[1]]}, the others "
             f"{1e3 * found[3]:.1f} ms; all ranks wait for it"
         )

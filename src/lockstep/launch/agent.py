@@ -26,14 +26,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from lockstep.distributed.progress import FOLDER_VARIABLE, Place, read_end
 from lockstep.errors import LockstepError, UsageError
 from lockstep.guards.preemption import heeds_hangup, leave_terminal
+from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
-from lockstep.launch.leash import LAUNCHER_VARIABLE, private_folder
-from lockstep.launch.meeting import local_address, meeting
 from lockstep.launch.memory import kills
-from lockstep.progress import FOLDER_VARIABLE, Place, read_end
+from lockstep.launch.rendezvous import local_address, meeting
 
 __all__ = ["run"]
 

@@ -18,11 +18,11 @@ import sys
 import uuid
 from pathlib import Path
 
-from lockstep import options
-from lockstep.addresses import check_reachable, own_address
+from lockstep.config import options
+from lockstep.config.flags import Parser
+from lockstep.config.hints import FOREIGN
+from lockstep.distributed.addresses import check_reachable, own_address
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.flags import Parser
-from lockstep.hints import FOREIGN
 from lockstep.launch.job import Job
 
 __all__ = ["command"]

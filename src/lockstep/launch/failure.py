@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.secrets import mask, printable
+from lockstep.distributed.progress import FOLDER_VARIABLE, Place
 from lockstep.errors import LockstepError, PeerError, UsageError
-from lockstep.progress import FOLDER_VARIABLE, Place
-from lockstep.secrets import mask, printable
 
 __all__ = ["Failure", "first", "note"]
 

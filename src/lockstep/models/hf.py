@@ -21,9 +21,9 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from lockstep.config.hub_name import is_hub_name
 from lockstep.errors import ConfigError
-from lockstep.hub import reach, way_out
-from lockstep.hub_name import is_hub_name
+from lockstep.text.reach import reach, way_out
 
 __all__ = ["HubModel", "HubTokenizer", "logits_of", "repeated_blocks"]
 

@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.secrets import mask, printable
+from lockstep.config.secrets import mask, printable
 from lockstep.sinks.plot import curve
 from lockstep.sinks.words import duration_text, line_of, numbers_of, summary_rows
 

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.secrets import mask
 from lockstep.files import replacing
-from lockstep.secrets import mask
 
 __all__ = ["JsonLines", "read"]
 

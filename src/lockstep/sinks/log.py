@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lockstep.secrets import mask, printable
+from lockstep.config.secrets import mask, printable
 
 __all__ = ["close_log", "open_log"]
 

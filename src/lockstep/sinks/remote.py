@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import Config
+from lockstep.config.config import Config
+from lockstep.config.secrets import is_secret_name, mask
 from lockstep.errors import ConfigError
-from lockstep.secrets import is_secret_name, mask
 from lockstep.sinks import Sink
 from lockstep.sinks.tensorboard import TensorBoard
 from lockstep.sinks.wandb import WandB

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.secrets import mask
+from lockstep.config.secrets import mask
 
 __all__ = ["TensorBoard"]
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.secrets import mask
+from lockstep.config.secrets import mask
 
 __all__ = ["WandB"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.corpus import Windows
-from lockstep.data.hub_corpus import Blocks, TokenCorpus
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig, generate
 from lockstep.task import Task
+from lockstep.text.corpus import Windows
+from lockstep.text.hub_corpus import Blocks, TokenCorpus
 
 __all__ = ["IGNORED", "CausalLM", "collate_tokens", "count_labels", "summed_cross_entropy"]
 
@@ -30,11 +30,11 @@ class CausalLM(Task):
     """The built-in GPT on a prepared corpus.
 
     Args:
-        corpus: see `lockstep.data.hub_corpus.prepare`.
+        corpus: see `lockstep.text.hub_corpus.prepare`.
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
-        defaults: what is chosen where the configuration says nothing; see `lockstep.defaults`.
+        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
         item_name: what a rate is shown in.
         items_per_sample: labelled tokens of every sample, the same for all: the sequence length, in blocks one less.
         sources: what came from a hub: name -> revision.

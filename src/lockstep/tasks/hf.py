@@ -13,17 +13,17 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Config
-from lockstep.data.corpus import Windows
-from lockstep.data.hub import Wanted, open_rows, table_files
-from lockstep.data.hub_cache import default_cache
-from lockstep.data.hub_corpus import Blocks, Packing, TokenCorpus, Tokenizer, Trained, prepare
-from lockstep.data.hub_plain import plain_rows
+from lockstep.config.config import Config
+from lockstep.config.hub_name import is_hub_name
 from lockstep.errors import ConfigError
-from lockstep.hub_name import is_hub_name
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.task import Task
 from lockstep.tasks.causal_lm import collate_tokens, count_labels, summed_cross_entropy
+from lockstep.text.corpus import Windows
+from lockstep.text.hub import Wanted, open_rows, table_files
+from lockstep.text.hub_cache import default_cache
+from lockstep.text.hub_corpus import Blocks, Packing, TokenCorpus, Tokenizer, Trained, prepare
+from lockstep.text.hub_plain import plain_rows
 
 __all__ = ["Chosen", "HubCausalLM", "cache_of", "corpus_for", "hub_task", "trained_size"]
 
@@ -46,7 +46,7 @@ class HubCausalLM(Task):
         sources: what came from a hub: name -> revision.
 
     Attributes:
-        defaults: what is chosen where the configuration says nothing; see `lockstep.defaults`.
+        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
         items_per_sample: labelled tokens of every sample: the sequence length, in blocks one less.
 
     Raises:
@@ -122,7 +122,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
 
     Raises:
         ConfigError: the model or the tokenizer is not to be had, needs code of its own, or does not fit the data.
-        DataError: see `lockstep.data.hub_corpus.prepare`.
+        DataError: see `lockstep.text.hub_corpus.prepare`.
     """
     name, asked = config.model_name, config.model
     cache = cache_of(config)
@@ -160,7 +160,7 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | Trained], say: Say)
 
     Raises:
         ConfigError: a tokenizer that is not to be had, or a sequence length that leaves nothing to predict.
-        DataError: see `lockstep.data.hub_corpus.prepare`.
+        DataError: see `lockstep.text.hub_corpus.prepare`.
     """
     data, name = config.data, config.dataset_name
     if data.packing == "blocks" and config.seq_len < 2:

@@ -5,15 +5,15 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.config import Config, flag
-from lockstep.data.hub_corpus import Trained
+from lockstep.config.config import Config, flag
+from lockstep.config.hub_name import is_hub_name
+from lockstep.config.presets import described
 from lockstep.errors import ConfigError
-from lockstep.hub_name import is_hub_name
 from lockstep.models.gpt import PRESETS
-from lockstep.presets import described
 from lockstep.task import Task, load_task
 from lockstep.tasks.causal_lm import CausalLM
 from lockstep.tasks.hf import corpus_for, hub_task
+from lockstep.text.hub_corpus import Trained
 
 __all__ = ["named_task"]
 

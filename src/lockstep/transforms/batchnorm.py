@@ -3,7 +3,7 @@
     model = recording(model, say)       the same modules, names, parameters and buffers
     model = synchronised(model, ...)    SyncBatchNorm in their place
 
-`lockstep.batchnorm` gathers what was recorded once a step and updates the running statistics. The statistics that
+`lockstep.engines.shared.batchnorm` gathers what was recorded once a step and updates the running statistics. Those that
 normalise a micro-batch are that micro-batch's own, so they do not depend on the world size to begin with.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.config import Config
+    from lockstep.config.config import Config
     from lockstep.verify.table import Table
 
 __all__ = ["FAULTS", "verify"]
@@ -81,7 +81,7 @@ def verify(
         LockstepError: the single process itself failed.
     """
     request = importlib.import_module("lockstep.verify.request").Request(
-        config or importlib.import_module("lockstep.config").Config(),
+        config or importlib.import_module("lockstep.config.config").Config(),
         task,
         engines=engines,
         world_sizes=world_sizes,

@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep import environment, options
-from lockstep.config import Config
+from lockstep.config import options
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
+from lockstep.run import environment
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import Request

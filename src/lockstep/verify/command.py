@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep import options, presets
-from lockstep.config import Config
+from lockstep.config import options, presets
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.task import load_task
 from lockstep.verify import certificate

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from lockstep.config import Config
+from lockstep.config.config import Config
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError
 from lockstep.verify.processes import start
 from lockstep.verify.request import RunSpec
 from lockstep.verify.worker import log_operations, run
-from lockstep.world import World, together
 
 __all__ = ["Executor", "LocalExecutor", "TorchrunExecutor", "executor_for", "new_folder"]
 
@@ -77,9 +77,9 @@ class TorchrunExecutor:
     def __init__(self, config: Config, scratch: str) -> None:
         self._world = world = World.join(config.device, config.timeout)
         self.is_main, self.world_size = world.is_main, world.size
-        made = together(world, lambda: str(new_folder(scratch)) if world.is_main else "")
+        made = on_all_ranks(world, lambda: str(new_folder(scratch)) if world.is_main else "")
         self.folder = Path(world.gather(made)[0])
-        together(world, lambda: _check_seen(self.folder))
+        on_all_ranks(world, lambda: _check_seen(self.folder))
 
     def run(self, specs: Sequence[RunSpec]) -> None:
         self._do(lambda world: run(world, _silent, specs), one_process=specs[0].combination.world_size == 1)
@@ -94,7 +94,7 @@ class TorchrunExecutor:
         """An error of one rank alone ends the job: the others may stand in any collective."""
         if one_process:
             own = World(device=self._world.device)
-            together(self._world, lambda: action(own) if self.is_main else None)
+            on_all_ranks(self._world, lambda: action(own) if self.is_main else None)
         else:
             action(self._world)
             self._world.barrier()  # collective: the traces of all ranks are there

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config import Config
-from lockstep.data.batches import Batches, Feed
+from lockstep.config.config import Config
+from lockstep.data.batches import Batches, StepLoader
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError
 from lockstep.task import Task
 from lockstep.verify import FAULTS
-from lockstep.world import World
 
 __all__ = ["Fault", "FaultContext", "Seed", "fault"]
 
@@ -39,7 +39,7 @@ class FaultContext:
     step: int
     begin: int
     model: nn.Module | None = None
-    feed: Feed | None = None
+    step_loader: StepLoader | None = None
 
     @property
     def resumed(self) -> bool:

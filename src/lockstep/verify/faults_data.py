@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
 from lockstep.data.order import Shuffled
 from lockstep.errors import ConfigError
@@ -107,7 +107,7 @@ class _Padded:
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)
-        self.cut, self.world_size = inner.cut, inner.world_size
+        self.step_plan, self.world_size = inner.step_plan, inner.world_size
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.engines.base import Engine, StepResult
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
@@ -151,8 +151,8 @@ class _Averaged(_StepCounter):
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.known != self.done:
-            assert self.context.feed is not None
-            self.known, own = self.done, self.context.feed.items(self.done)
+            assert self.context.step_loader is not None
+            self.known, own = self.done, self.context.step_loader.items(self.done)
             every = self.context.world.gather(own)  # collective
             self.share = sum(every) / max(own * len(every), 1)
         self.inner.backward(loss, weight * self.share)
@@ -217,7 +217,7 @@ class SwappedState(Fault):
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         if context.resumed:
-            state = engine.state()  # may be collective
+            state = engine.state_dict()  # may be collective
             moments = [local_of(t) for name, t in state.items() if context.is_target_rank and name.endswith("/exp_avg")]
             for moment in (m for m in moments if m.numel() > 1):
                 moment.copy_(moment.flatten().roll(moment.numel() // 2).view_as(moment))

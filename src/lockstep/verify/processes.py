@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep import spawn
-from lockstep.spawn import RankFailed
+from lockstep.distributed import spawn
+from lockstep.distributed.spawn import RankFailed
 
 __all__ = ["RankFailed", "start"]
 

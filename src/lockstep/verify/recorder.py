@@ -1,7 +1,8 @@
 """Watches the real loop from outside: wrappers of the feed, the seeder and the engine, and torch's optimizer hooks.
 
 recorder = Recorder(engine, model, reference, device, before=None)
-for record in steps(recorder.engine, task, recorder.watch(feed), beat, Plan(rate, recorder.seeding(seed), clock)):
+control = StepControl(rate, recorder.seeding(seed), clock)
+for record in steps(recorder.engine, task, recorder.watch(step_loader), exchange, control):
     recorder.close(record)                  # recorder.steps[-1] is what this rank did, as plain values
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.data.batches import Feed, MicroBatch
+from lockstep.data.batches import MicroBatch, StepLoader
 from lockstep.engines.base import Engine, StepResult
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
@@ -72,9 +73,9 @@ class Recorder:
         self._groups: list[Any] = []
         self._armed = False
 
-    def watch(self, feed: Feed) -> Iterator[tuple[int, list[MicroBatch]]]:
+    def watch(self, step_loader: StepLoader) -> Iterator[tuple[int, list[MicroBatch]]]:
         """The feed, noting what is in each step's micro-batches."""
-        for step, micro in feed:
+        for step, micro in step_loader:
             slots = [
                 {"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))} for b in micro
             ]
@@ -156,7 +157,7 @@ class Recorder:
 
     def _state(self) -> dict[str, Named]:
         found: dict[str, Named] = {kind: [] for kind in (*KINDS, "persistent")}
-        for name, tensor in self.engine.state().items():  # may be collective
+        for name, tensor in self.engine.state_dict().items():  # may be collective
             where, _, rest = name.partition("/")
             if where != "model":
                 found["optimizer"].append((name, tensor))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.engines import ENGINES, PLAIN
-from lockstep.engines.exact import check_servable
+from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import ConfigError
 from lockstep.verify.fault import Fault
 from lockstep.verify.tolerance import EXACT, Tolerance, tolerance_of

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.transforms.precision import PARAMETERS
 
 __all__ = ["EXACT", "Scales", "Tolerance", "tolerance_of", "unit_roundoff"]

@@ -18,15 +18,16 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
-from lockstep.config import Config
-from lockstep.data.batches import Feed
+from lockstep.config.config import Config
+from lockstep.data.batches import StepLoader
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines import Engine, options_for
-from lockstep.evaluate import evaluate
 from lockstep.files import write_whole
-from lockstep.heartbeat import Heartbeat
-from lockstep.loop import Plan, seeder, steps
-from lockstep.parts import Parts, assemble
+from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
+from lockstep.run.build import Built, build
+from lockstep.run.evaluate import evaluate
 from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.tasks.named import named_task
 from lockstep.verify.fault import FaultContext, Seed
@@ -35,7 +36,6 @@ from lockstep.verify.recorder import Recorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import RunSpec
 from lockstep.verify.wrappers import PreparedTask
-from lockstep.world import World, together
 
 __all__ = ["log_operations", "read_trace", "run"]
 
@@ -61,13 +61,13 @@ def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | Non
 
 def log_operations(world: World, say: Callable[..., None], spec: RunSpec, step: int, name: str) -> None:
     """Writes every operation of `step`, in order, to `folder/name.json`: for a task that is not deterministic."""
-    parts = _assembled(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
-    feed = parts.batches.from_step(0)
-    training = _training(parts, parts.engine, feed, feed, _seed(parts))
+    built = _assembled(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
+    step_loader = built.batches.from_step(0)
+    training = _training(built, built.engine, step_loader, step_loader, _seed(built))
     for _ in range(step):
         next(training)
         say()
-    with OperationLog(parts.model) as log:
+    with OperationLog(built.model) as log:
         next(training)
     (spec.folder / f"{name}.json").write_text(json.dumps(log.lines), encoding="utf-8")
 
@@ -95,48 +95,48 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
     before: dict[str, Any] | None = None
     for begin, end in zip([0, *ends], ends, strict=False):
         context = FaultContext(world, request.config, request.fault_step, begin)
-        parts = _assembled(spec, world, context, spec.key)
-        if parts.source:
-            tensors = parts.tensors()
-            checkpoint.load(parts.source, tensors, world)  # collective
-            parts.restore(tensors)
+        built = _assembled(spec, world, context, spec.key)
+        if built.source:
+            tensors = built.tensors()
+            checkpoint.load(built.source, tensors, world)  # collective
+            built.load_state_dict(tensors)
             del tensors
-        context.model, context.feed = parts.model, parts.batches.from_step(parts.start)
+        context.model, context.step_loader = built.model, built.batches.from_step(built.start)
         recorder = Recorder(
-            fault.inside(parts.engine, context),
-            parts.model,
+            fault.inside(built.engine, context),
+            built.model,
             _reference(spec),
             world.device,
             before,
-            tracks_dtypes=not spec.reference and not parts.config.compile,
+            tracks_dtypes=not spec.reference and not built.config.compile,
         )
-        with contextlib.closing(context.feed):
-            _take_steps(parts, recorder, spec, context, end, say)
+        with contextlib.closing(context.step_loader):
+            _take_steps(built, recorder, spec, context, end, say)
         before = recorder.ended
         trace["steps"] += recorder.steps
         trace.setdefault("coarsest", recorder.dtypes.name)
-        trace["micro_batches"] = parts.config.micro_batches  # the model may decide them
+        trace["micro_batches"] = built.config.micro_batches  # the model may decide them
         if end < request.steps:
-            state = parts.state | parts.horizon.place(end) | {"plan": parts.plan, "world_size": world.size}
-            checkpoint.save(parts.folder.path, end, parts.tensors(), state, world, engine=spec.combination.engine)
-        elif parts.evaluation is not None:
-            batches = fault.evaluation(parts.evaluation, context)
-            found = evaluate(parts.engine, parts.task, batches, world, step=end, seed=parts.config.seed)
+            state = built.state | built.run_plan.place(end) | {"plan": built.plan, "world_size": world.size}
+            checkpoint.save(built.folder.path, end, built.tensors(), state, world, engine=spec.combination.engine)
+        elif built.evaluation is not None:
+            batches = fault.evaluation(built.evaluation, context)
+            found = evaluate(built.engine, built.task, batches, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": found.loss, "items": found.items, "metrics": found.metrics}
-        del parts, context, recorder
+        del built, context, recorder
         gc.collect()  # engines, before the next is made or the groups are left
     return trace
 
 
 def _take_steps(
-    parts: Parts, recorder: Recorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
+    built: Built, recorder: Recorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
 ) -> None:
     """The steps up to `end`, recorded."""
-    assert context.feed is not None
-    seed = recorder.seeding(spec.fault.seed(_seed(parts), context))
+    assert context.step_loader is not None
+    seed = recorder.seeding(spec.fault.seed(_seed(built), context))
     engine = spec.fault.outside(recorder.engine, context)
     with recorder.hooked():
-        for record in _training(parts, engine, context.feed, recorder.watch(context.feed), seed):
+        for record in _training(built, engine, context.step_loader, recorder.watch(context.step_loader), seed):
             recorder.close(record)
             say()
             if record.step + 1 == end:
@@ -144,18 +144,20 @@ def _take_steps(
     spec.fault.close()
 
 
-def _training(parts: Parts, engine: Engine, feed: Feed, watched: Any, seed: Seed) -> Iterator[StepRecord]:
+def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed) -> Iterator[StepRecord]:
     """The product's loop over `watched`, as run.py starts it."""
-    each, cut = items_of_a_sample(parts.task), parts.horizon.cut
-    beat = Heartbeat(parts.world, feed.items, (lambda step: each * cut.samples(step)) if each else None)
-    return steps(engine, parts.task, watched, beat, Plan(parts.rate, seed, make_clock(parts.world.device)))
+    each, step_plan = items_of_a_sample(built.task), built.run_plan.step_plan
+    exchange = StepExchange(
+        built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
+    )
+    return steps(engine, built.task, watched, exchange, StepControl(built.rate, seed, make_clock(built.world.device)))
 
 
-def _seed(parts: Parts) -> Seed:
-    return seeder(parts.config.seed, "micro", parts.world.device)
+def _seed(built: Built) -> Seed:
+    return seeder(built.config.seed, "micro", built.world.device)
 
 
-def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Parts:
+def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
     """The parts of the run in a folder of its own, so that nothing of the user's is read or written."""
     given, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(
@@ -166,8 +168,8 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )
-    task = together(world, lambda: _task(spec, config))
-    return assemble(config, spec.fault.task(task, context), world)
+    task = on_all_ranks(world, lambda: _task(spec, config))
+    return build(config, spec.fault.task(task, context), world)
 
 
 def _task(spec: RunSpec, config: Config) -> Task:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from lockstep.config import Config
+from lockstep.config.config import Config
 from lockstep.engines.base import Engine, StepResult
 from lockstep.task import Order, Task, items_of_a_sample
 
@@ -116,8 +116,8 @@ class EngineWrapper:
     def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
         return self.inner.step(factor, limit)
 
-    def state(self) -> dict[str, Tensor]:
-        return self.inner.state()
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self.inner.restore(state)
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)

@@ -1,0 +1,108 @@
+"""What `transformers` needs beside the weights: a config.json, and its own names for them.
+
+    renamed = write_hub(options, shapes, folder)        writes folder/config.json
+    renamed("blocks.0.attention.inputs.weight")         ("transformer.h.0.attn.c_attn.weight", True): transposed
+
+The built-in GPT is a GPT-2 (Radford et al., 2019) under other names, whose matrices lie transposed there. A model that
+came from a hub or a folder keeps its names and its config.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError
+from lockstep.models.gpt import PRESETS
+from lockstep.models.hf import HubModel
+from lockstep.text.hub_cache import default_cache
+
+__all__ = ["write_hub"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+Renamed = Callable[[str], tuple[str, bool]]
+
+_TOP = {
+    "tokens.weight": "transformer.wte.weight",
+    "positions.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+_INNER = {
+    "attention_norm": "ln_1",
+    "attention.inputs": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "expand": "mlp.c_fc",
+    "output": "mlp.c_proj",
+}
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
+
+
+def write_hub(options: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renamed:
+    """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
+
+    Args:
+        options: the run's configuration, nested as in its config.toml.
+        shapes: of the model's tensors by plain name.
+
+    Raises:
+        CheckpointError: the run's model is not one that transformers knows.
+        ConfigError: the hub's model is not to be had any more, or transformers is not installed.
+    """
+    name = str(options.get("model_name", ""))
+    if name in PRESETS and {"tokens.weight", "positions.weight"} <= shapes.keys():
+        _write(folder, _gpt2(name, options, shapes))
+        return _as_gpt2
+    if not name or name.startswith("builtin:") or all(key in shapes for key in _TOP):
+        raise CheckpointError(
+            f"--format hf: the run's model '{name}' is neither the built-in GPT nor one that came from transformers; "
+            "use --format safetensors"
+        )
+    asked = options.get("model", {})
+    source = HubModel(
+        name,
+        revision=str(asked.get("revision", "")),
+        trust_remote_code=bool(asked.get("trust_remote_code", False)),
+        cache=default_cache(),
+        say=lambda line: None,
+    )
+    source.save_config(folder, shapes)
+    return lambda plain: (plain, False)
+
+
+def _gpt2(name: str, options: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    rows, width = shapes["tokens.weight"]
+    dropout = float(options.get("model", {}).get("dropout", 0.0))
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": rows,  # padded, as the table is
+        "n_positions": shapes["positions.weight"][0],
+        "n_embd": width,
+        "n_layer": 1 + max(int(found[1]) for found in map(_BLOCK.fullmatch, shapes) if found),
+        "n_head": PRESETS[name].heads,
+        "attn_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+
+
+def _as_gpt2(name: str) -> tuple[str, bool]:
+    if name in _TOP:
+        return _TOP[name], False
+    found = _BLOCK.fullmatch(name)
+    if not found or found[2] not in _INNER:
+        raise CheckpointError(f"--format hf: a GPT-2 has no place for the tensor '{name}'; use --format safetensors")
+    is_matrix = found[3] == "weight" and not found[2].endswith("norm")
+    return f"transformer.h.{found[1]}.{_INNER[found[2]]}.{found[3]}", is_matrix
+
+
+def _write(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,449 @@
+"""The configuration: frozen dataclasses, filled from defaults < config file < flags.
+
+    config = Config(experiment_name="a", optim={"weight_decay": 0.05})              # or optim=Optim(weight_decay=0.05)
+    config = Config.from_args(["--experiment-name", "a", "--optim.weight-decay", "0.05"])       # the same from flags
+
+Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
+Whatever holds in here is checked when the object is made, so that no bad value travels further. A field whose default
+is "auto" is given its value once the task and the plan are known (see `lockstep.run.defaults`): `--lr auto`, or
+lr = "auto".
+"""
+
+import dataclasses
+import importlib
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+from lockstep.config.fields import FieldError, FieldName, named, option
+from lockstep.errors import ConfigError
+
+__all__ = ["Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"]
+
+
+def auto(default: Any, text: str) -> Any:
+    """A number that `lockstep.run.defaults` chooses where it is left out; `default`, out of bounds, holds its place."""
+    return field(default=default, metadata={"help": text, "choices": (), "auto": True})
+
+
+_LATER = -math.inf  # holds the place of a float that is chosen later
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Data:
+    """How samples are prepared and loaded."""
+
+    workers: int = option(0, "loader processes a rank; 0 loads in the training process")
+    prefetch: int = option(4, "micro-batches that each loader process keeps ready")
+    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation")
+    vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split")
+    cache: str = option("", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)")
+    subset: str = option("", "subset (configuration) of a hub dataset")
+    split: str = option("train", "split to train on; the evaluation takes validation or test, or a part split off")
+    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)")
+    text_column: str = option("", "column that holds the text (default: text, or instruction/input/output, or the one)")
+    encoding: str = option("", "encoding of csv and json files (default: utf-8, or what a byte order mark says)")
+    packing: str = option(
+        "stream",
+        "stream: a separator after each document; blocks: none, and every 1000 examples cut into blocks, the rest left",
+        "stream",
+        "blocks",
+    )
+    drop_last: bool = option(False, "leave out the last step of a run where it would be short of samples")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model's own settings."""
+
+    dropout: float = option(0.0, "dropout probability of the built-in models")
+    pretrained: bool = option(False, "begin with the weights of the hub model or folder that --model-name names")
+    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)")
+    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """The optimizer and its schedule."""
+
+    name: str = option("adamw", "optimizer", "adamw", "sgd")
+    beta1: float = option(0.9, "adamw: decay of the gradient's running mean")
+    beta2: float = auto(_LATER, "adamw: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
+    eps: float = option(1e-8, "adamw: added to the denominator")
+    momentum: float = option(0.9, "sgd: decay of the gradient's running sum")
+    nesterov: bool = option(False, "sgd: Nesterov's momentum")
+    weight_decay: float = auto(
+        _LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4"
+    )
+    decay_embeddings: bool = option(False, "decay embeddings too")
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    schedule: str = option(
+        "cosine",
+        "shape of the rate after the warm-up; wsd: constant, then down over --optim.cooldown",
+        *("cosine", "cosine-periodic", "linear", "wsd", "constant"),
+    )
+    period: int = option(0, "steps from peak to floor, and back, of cosine-periodic; 0: the whole plan")
+    warmup_steps: int = auto(-1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50")
+    cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
+    floor: float = option(0.1, "last learning rate, as a share of --lr")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is kept."""
+
+    keep: int = option(3, "newest checkpoints that are kept, beside the best")
+    every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
+    mode: str = option("async", "async: written by a thread while steps go on; sync: steps wait", "async", "sync")
+    on_failure: str = option(
+        "continue", "after a save that failed; continue: until two in a row have", "continue", "stop"
+    )
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What watches the run; see docs/guards.md."""
+
+    nonfinite: str = option(
+        "stop", "after a loss or gradient that is not finite, which is never applied", "stop", "skip", "rollback"
+    )
+    spike: str = option("warn", "when the gradient's norm is far above the usual", "warn", "skip", "rollback", "off")
+    limit: int = option(10, "steps that nonfinite and spike may leave out before the run stops")
+    desync_freq: int = option(100, "steps between comparisons of the replicas' bits; 0: none")
+    straggler: float = option(1.2, "times the others' busy time from which a rank is called slow; 0: never")
+    retries: int = option(2, "times that a sample, or a loader process that died, is tried again")
+    bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
+
+    An engine refuses the options that it does not have, where they are set away from their default.
+    """
+
+    find_unused_parameters: str = option(
+        "auto", "parameters that a backward may leave out; auto: the first step finds out", "auto", "true", "false"
+    )
+    static_graph: bool = option(False, "ddp, zero: every step has the same graph")
+    gradient_as_bucket_view: bool = option(True, "ddp, zero: gradients lie in the buffers that are exchanged")
+    bucket_cap_mb: float = option(25.0, "ddp, zero: size of these buffers, MiB")
+    broadcast_buffers: bool = option(True, "rank 0's values of buffers that a forward writes go to all after each step")
+    compression: str = option("none", "ddp, zero: dtype in which gradients are exchanged", "none", "bf16", "fp16")
+    sharding: str = option("full", "fsdp: what is split, and among whom", "full", "grad-op", "hybrid", "none")
+    shard_size: int = option(0, "fsdp, hybrid: processes that share one copy of the model; 0: those of a node")
+    accumulate: str = option(
+        "nosync", "fsdp: keep full gradients until the last micro-batch, or scatter each one's", "nosync", "shard"
+    )
+    cpu_offload: bool = option(
+        False, "fsdp: parameters, gradients and optimizer states lie in host memory; deepspeed: the states"
+    )
+    param_dtype: str = option("same", "fsdp: dtype of gathered parameters", "same", "bf16", "fp16", "float32")
+    reduce_dtype: str = option("same", "fsdp: dtype in which gradients are summed", "same", "bf16", "fp16", "float32")
+    output_dtype: str = option("same", "fsdp: dtype of the model's output", "same", "bf16", "fp16", "float32")
+    prefetch: int = option(0, "fsdp: blocks gathered ahead; 0: the next one, by itself")
+    meta_init: bool = option(False, "fsdp: rank 0 alone draws the weights, the others receive their shards")
+    config: str = option("", "deepspeed: a DeepSpeed JSON file; what contradicts a flag is refused")
+    zero_stage: int = option(-1, "deepspeed: ZeRO stage, 0 to 3; -1: the file's, else 2")
+
+
+@named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One run. See the field's help texts, which `lockstep train --help` prints.
+
+    A section may be given as a dict of its fields.
+
+    Raises:
+        FieldError: a value that cannot hold, naming the field, the value and the way out.
+        UnknownField: no such field, naming the nearest.
+    """
+
+    experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
+    dataset_name: str = option("builtin:stdlib", "this Python's own library, a text file, or a folder of them")
+    model_name: str = option("builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+    task: str = option("", "FILE.py:CLASS, a task of your own, made without arguments; else model and data are named")
+    save_dir: str = option("outputs", "where run folders lie")
+    seed: int = option(0, "fixes weights, order and dropout")
+    num_epochs: int = option(1, "passes over the training data")
+    max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
+    stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
+    lr: float = auto(
+        _LATER,
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 for a pretrained one, 1e-3 for other work; sgd 1e-2",
+    )
+    batch_size: int = option(16, "samples in a step, over all ranks")
+    micro_batch_size: int = auto(
+        0,
+        "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
+    )
+    seq_len: int = option(128, "tokens in a sample")
+    log_freq: int = option(10, "steps between records")
+    ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
+    eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
+    engine: str = option(
+        "auto",
+        "auto: ddp under a launcher, else single",
+        "auto",
+        "single",
+        "ddp",
+        "fsdp",
+        "zero",
+        "deepspeed",
+        "data-parallel",
+    )
+    precision: str = option(
+        "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
+    )
+    matmul_precision: str = option(
+        "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
+    )
+    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same at every power-of-two world size")
+    compile: bool = option(False, "compile the model with torch.compile")
+    compile_scope: str = option(
+        "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"
+    )
+    batchnorm: str = option(
+        "replay",
+        "running statistics of BatchNorm; replay: the same at every world size; local: torch's own, of each rank",
+        "replay",
+        "sync",
+        "local",
+    )
+    attention: str = option(
+        "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"
+    )
+    activation_checkpointing: str = option(
+        "none", "blocks to compute again in the backward: none, full, every:N, or selective (products are kept)"
+    )
+    device: str = option("auto", "auto: the local rank's GPU where there is one", "auto", "cpu", "cuda")
+    timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
+    init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
+    resume_anyway: bool = option(False, "resume although the plan differs, saying what changes")
+    preset: str = option(
+        "auto", "a set of defaults; auto: source where model and data are both on the hub", "auto", "none", "source"
+    )
+    tokenizer: str = option("", "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)")
+    tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
+    wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
+    wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    engine_options: EngineOptions = field(default_factory=EngineOptions)
+    guards: Guards = field(default_factory=Guards)
+
+    def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            given = getattr(self, name)
+            if isinstance(given, dict):
+                object.__setattr__(self, name, kind(**given))
+            elif not isinstance(given, kind):
+                raise FieldError(f"{name} is {given!r}: give {kind.__name__}(...) or a dict of its fields")
+        _check_types(self)
+        _check_name(self.experiment_name)
+        for name, (least, most, what) in _BOUNDS.items():
+            value = lookup(self, name)
+            if value == _PLACES.get(name):
+                continue
+            if not (math.isfinite(value) and least <= value <= most):
+                raise FieldError(FieldName(name), f" is {value}: it must be {what}")
+        for owner, prefix in sections(self):
+            for spec in dataclasses.fields(owner):
+                choices, value = spec.metadata.get("choices"), getattr(owner, spec.name)
+                if choices and value not in choices:
+                    raise FieldError(
+                        FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
+                    )
+        _check_optimizer(self.optim)
+        if self.batch_size % (self.micro_batch_size or 1):
+            near = _nearest_divisor(self.batch_size, self.micro_batch_size)
+            whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
+            multiple = f" {self.batch_size} is not a multiple of "
+            raise FieldError(
+                *(whole, multiple, part, f" {self.micro_batch_size}: use ", part, f" {near}, or leave it out")
+            )
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
+        """The Config that flags ask for, those of `lockstep train`: a script of one's own has them too.
+
+            config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags win over these
+
+        Args:
+            defaults: fields, as for the class itself, where the flags and --config say nothing.
+            argv: the flags. None: those that this process was started with; then what is wrong with them is said in one
+                line and ends the process with code 2, as `--help` does with code 0.
+
+        Raises:
+            ConfigError: an unknown flag (with the nearest one), or a value that cannot hold.
+        """
+        parse = importlib.import_module("lockstep.config.options").parse  # which makes its flags from what is here
+        if argv is not None:
+            return cast(Self, parse(list(argv), defaults=defaults))
+        own = os.path.basename(sys.argv[0])
+        try:
+            return cast(Self, parse(sys.argv[1:], own, defaults))
+        except ConfigError as error:
+            print(f"{own}: error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
+
+    @property
+    def micro_size(self) -> int:
+        """Samples in one forward: as given, else the default for a model without BatchNorm."""
+        return self.micro_batch_size or default_micro_batch_size(self.batch_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """M: micro-batches in a step, over all ranks; see `micro_size`."""
+        return self.batch_size // self.micro_size
+
+
+_SECTIONS: dict[str, Any] = {
+    spec.name: spec.type for spec in dataclasses.fields(Config) if dataclasses.is_dataclass(spec.type)
+}
+
+# name -> (least, most, what it must be)
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
+    "num_epochs": (1, 10**9, "at least 1"),
+    "max_steps": (0, 10**12, "a number of steps, or 0 for as many as --num-epochs makes"),
+    "stop_at": (0, 10**12, "a step, or 0"),
+    "lr": (0, 1e6, "a finite number, not negative"),
+    "batch_size": (1, 10**9, "at least 1"),
+    "micro_batch_size": (1, 10**9, "at least 1, or auto"),
+    "seq_len": (1, 10**7, "at least 1"),
+    "log_freq": (1, 10**9, "at least 1"),
+    "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "eval_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "timeout": (0.1, 10**7, "a number of seconds from 0.1"),
+    "data.workers": (0, 1024, "a number of processes from 0 to 1024"),
+    "data.prefetch": (1, 10**4, "at least 1"),
+    "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
+    "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
+    "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),
+    "optim.beta1": (0, 0.999999, "from 0 to below 1"),
+    "optim.beta2": (0, 0.9999999, "from 0 to below 1"),
+    "optim.eps": (0, 1, "from 0 to 1"),
+    "optim.momentum": (0, 0.999999, "from 0 to below 1"),
+    "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
+    "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
+    "optim.warmup_steps": (0, 10**12, "a number of steps, or auto"),
+    "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),
+    "optim.cooldown": (0, 1, "a share from 0 to 1"),
+    "optim.floor": (0, 1, "a share from 0 to 1"),
+    "checkpoint.keep": (1, 10**6, "at least 1"),
+    "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
+    "guards.limit": (0, 10**6, "a number of steps"),
+    "guards.desync_freq": (0, 10**12, "a number of steps, or 0 for none"),
+    "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
+    "guards.retries": (0, 1000, "a number from 0 to 1000"),
+    "guards.bad_samples": (0, 10**9, "a number of samples"),
+    "engine_options.bucket_cap_mb": (0.001, 10**6, "a number of MiB above 0"),
+    "engine_options.shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
+    "engine_options.prefetch": (0, 1000, "a number of blocks, or 0"),
+    "engine_options.zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for the configuration's"),
+}
+
+
+# name -> what holds the place of a value that is chosen later
+_PLACES: dict[str, Any] = {
+    prefix + spec.name: spec.default
+    for kind, prefix in ((Config, ""), (Optim, "optim."))
+    for spec in dataclasses.fields(kind)
+    if spec.metadata.get("auto")
+}
+
+
+def sections(config: Config) -> list[tuple[Any, str]]:
+    """The config and each of its sections, with the prefix of their fields: [(config, ""), (data, "data."), ...]."""
+    return [(config, ""), *((getattr(config, name), f"{name}.") for name in _SECTIONS)]
+
+
+def lookup(config: Any, name: str) -> Any:
+    """The value of a dotted field name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def flag(name: str) -> str:
+    """`optim.weight_decay` -> `--optim.weight-decay`; `engine_options.prefetch` -> `--engine.prefetch`."""
+    return "--" + name.replace("engine_options.", "engine.").replace("_", "-")
+
+
+def is_auto(config: Config, name: str) -> bool:
+    """Whether the field of a dotted name is still to be chosen."""
+    return name in _PLACES and bool(lookup(config, name) == _PLACES[name])
+
+
+def default_micro_batch_size(batch_size: int, least: int = 1) -> int:
+    """The largest divisor of `batch_size` up to an eighth of it, or the next that is `least` or more, or the batch."""
+    size = next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
+    wanted = min(max(size, least), batch_size)
+    return next(size for size in range(wanted, batch_size + 1) if batch_size % size == 0)
+
+
+def _nearest_divisor(batch_size: int, size: int) -> int:
+    return next(near for near in range(min(size, batch_size), 0, -1) if batch_size % near == 0)
+
+
+def _check_types(config: Config) -> None:
+    for owner, prefix in sections(config):
+        for spec in dataclasses.fields(owner):
+            value, wanted = getattr(owner, spec.name), cast(type, spec.type)
+            if value == "auto" and spec.metadata.get("auto"):
+                object.__setattr__(owner, spec.name, spec.default)
+            elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
+                object.__setattr__(owner, spec.name, float(value))
+            elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+                expected = _KINDS.get(wanted, f"a {wanted.__name__}")
+                raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+_FIELDS_OF = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum", "nesterov"),
+}  # those of Optim that one optimizer has alone
+
+
+def _check_optimizer(optim: Optim) -> None:
+    """Refuses what is set away from its default and would have no effect."""
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(optim)}
+    for name, fields in _FIELDS_OF.items():
+        for key in fields:
+            if name != optim.name and getattr(optim, key) != defaults[key]:
+                raise FieldError(
+                    *(FieldName(f"optim.{key}"), " is no option of ", FieldName("optim.name"), f" {optim.name}, "),
+                    f"but of {name}: leave it out",
+                )
+
+
+def _check_name(name: str) -> None:
+    shown = name if len(name) <= 60 else name[:57] + "..."
+    problem = ""
+    if not name.strip():
+        problem = "is empty"
+    elif len(name) > 200:
+        problem = f"has {len(name)} characters, more than 200"
+    elif not name.isprintable():
+        problem = "has characters that cannot be printed"
+    elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
+        problem = "would lead out of "
+    if problem:
+        out = [FieldName("save_dir")] if problem.endswith(" of ") else []
+        use = ": use letters, digits, '-', '_' and '.'"
+        raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)

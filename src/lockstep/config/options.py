@@ -1,0 +1,226 @@
+"""Flags and config files -> Config, and Config -> the file in the run's folder.
+
+    config = parse(["--config", "run.toml", "--lr", "3e-4"])       # defaults < preset < file < flags
+
+A command with flags of its own has them in one parser with these:
+
+    parser = Parser(prog="lockstep verify", foreign=FOREIGN)
+    add_flags(parser)
+    given = parser.read(argv)
+    config = build(presets.applied(told(vars(given))))
+"""
+
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from lockstep.config import presets
+from lockstep.config.config import Config, flag, is_auto, sections
+from lockstep.config.fields import FieldError
+from lockstep.config.flags import Parser
+from lockstep.config.hints import FOREIGN, hint
+from lockstep.errors import ConfigError
+
+__all__ = ["add_flags", "build", "flat", "option_list", "parse", "read", "to_toml", "told"]
+
+
+def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
+    """The Config that `argv` asks for. Prints the help and raises SystemExit(0) for `--help`.
+
+    Args:
+        argv: the flags.
+        prog: the command as it is typed, for the help and for errors.
+        defaults: fields of Config, sections as dicts, which flags and the file win over.
+
+    Raises:
+        ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
+    """
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description="Trains a model. The same --experiment-name resumes, on any number of processes.",
+        foreign=FOREIGN,
+    )
+    add_flags(parser)
+    return build(presets.applied({**_dotted(defaults or {}), **told(vars(parser.read(argv)))}))
+
+
+def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Config by dotted name. Raises UnknownField for one that it has not."""
+    Config(**fields)
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def told(given: dict[str, Any]) -> dict[str, Any]:
+    """What the file and the flags say, by dotted name; the flags win. `given`: what a parser read, see `add_flags`."""
+    values = {name: value for name, value in given.items() if name in _DESTINATIONS}
+    _launched_by_deepspeed(values)
+    path = values.pop("config", None)
+    return {**(read(Path(path)) if path else {}), **values}
+
+
+def _launched_by_deepspeed(given: dict[str, Any]) -> None:
+    """Turns the flags that the `deepspeed` launcher and scripts written for it bring into ours."""
+    given.pop("local_rank", None)  # the environment says the same
+    wanted, file = given.pop("deepspeed", False), given.pop("deepspeed_config", None)
+    if (wanted or file) and given.setdefault("engine", "deepspeed") != "deepspeed":
+        raise ConfigError(f"--deepspeed and --engine {given['engine']} contradict each other; leave one out")
+    if file and given.setdefault("engine_options.config", file) != file:
+        raise ConfigError("--deepspeed_config and --engine.config name two files; leave one out")
+
+
+def build(values: dict[str, Any]) -> Config:
+    """A Config from dotted names and values; what is left out keeps its default.
+
+    Raises:
+        ConfigError: a value that cannot hold, by its flag.
+    """
+    top: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        (nested.setdefault(section, {}) if section else top)[key] = value
+    try:
+        return Config(**top, **nested)
+    except FieldError as error:
+        raise ConfigError(error.spelt(flag)) from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The dotted names and values of a TOML file. Raises ConfigError for what cannot be read or is not known."""
+    try:
+        with path.open("rb") as handle:
+            loaded = tomllib.load(handle)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--config {path} is not a TOML file: {str(error).splitlines()[0]}") from error
+    values: dict[str, Any] = {}
+    section_names = {prefix.rstrip(".") for _, prefix in sections(Config()) if prefix}
+    for key, value in loaded.items():
+        if key.replace("-", "_") in section_names and isinstance(value, dict):
+            values.update({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            values[key] = value
+    return {_known(name, path): value for name, value in values.items()}
+
+
+def _known(name: str, path: Path) -> str:
+    wanted, known = name.replace("-", "_"), option_list()
+    if wanted not in known:
+        meant = hint(wanted, known) or "; `lockstep train --help` lists them"
+        raise ConfigError(f"--config {path}: unknown key '{name}'{meant}")
+    return wanted
+
+
+def option_list() -> list[str]:
+    """The dotted name of every option, in order. A test holds this list fixed."""
+    return [
+        prefix + spec.name
+        for owner, prefix in sections(Config())
+        for spec in dataclasses.fields(owner)
+        if not dataclasses.is_dataclass(spec.type)
+    ]
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every option and its value by dotted name; "auto" where it is still to be chosen."""
+    return {
+        prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
+        for owner, prefix in sections(config)
+        for spec in dataclasses.fields(owner)
+        if not dataclasses.is_dataclass(spec.type)
+    }
+
+
+def to_toml(config: Config) -> str:
+    """The merged configuration as a file that `--config` reads back to an equal one."""
+    lines, seen = [], ""
+    for name, value in flat(config).items():
+        section, _, key = name.rpartition(".")
+        if section != seen:
+            lines += ["", f"[{section}]"]
+            seen = section
+        lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        return f'"{escaped}"'
+    return repr(value)
+
+
+# The flags outside the sections, as the help shows them.
+_GROUPS = {
+    "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
+    "the plan": ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "lr", "seed", "preset"),
+    "how it is computed": (
+        *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),
+        *("compile", "compile_scope", "activation_checkpointing", "timeout"),
+    ),
+    "what is written": ("log_freq", "ckpt_freq", "eval_freq", "tensorboard", "wandb", "wandb_project"),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
+    """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
+
+    Args:
+        parser: of a command that takes the options.
+        shown: whether its help lists them.
+    """
+    add = parser.add_argument
+    add("--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--deepspeed", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--deepspeed-config", metavar="FILE", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    text = "a TOML file with these options; flags override it" if shown else argparse.SUPPRESS
+    add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+    titles = {name: title for title, names in _GROUPS.items() for name in names}
+    groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in ("the run", *_GROUPS)}
+    for owner, prefix in sections(Config()):
+        if prefix:
+            section = prefix.rstrip(".")
+            groups[section] = parser.add_argument_group(section, (type(owner).__doc__ or "").splitlines()[0])
+        for spec in dataclasses.fields(owner):
+            if not dataclasses.is_dataclass(spec.type):
+                title = prefix.rstrip(".") or titles.get(spec.name, "the run")
+                _add(groups[title], prefix + spec.name, spec, shown)
+
+
+def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> None:
+    text = spec.metadata["help"]
+    auto = bool(spec.metadata.get("auto"))
+    if auto or spec.default != "":
+        text += f" (default: {'auto' if auto else spec.default})"
+    settings: dict[str, Any] = {"action": _Switch}
+    if spec.type is not bool:
+        choices = spec.metadata["choices"]
+        kind = cast(type, spec.type)
+        settings = {
+            "type": (kind, "auto") if auto else kind,
+            "metavar": "|".join(choices) if choices else kind.__name__.upper(),
+        }
+    settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
+    group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """`--exact`, `--no-exact`; the help shows the first alone."""
+
+    def format_usage(self) -> str:
+        return self.option_strings[0]
+
+
+_DESTINATIONS = {*option_list(), "config", "local_rank", "deepspeed", "deepspeed_config"}

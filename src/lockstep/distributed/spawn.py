@@ -1,0 +1,300 @@
+"""N processes on this machine, each a rank of one function: proofs, tests and benchmarks start theirs here.
+
+    def total(world, say, number):                          # at module level
+        return sum(world.gather(number + world.rank))
+
+    found = start(total, 2, (10,), patience=60.0)           # [21, 21], by rank
+
+They are forked from a server that has torch loaded, so that a start costs a fraction of a second. A rank that fails,
+dies or is silent for `patience` seconds ends all of them: no process outlives the call, and none outlives the process
+that made the call.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, LockstepError
+
+__all__ = ["RankFailed", "start"]
+
+_START = 180.0  # seconds until a process runs: the first of all waits for the server to load torch
+_GRACE = 5.0  # seconds in which the other ranks may still say what they know, after one has failed
+# DTensor imports _dynamo, which takes 1.5 s.
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.distributed.world")
+
+
+class RankFailed(LockstepError):
+    """A rank raised, died or was silent.
+
+    Attributes:
+        rank: the first that did.
+        usage: what was asked for cannot be done, so it is no fault of the code.
+        details: by rank, what is known besides the message: a traceback, or where a silent one stood.
+    """
+
+    def __init__(self, message: str, rank: int, usage: bool = False, details: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.usage, self.details = rank, usage, details or {}
+
+
+class _Rank(NamedTuple):
+    """What one process is given."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    device: str
+    patience: float
+    folder: Path
+    logged: bool
+    before: Callable[[], None] | None
+
+
+class _Failure(NamedTuple):
+    """Sorted, the first is the one that the others followed from."""
+
+    follows: bool
+    when: float
+    rank: int
+    text: str
+    usage: bool
+    details: str
+
+
+def start(
+    function: Callable[..., Any],
+    size: int,
+    args: tuple[Any, ...] = (),
+    *,
+    device: str = "cpu",
+    patience: float = 60.0,
+    folder: Path | None = None,
+    preload: Sequence[str] = (),
+    before: Callable[[], None] | None = None,
+    what: str = "the function",
+) -> list[Any]:
+    """What `function(world, say, *args)` returned on each of `size` ranks; `say()` tells that a rank is alive.
+
+    Args:
+        function: at module level.
+        args: what can be pickled.
+        device: see `World.join`.
+        patience: seconds without a word of any rank after which they are given up; also their collectives' timeout.
+        folder: where each rank's output goes, as `rank-SIZE-RANK.log`; None: where the caller's goes.
+        preload: modules that the server loads once for all; without effect where it runs already.
+        before: called in each process before it joins the others.
+        what: what the caller calls `function` with its arguments, in an error.
+
+    Raises:
+        RankFailed: see there; the first rank that failed is named.
+        ConfigError: `args` cannot be pickled.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED, *preload])
+    listener = socket.create_server(("127.0.0.1", 0))  # any free port, on loopback only
+    port = listener.getsockname()[1]
+    wait_for = timedelta(seconds=patience)
+    store = TCPStore(
+        "127.0.0.1", port, None, True, wait_for, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    ranks: list[tuple[Any, Connection]] = []
+    with tempfile.TemporaryDirectory() as own:
+        place = folder or Path(own)
+        try:
+            for rank in range(size):
+                mine, theirs = context.Pipe(duplex=False)
+                variables = _environment(rank, size, port)
+                given = _Rank(function, args, variables, device, patience, place, folder is not None, before)
+                process = context.Process(target=_live, args=(theirs, given))  # no daemon: it may have loader processes
+                ranks.append((process, mine))
+                _launch(process, what)
+                theirs.close()
+            return _collected([pipe for _, pipe in ranks], patience, place, folder is not None)
+        finally:
+            for process, pipe in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+                pipe.close()
+            del store  # after the ranks: it is their meeting point
+
+
+def _serve() -> None:
+    """Starts the server, unless it runs. It and its ranks ignore Ctrl-C, which a terminal sends to all: we end them."""
+    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()  # waits for nothing: torch is loaded while the first rank is asked for
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _launch(process: Any, what: str) -> None:
+    try:
+        _serve()
+        process.start()
+    except (AttributeError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"{what} cannot be sent to other processes ({error}): define its class at the top of a module, or start "
+            "the ranks with torchrun"
+        ) from error
+    except RuntimeError as error:
+        if "bootstrapping phase" not in str(error):
+            raise
+        raise SystemExit(1) from None  # this is a rank, which imports a script without a guard: its parent says so
+    except Exception as error:
+        if "pickle" not in f"{type(error).__name__} {error}".lower():
+            raise
+        raise ConfigError(f"{what} cannot be sent to other processes: {error}; define it in a module") from error
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {
+        **{name: str(number) for name, number in own.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, in the calling process
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself: helper processes would outlive it
+    }
+
+
+def _collected(pipes: list[Connection], patience: float, folder: Path, logged: bool) -> list[Any]:
+    """Until every rank has ended well; raises for the first that has not."""
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    results: list[Any] = [None] * len(pipes)
+    failed: list[_Failure] = []
+    running: set[int] = set()
+    deadline = time.monotonic() + _START
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for pipe in cast(list[Connection], ready):
+            rank = waiting[pipe]
+            try:
+                kind, content = pipe.recv()
+            except EOFError:  # it died without a word, which came before whatever the others say
+                text = _death(folder, len(pipes), rank, rank in running, logged)
+                kind, content = "failed", _Failure(False, 0.0, rank, text, rank not in running, "")
+            if kind == "alive":
+                running.add(rank)
+                if len(running) == len(pipes) and not failed:
+                    deadline = time.monotonic() + patience
+                continue
+            del waiting[pipe]
+            if kind == "failed":
+                failed.append(content)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            else:
+                results[rank] = content
+    if failed:
+        cause = min(failed)
+        details = {each.rank: each.details or each.text for each in sorted(failed)}
+        raise RankFailed(f"rank {cause.rank} of {len(pipes)}: {cause.text}", cause.rank, cause.usage, details)
+    if waiting:
+        late = sorted(waiting.values())
+        stood = {rank: _text(_stack(folder, len(pipes), rank)) for rank in late}
+        raise RankFailed(f"ranks {late} of {len(pipes)} said nothing for {patience:g} s", late[0], details=stood)
+    return results
+
+
+def _death(folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
+    """What to say of a rank that died: before it ran there is only the import."""
+    if not ran:
+        text = "its process could not import the calling script or the module of the task: a script that starts "
+        return text + 'processes has to do so below `if __name__ == "__main__":`'
+    if not logged:
+        return "died without an exception (killed, or os._exit)"
+    lines = _text(_log(folder, size, rank)).strip().splitlines()
+    return f"died; the end of its output: {lines[-1][:300] if lines else 'nothing'}"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _log(folder: Path, size: int, rank: int) -> Path:
+    return folder / f"rank-{size}-{rank}.log"
+
+
+def _stack(folder: Path, size: int, rank: int) -> Path:
+    return folder / f"rank-{size}-{rank}.stack"
+
+
+def _live(pipe: Connection, given: _Rank) -> None:
+    """The life of one process. It leaves without Python's teardown, which could wait for a dead peer."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ |= given.environment
+    rank, size = int(given.environment["RANK"]), int(given.environment["WORLD_SIZE"])
+    if not given.folder.exists():  # the caller was interrupted while it asked for this process
+        os._exit(1)
+    if given.logged:
+        output = os.open(_log(given.folder, size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    stack = _stack(given.folder, size, rank).open("w")
+    lock = threading.Lock()
+
+    def send(*word: Any) -> None:
+        with lock:
+            pipe.send(word)
+
+    def say() -> None:
+        faulthandler.dump_traceback_later(0.9 * given.patience, file=stack)
+        send("alive", None)
+
+    gc.freeze()  # what was forked: leaving a world ends with a collection
+    say()
+    torch.set_num_threads(1)  # kernels cut their sums by the number of threads
+    try:
+        if given.before:
+            given.before()
+        world = World.join(given.device, given.patience)
+        found = given.function(world, say, *given.args)
+        world.leave()
+        cast(Any, multiprocessing.util)._run_finalizers(0)  # a compilation's semaphores, or Python warns of them
+        faulthandler.cancel_dump_traceback_later()
+        send("ended", found)
+    except BaseException as error:
+        faulthandler.cancel_dump_traceback_later()
+        if given.logged:
+            traceback.print_exc()
+        send("failed", _failure(rank, error))
+    pipe.close()
+    os._exit(0)
+
+
+def _failure(rank: int, error: BaseException) -> _Failure:
+    text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+    follows = bool(getattr(error, "relayed", False))  # a relayed error comes after its cause
+    usage = getattr(error, "exit_code", 1) == 2
+    return _Failure(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

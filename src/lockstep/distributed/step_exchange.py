@@ -1,0 +1,245 @@
+"""The heartbeat: the one small, regular exchange of all ranks.
+
+    exchange = StepExchange(world, ahead=step_loader.items, constant=None)
+    items = exchange.global_items(step)        # of the whole step, over all ranks
+    ...                             # forward, backward
+    exchange.send(step)                 # of the steps to come, and the wish to stop
+    ...                             # the optimizer's step, meanwhile
+    stop_request = exchange.receive()           # what all ranks do after this step
+
+One all-gather of a few numbers on a CPU group of its own, under way while the optimizer steps. It carries the items of
+the coming steps, how many steps there are, the wish to stop, and the seconds in which this rank was busy itself. It
+beats every step where items are ragged and steps are long enough for it to cost nothing, else every few steps; how
+many, all ranks derive from the same exchanged numbers. A wish that comes before the last backward of a long step ends
+the run after that step.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.progress import COMPUTING, WAITING, Progress
+from lockstep.distributed.world import World
+from lockstep.errors import LockstepError, PeerError
+
+__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "STOP", "BusySeconds", "StepExchange"]
+
+# A beat wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
+RAGGED_SECONDS = 0.02
+# Where it carries no items it is only to agree on stopping.
+STEADY_SECONDS = 0.25
+MOST_STEPS = 16
+_HEADER = 6  # wish to stop, seconds per step, the run's last step as this rank sees it, and its vitals
+
+
+CONTINUE, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(5)  # wishes, in order of urgency
+
+
+class BusySeconds(NamedTuple):
+    """Seconds a step in which a rank was busy itself, not waiting: with data, with computing, with writing."""
+
+    data: float = 0.0
+    computing: float = 0.0
+    writing: float = 0.0
+
+
+class _Flight(NamedTuple):
+    """An exchange under way: the first step it is for, how many steps it covers, and where its rows arrive."""
+
+    due: int
+    length: int
+    work: dist.Work
+    rows: list[Tensor]
+
+
+class _Received(NamedTuple):
+    """What the last exchange said: items of `length` steps from `first` on, and how many the next shall cover."""
+
+    first: int
+    length: int
+    items: list[int]
+    next_length: int
+
+
+class StepExchange:
+    """What the ranks know of each other's coming steps.
+
+    Args:
+        world: the ranks.
+        ahead: this rank's items in a coming step, 0 past the last; may load data.
+        constant: the items of any step over all ranks where that is known without asking; else None.
+        last: the step after which this rank has no more work; 0: not known.
+        busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
+            each exchange, which tells the others what it makes a step.
+
+    Attributes:
+        progress: where this process stands; kept at every step.
+        waited: seconds spent in waiting for the other ranks, in all.
+        heard: what the last exchange said of each rank; [] in a world of one.
+        count: exchanges received.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ahead: Callable[[int], int],
+        constant: Callable[[int], int] | None,
+        last: int = 0,
+        busy: Callable[[], BusySeconds] = BusySeconds,
+    ) -> None:
+        self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
+        self._told, self._told_at = BusySeconds(), 0  # busy seconds by the step at which they were told last
+        self.progress = Progress.of(world.rank)
+        self.waited, self.count = 0.0, 0
+        self.heard: list[BusySeconds] = []
+        self._group = None
+        if world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
+        self._stop_request = self._stop_agreed = CONTINUE
+        self._flight: _Flight | None = None
+        self._received = _Received(0, 0, [], 1)
+        self._busy, self._steps = 0.0, 0  # of the steps since the last beat
+        self._since: float | None = None
+
+    def global_items(self, step: int) -> int:
+        """Items of `step`, over all ranks. To be called once for every step, in order.
+
+        Raises:
+            PeerError: another rank did not answer within the timeout.
+            LockstepError: the ranks have work for different numbers of steps.
+        """
+        self.progress.at(step, COMPUTING)
+        if self._world.size == 1:
+            return self._constant(step) if self._constant else self._ahead(step)
+        if step >= self._received.first + self._received.length:  # the first step: nobody sent anything before it
+            self._flight = self._flight or self._issue(step, self._received.next_length)
+            self.receive()
+        now = time.perf_counter()
+        if self._since is not None:
+            self._busy, self._steps = self._busy + now - self._since, self._steps + 1
+        self._since = now
+        return self._constant(step) if self._constant else self._received.items[step - self._received.first]
+
+    def send(self, step: int) -> None:
+        """Tells the others what they must know before the next step, where that is due; waits for nobody.
+
+        To be called once for every step, after its last backward; may load the data of the next.
+        """
+        if self._group is not None and step == self._received.first + self._received.length - 1:
+            self._flight = self._issue(step + 1, self._received.next_length)
+
+    def receive(self) -> int:
+        """What all ranks do after the present step: CONTINUE, or the largest wish to stop. Waits for what was sent.
+
+        Raises:
+            PeerError: another rank did not answer within the timeout.
+            LockstepError: the ranks have work for different numbers of steps.
+        """
+        if self._world.size == 1:
+            return self._stop_request
+        if self._flight:
+            at = self.progress.step
+            self.progress.at(at, WAITING)
+            self._received, self._flight = self._arrived(self._flight), None
+            self.progress.at(at, COMPUTING)
+        return self._stop_agreed
+
+    def stop(self, stop_request: int) -> None:
+        """Asks all ranks to end; safe in a signal handler. `receive` returns the largest wish on all in one step."""
+        self._stop_request = max(self._stop_request, stop_request)
+
+    def totals(self, values: list[float]) -> list[float]:
+        """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
+        if self._world.size == 1:
+            return values
+        rows = self._buffers(len(values))
+        try:
+            dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
+        except RuntimeError as error:
+            raise self._lost("at a record", error) from error
+        return [math.fsum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
+
+    def _issue(self, due: int, length: int) -> "_Flight":
+        busy = self._busy / self._steps if self._steps else 0.0
+        self._busy, self._steps = 0.0, 0
+        row = [float(self._stop_request), busy, float(self._last), *self._vitals()]
+        if not self._constant:
+            row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+        rows = self._buffers(len(row))
+        sent = torch.tensor(row, dtype=torch.float64)
+        work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
+        return _Flight(due, length, work, rows)
+
+    def _vitals(self) -> BusySeconds:
+        """Busy seconds per step since this was told last; to wait for the others is no work."""
+        now, step = self._spent(), self.progress.step
+        now = now._replace(data=now.data - self.waited)
+        steps = max(1, step - self._told_at)
+        found = BusySeconds(*(max(0.0, new - old) / steps for new, old in zip(now, self._told, strict=True)))
+        self._told, self._told_at = now, step
+        return found
+
+    def close(self) -> None:
+        """Lets the exchange under way come to its end and gives the group back; all ranks stand at the same step."""
+        if self._flight:
+            with contextlib.suppress(RuntimeError):
+                self._flight.work.wait()
+            self._flight = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _arrived(self, flight: "_Flight") -> "_Received":
+        began = time.perf_counter()
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            raise self._lost(f"before step {flight.due}", error) from error
+        self.waited += time.perf_counter() - began
+        rows = [row.tolist() for row in flight.rows]
+        self._stop_agreed = int(max(row[0] for row in rows))
+        _check_even([int(row[2]) for row in rows], flight.due)
+        self.heard, self.count = [BusySeconds(*row[3:_HEADER]) for row in rows], self.count + 1
+        items = [int(sum(column)) for column in zip(*(row[_HEADER:] for row in rows), strict=True)]
+        return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
+
+    def broken(self) -> bool:
+        """Whether the exchange under way has failed already, though nobody waited for it yet. For another thread."""
+        flight = self._flight
+        if flight is None or not flight.work.is_completed():
+            return False
+        try:
+            flight.work.wait()  # is over: returns at once, or raises
+        except RuntimeError:
+            return True
+        return False
+
+    def _rule(self, busy: float) -> int:
+        wanted = STEADY_SECONDS if self._constant else RAGGED_SECONDS
+        return min(MOST_STEPS, max(1, math.ceil(wanted / busy))) if busy else 1
+
+    def _buffers(self, length: int) -> list[Tensor]:
+        return [torch.empty(length, dtype=torch.float64) for _ in range(self._world.size)]
+
+    def _lost(self, when: str, error: Exception) -> PeerError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"rank {self._world.rank} lost the other ranks {when}: {reason}; the first error is in the log of the rank "
+            "that failed; for slow steps or data raise --timeout"
+        )
+
+
+def _check_even(lasts: list[int], step: int) -> None:
+    """Raises where the ranks have work for different numbers of steps: they would wait for each other."""
+    if min(lasts) != max(lasts):
+        counts = ", ".join(f"rank {rank} has {last}" for rank, last in enumerate(lasts))
+        raise LockstepError(
+            f"uneven work, seen before step {step}: of the run's steps {counts}; give every rank the same data and plan"
+        )

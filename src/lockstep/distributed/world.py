@@ -1,0 +1,269 @@
+"""This process's place among the processes of the run.
+
+    world = World.join(device="auto", timeout=60.0)
+    ...
+    world.leave()
+
+A process that torchrun started joins the others; any other process is a world of one, with no process group at all.
+All small agreements between ranks (`gather`, `barrier`, `check_same`) go over one CPU (gloo) group, `control`, so that
+they neither wait for a device nor stand between two collectives of the training group.
+
+A process may join and leave many times, and torchrun's agent keeps one meeting point for all restarts of the processes:
+whatever the ranks write there stands under a name that only these processes, in this join, have.
+"""
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lockstep.distributed.addresses import check_reachable, listening
+from lockstep.errors import ConfigError, LockstepError, PeerError
+
+__all__ = ["World", "on_all_ranks"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class World:
+    """Rank, local rank and size of this process, its device, and its group for small CPU exchanges.
+
+    Attributes:
+        rank: 0 .. size - 1, over all nodes.
+        local_rank: index of this process on its node; the index of its device.
+        size: number of processes in the run.
+        device: where the model and the batches live.
+        timeout: seconds after which a collective that a peer did not join fails.
+        control: gloo group for agreements; None in a world of one that no launcher started.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: float = 600.0
+    control: dist.ProcessGroup | None = None
+    _scope: str = ""
+    _named: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """A CUDA device that was named without its number is the present one."""
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+    @classmethod
+    def join(cls, device: str = "auto", timeout: float = 600.0) -> Self:
+        """The world that the launcher's environment describes (RANK, LOCAL_RANK, WORLD_SIZE), its groups made.
+
+        Args:
+            device: "auto" (the CUDA device of the local rank where there is one, else the CPU), "cpu" or "cuda".
+            timeout: seconds, for every collective.
+
+        Raises:
+            ConfigError: the device does not exist, or the launcher's variables do not hold.
+            PeerError: not all ranks arrived within the timeout.
+        """
+        while _ABANDONED:
+            _ABANDONED.pop().leave(_PATIENCE)
+        rank, local_rank, size = (_launched(name, least) for name, least in _LAUNCHER)
+        where = _device(device, local_rank)
+        world = cls(rank, local_rank, size, where, timeout)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
+        if dist.is_available() and "WORLD_SIZE" in os.environ:
+            world._make_groups()
+        return world
+
+    def _make_groups(self) -> None:
+        wait = timedelta(seconds=self.timeout)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            store = self._store(wait)
+            self._scope = self._new_scope(store)
+            own = PrefixStore(self._scope, store)
+            dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
+            self.control = dist.new_group(backend="gloo", timeout=wait)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            _STORES.clear()  # the next join connects anew
+            line = str(error).splitlines()[0]
+            raise PeerError(
+                f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
+                f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
+            ) from error
+
+    def _store(self, wait: timedelta) -> TCPStore:
+        """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
+
+        Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
+        """
+        host, port = os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0)
+        if not host:
+            raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
+        key = (os.getpid(), host, port)
+        if key not in _STORES:
+            mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            if mine and "LOCAL_WORLD_SIZE" in os.environ and self.size > _launched("LOCAL_WORLD_SIZE", 1):
+                check_reachable("MASTER_ADDR", host)
+            listener = listening(host, port) if mine else None
+            handle = listener.detach() if listener else None
+            _STORES[key] = TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
+        _STORES[key].set_timeout(wait)
+        return _STORES[key]
+
+    def _new_scope(self, store: TCPStore) -> str:
+        """A name for what these processes write in this join: another after each restart, and in each join.
+
+        The restarts that the agent counts are those after a failure; where a node came or went it starts the processes
+        again without a count, and so the arrivals are counted too.
+        """
+        start = f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/of-{self.size}"
+        arrived = store.add(f"{start}/arrived", 1)
+        return f"{start}/join-{(arrived - 1) // self.size}"
+
+    def name(self, what: str) -> str:
+        """A prefix for keys of `what` in the meeting point: the same on all ranks, and new at each call."""
+        self._named[what] = self._named.get(what, 0) + 1
+        return f"{self._scope}/{what}-{self._named[what]}"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes what is written once."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in rank order. Values travel as JSON, never as pickles. Two small collectives."""
+        if self.size == 1:
+            return [value]
+        sent = bytearray(json.dumps(value).encode())
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        try:
+            dist.all_gather(lengths, torch.tensor([len(sent)]), group=self.control)  # collective
+            longest = max(int(length) for length in lengths)
+            padded = torch.frombuffer(sent + bytes(longest - len(sent)), dtype=torch.uint8)
+            received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(received, padded, group=self.control)  # collective
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        pairs = zip(received, lengths, strict=True)
+        return [json.loads(bytes(data[: int(length)].numpy())) for data, length in pairs]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.size > 1:
+            try:
+                dist.barrier(group=self.control)  # collective
+            except RuntimeError as error:
+                raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> PeerError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"rank {self.rank} lost the other ranks: {reason}; the rank that failed first says why in its own log; "
+            "where one is only slow, raise --timeout"
+        )
+
+    def check(self, error: Exception | None) -> None:
+        """Raises on every rank if any rank holds an error: its own, or a PeerError naming the first rank that failed.
+
+        Whatever may fail on one rank alone (reading data, opening a folder) ends in this, or the others would wait.
+        The exit code is the failed rank's, so that bad input ends every process with 2.
+        """
+        mine = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
+        failed = [(rank, *found) for rank, found in enumerate(self.gather(mine)) if found]
+        if error is not None:
+            raise error
+        if failed:
+            rank, message, code = failed[0]
+            problem = PeerError(f"rank {rank}: {message}")
+            problem.exit_code, problem.relayed = code, True
+            raise problem
+
+    def check_same(self, what: str, values: dict[str, Any]) -> None:
+        """Raises LockstepError, naming `what`, the differing keys and the rank, unless all ranks hold equal values."""
+        gathered = self.gather(values)
+        for rank, other in enumerate(gathered):
+            keys = [key for key in values if other.get(key) != gathered[0].get(key)]
+            if keys:
+                shown = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {other.get(key)!r})" for key in keys)
+                raise LockstepError(f"rank {rank} has another {what} than rank 0: {shown}; start all ranks alike")
+
+    def leave(self, patience: float | None = None) -> None:
+        """Leaves in an order that cannot hang: wrappers collected, every rank arrived, then the groups.
+
+        The caller drops its references to engines first. DDP's reducer joins gloo's thread while it holds the
+        interpreter lock, so it must be gone before the groups are. Does nothing in a world without groups.
+
+        Args:
+            patience: seconds to wait for ranks that may never come; None: the timeout, after which they are lost.
+
+        Raises:
+            PeerError: not all ranks arrived within the timeout.
+        """
+        if self.control is None:
+            return
+        gc.collect()
+        try:
+            if patience is None:
+                self.barrier()
+            else:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.barrier(group=self.control, async_op=True)  # collective
+                    work.wait(timedelta(seconds=patience))
+        finally:
+            self.control = None
+            dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
+        if self.control is not None:
+            _ABANDONED.append(self)
+
+
+def on_all_ranks(world: World, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank, once it has succeeded on all; else the first error, raised on every rank.
+
+    Collective.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as problem:
+        error = problem
+    world.check(error)  # collective
+    return result  # type: ignore[return-value]
+
+
+_STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
+_ABANDONED: list[World] = []
+_PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
+
+_LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+
+
+def _launched(name: str, least: int) -> int:
+    text = os.environ.get(name, str(least))
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise ConfigError(f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number")
+    return int(text)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    found = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not found):
+        return torch.device("cpu")
+    if not found:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
+    if local_rank >= found:
+        raise ConfigError(
+            f"local rank {local_rank} has no device: this node shows {found}; start at most {found} processes on it"
+        )
+    return torch.device("cuda", local_rank)

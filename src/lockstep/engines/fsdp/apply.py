@@ -1,0 +1,142 @@
+"""How `fully_shard` is applied: the mesh, the units, dtypes, offload and prefetch. One function, `shard`."""
+
+import os
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lockstep.config.config import EngineOptions
+from lockstep.distributed.world import World
+from lockstep.engines.base import Settings
+from lockstep.engines.shared.blocks import Blocks, find_blocks
+from lockstep.engines.shared.model_init import check_placeable, place
+from lockstep.errors import ConfigError
+
+__all__ = ["check", "shard"]
+
+_DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+def check(settings: Settings, world: World) -> None:
+    """Raises ConfigError for options that this world cannot serve, or that exact mode cannot."""
+    options = settings.options
+    if options.cpu_offload and world.device.type != "cuda":
+        raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; leave it out")
+    if settings.chunk:
+        away = {
+            "--engine.sharding": options.sharding in ("hybrid", "none"),
+            "--engine.cpu-offload": options.cpu_offload,
+            "--engine.param-dtype": options.param_dtype != "same",
+            "--engine.reduce-dtype": options.reduce_dtype != "same",
+            "--engine.output-dtype": options.output_dtype != "same",
+            "--engine.accumulate shard": options.accumulate == "shard",
+        }
+        wrong = [name for name, there in away.items() if there]
+        if wrong:
+            raise ConfigError(f"--exact with --engine fsdp cannot hold with {', '.join(wrong)}; leave it out")
+    if options.shard_size and options.sharding != "hybrid":
+        raise ConfigError("--engine.shard-size is for --engine.sharding hybrid; set that, or leave it out")
+
+
+def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
+    """Splits the model in place, on `world.device`, and returns the mesh, whose last dimension is the shards'.
+
+    Each unit is put on the device and split before the next, so that one whole unit at a time lies there.
+
+    Raises:
+        ConfigError: a sharding that the world cannot form, or parameters that cannot be split.
+    """
+    options = settings.options
+    mesh = _mesh(options, world)
+    blocks = find_blocks(model, settings.blocks)
+    _check_parameters(model, blocks)
+    if options.meta_init:
+        check_placeable(model, world)  # collective
+    policies: dict[str, Any] = {
+        "mesh": mesh,
+        # None: after each block's forward, but not the root's, whose backward would at once gather it again
+        "reshard_after_forward": False if options.sharding == "grad-op" else None,
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks.modules:
+        place(list(block.modules()), world, send=options.meta_init)
+        fully_shard(block, mp_policy=_precision(options, whole=False), **policies)
+    inside = {part for block in blocks.modules for part in block.modules()}
+    place([part for part in model.modules() if part not in inside], world, send=options.meta_init)
+    fully_shard(model, mp_policy=_precision(options, whole=True), **policies)
+    _prefetch(blocks.modules, options.prefetch)
+    _report(blocks, options, mesh, settings)
+    return mesh
+
+
+def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
+    kind = world.device.type
+    if options.sharding in ("full", "grad-op"):
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    size = 1 if options.sharding == "none" else options.shard_size or node
+    if options.sharding == "hybrid" and (size < 2 or world.size % size or world.size == size):
+        raise ConfigError(
+            f"--engine.sharding hybrid cannot form groups of {size} from {world.size} processes: it needs at least two "
+            "groups of at least two; set --engine.shard-size, or use --engine.sharding full"
+        )
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _precision(options: EngineOptions, whole: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES[options.param_dtype],
+        reduce_dtype=_DTYPES[options.reduce_dtype],
+        output_dtype=_DTYPES[options.output_dtype] if whole else None,  # between blocks nothing is cast
+    )
+
+
+def _check_parameters(model: nn.Module, blocks: Blocks) -> None:
+    scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise ConfigError(f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}; give it the shape [1]")
+    turned = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if turned:
+        raise ConfigError(
+            f"--engine fsdp cannot split {turned[0]}, which is not contiguous (channels_last, or a transposed tensor); "
+            "make it so, or use --engine ddp"
+        )
+    # AdamW and its kin update `view_as_real` of a parameter; of a shard that is a copy, and the shard stays as it was.
+    complexes = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+    if complexes:
+        raise ConfigError(
+            f"--engine fsdp cannot train the complex parameter {complexes[0]}: torch's optimizers do not move shards "
+            "of such; hold it as real numbers (torch.view_as_complex in the forward), or use --engine ddp"
+        )
+    inside = {p for block in blocks.modules for p in block.parameters()}
+    groups = [list(block.parameters()) for block in blocks.modules]
+    groups.append([p for p in model.parameters() if p not in inside])
+    for group in groups:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad}
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"--engine fsdp: a block has parameters in {' and '.join(sorted(dtypes))}, and exchanges them "
+                "together; give them one dtype, or use --engine ddp"
+            )
+
+
+def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
+    if not ahead:
+        return
+    units = [cast(Any, block) for block in blocks]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
+
+
+def _report(blocks: Blocks, options: EngineOptions, mesh: DeviceMesh, settings: Settings) -> None:
+    rest = " and the rest" if blocks.modules else ""
+    settings.say(f"--engine fsdp, sharding {options.sharding} over {list(mesh.shape)} ranks: {blocks.origin}{rest}")
+    if options.cpu_offload:
+        settings.say(
+            "--engine.cpu-offload: each step copies all parameters to the GPU and all gradients back, and the update "
+            "runs on the CPU, so a step may take several times as long; it is for models that do not fit otherwise"
+        )

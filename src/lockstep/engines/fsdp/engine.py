@@ -1,0 +1,196 @@
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lockstep.distributed.world import World
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.fsdp.apply import check, shard
+from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
+from lockstep.engines.shared.ddp_common import check_launched, same_start
+from lockstep.engines.shared.exact import Tree, check_slots
+from lockstep.engines.shared.model_init import unexpanded
+from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.scaled_backward import ScaledBackward
+from lockstep.engines.shared.unused import Usage, listed
+from lockstep.errors import ConfigError
+from lockstep.tensors import local_of
+
+__all__ = ["FSDP"]
+
+
+@final
+class FSDP:
+    """The engine `fsdp`.
+
+    In exact mode each block's reduce-scatter follows the fixed tree, and the norm is a single process's; a world of one
+    has nothing to split, so there the plain model is taken.
+
+    Raises:
+        ConfigError: no launcher; a sharding that the world cannot form; CPU offload without a GPU; an option that
+            cannot be exact, with `--exact`; parameters that cannot be split (see `lockstep.engines.fsdp.apply`).
+    """
+
+    places: ClassVar[bool] = True  # the model on the device, block by block
+    options: ClassVar[tuple[str, ...]] = (
+        "find_unused_parameters",
+        "broadcast_buffers",
+        "sharding",
+        "shard_size",
+        "accumulate",
+        "cpu_offload",
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        "prefetch",
+        "meta_init",
+    )
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+        check_launched("fsdp", world)
+        check(settings, world)
+        self.model, self._world, self._settings = model, world, settings
+        self._roots = ScaledBackward()
+        self._tree: Tree | None = None
+        self._comms: list[ExactReduceScatter] = []
+        self._usage: Usage | None = None
+        self._synced, self._backwards = True, 0
+        if settings.chunk and world.size == 1:
+            self._stay_plain(optimizer)
+            return
+        mesh = shard(model, world, settings)
+        self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
+        made = optimizer(model)
+        self._exchanged = trained(model, made)
+        self._update = OptimizerStep(made, settings, self._norm(mesh), local_of, cleared=self._exchanged, fixed=True)
+        _check_held(model, self._update)
+        self._sum_plainly()
+        self._watch_usage()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        for comm in self._comms:
+            comm.last = last
+        if last is not self._synced and not self._comms and self._tree is None:
+            self._synced = last
+            self._set_sync(last)
+        return NOTHING
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        if self._tree:
+            self._tree.push()
+        elif self._comms and not self._comms[0].last:
+            for parameter in self._exchanged:  # zeros: the sums are in the trees until the last micro-batch
+                parameter.grad = None
+
+    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+        made, self._backwards = self._backwards, 0
+        if self._tree:
+            self._tree.finish()
+        elif self._comms:
+            check_slots(made, self._settings.slots, self._world)
+        if self._usage:
+            self._drop_unused(self._usage, made)
+        return self._update(factor, limit)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._update.state_dict(self.model)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._update.load_state_dict(self.model, state)
+
+    def _stay_plain(self, optimizer: MakeOptimizer) -> None:
+        self.model.to(self._world.device)
+        unexpanded(self.model)
+        same_start(self.model)
+        made = optimizer(self.model)
+        exchanged = trained(self.model, made)
+        self._update = OptimizerStep(made, self._settings, cleared=exchanged, fixed=True)
+        self._tree = Tree(exchanged, self._settings.chunk, self._world, self._settings.slots)
+
+    def _norm(self, mesh: Any) -> Any:
+        if self._settings.chunk:
+            return ExactNorm(self._world)
+        group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
+        return partial(sharded_norm, group=group, device=self._world.device)
+
+    def _set_sync(self, last: bool) -> None:
+        """Whether the coming backward exchanges: asked only where it changes, since it walks over all modules."""
+        root = cast(Any, self.model)
+        root.set_is_last_backward(last)
+        if self._settings.options.accumulate == "nosync":
+            root.set_requires_gradient_sync(last)
+        else:
+            root.set_requires_all_reduce(last)
+
+    def _sum_plainly(self) -> None:
+        """Gradients are sums, not means; in exact mode in the tree's order."""
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # a factor alone takes an operation that gloo has not
+            if self._settings.chunk:
+                self._comms.append(ExactReduceScatter(self._settings.chunk))
+                unit.set_custom_reduce_scatter(self._comms[-1])
+
+    def _watch_usage(self) -> None:
+        """Collectives of all ranks line up although one leaves parameters out; the first step says which these are."""
+        wish, root = self._settings.options.find_unused_parameters, cast(Any, self.model)
+        if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch before 2.13
+            if wish == "true":
+                raise ConfigError(
+                    f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, here is "
+                    f"{torch.__version__}; use --engine ddp"
+                )
+            return
+        if wish == "false":
+            return
+        root.set_reduce_scatter_unused_params(True)
+        self._usage = Usage(self._trained(), self._world)
+        self._told = wish == "true"
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter) of what is trained. A unit is gathered for its own alone, and given back after."""
+        for unit in self._units:
+            unit.unshard()  # collective
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    yield name, parameter
+            unit.reshard()
+
+    def _drop_unused(self, usage: Usage, backwards: int) -> None:
+        """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process.
+
+        Asked in every step, since a branch may change in a later one, and zeros would train otherwise without a word.
+        """
+        names = [] if self._told else usage.missed(backwards)
+        self._told = True
+        if names:
+            self._settings.say(
+                f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
+                "one that no rank uses is left alone in that step"
+            )
+        unused = usage.unused()  # collective
+        if any(unused):
+            held = dict(self.model.named_parameters())
+            for name, missed in zip(usage.names, unused, strict=True):
+                if missed:
+                    held[name].grad = None
+
+
+def _check_held(model: nn.Module, update: OptimizerStep) -> None:
+    """Raises where the optimizer has parameters that the sharded model has not: it was made before the sharding."""
+    held = set(model.parameters())
+    if any(parameter not in held for parameter in update.parameters):
+        raise ConfigError(
+            "--engine fsdp replaces the parameters by shards: give `optimizer` as a function of the model, "
+            "lambda model: AdamW(model.parameters()), not an optimizer made before"
+        )

@@ -1,0 +1,119 @@
+"""Norms and exact sums over gradients that are split by rows over the ranks.
+
+`sharded_norm` is the lean norm; `ExactNorm` and `ExactReduceScatter` give, at every power-of-two world size, the bits
+of a single process.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.world import World
+from lockstep.engines.shared.exact import Counter, sum_of_rows
+from lockstep.engines.shared.optimizer_step import combined, norms_of
+from lockstep.tensors import local_of
+
+__all__ = ["ExactNorm", "ExactReduceScatter", "sharded_norm"]
+
+
+def sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """2-norm of all gradients together, 0-dim on `device`, from the shards of the ranks of `group`."""
+    squares = combined(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
+    dist.all_reduce(squares, group=group)  # collective
+    return squares.sqrt()
+
+
+class ExactNorm:
+    """The norm of a single process, bit for bit: each whole gradient's norm is taken by one rank, by the same kernel.
+
+    One all-to-all brings each parameter's shards to the rank that owns it for this purpose; one all-reduce, which adds
+    each norm to zeros, tells all ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        if not gradients:
+            return torch.zeros(())
+        owners = self._owners(gradients)
+        wholes = self._gathered(gradients, owners)
+        found = iter(norms_of(wholes))
+        mine = [next(found) if owner == self._world.rank else None for owner in owners]
+        kind = torch.float64 if any(g.dtype is torch.float64 for g in gradients) else torch.float32
+        table = torch.zeros(len(gradients), dtype=kind, device=self._world.device)
+        for index, norm in enumerate(mine):
+            if norm is not None:
+                table[index] = norm
+        dist.all_reduce(table)  # collective
+        return combined(list(table.unbind()))
+
+    def _owners(self, gradients: list[Tensor]) -> list[int]:
+        """For each gradient a rank: the largest first, each to the rank that has least."""
+        loads = [0] * self._world.size
+        owners = [0] * len(gradients)
+        for index in sorted(range(len(gradients)), key=lambda k: -gradients[k].numel()):
+            owners[index] = loads.index(min(loads))
+            loads[owners[index]] += gradients[index].numel()
+        return owners
+
+    def _gathered(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
+        """This rank's own gradients, whole, in order."""
+        world, ranks = self._world, range(self._world.size)
+        wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
+        order = [[k for k, owner in enumerate(owners) if owner == rank] for rank in ranks]
+        sent = torch.cat([local_of(gradients[k]).reshape(-1).to(wide) for each in order for k in each])
+        lengths = [sum(_rows(gradients[k], world.rank, world.size)[1] for k in each) for each in order]
+        mine = order[world.rank]
+        parts = [[_rows(gradients[k], rank, world.size)[1] for k in mine] for rank in ranks]
+        received = sent.new_empty(sum(map(sum, parts)))
+        dist.all_to_all_single(received, sent, [sum(each) for each in parts], lengths)  # collective
+        chunks = received.split_with_sizes([sum(each) for each in parts])
+        by_rank = [chunk.split_with_sizes(each) for chunk, each in zip(chunks, parts, strict=True)]
+        return [
+            torch.cat([pieces[place] for pieces in by_rank]).to(gradients[k].dtype).view(gradients[k].shape)
+            for place, k in enumerate(mine)
+        ]
+
+
+def _rows(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
+    """(rows, elements) of a tensor that lie on `rank`: as torch.chunk cuts, ceil(n / ranks) rows each."""
+    each = -(-tensor.shape[0] // ranks)
+    rows = max(0, min(each, tensor.shape[0] - rank * each))
+    return rows, rows * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0)
+
+
+class ExactReduceScatter:
+    """FSDP2's reduce-scatter of one unit, in the fixed tree: keeps each micro-batch's flat gradients, talks last.
+
+    A ReduceScatter for `FSDPModule.set_custom_reduce_scatter`, by shape: its base class has no public place.
+
+    Attributes:
+        last: whether the coming call is the step's last.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._counter, self._chunk = Counter(chunk, Tensor.add_), chunk
+        self.last = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Takes `input_tensor` [ranks * n] over; at the last call fills `output_tensor` [n] with the sum."""
+        if input_tensor.is_cuda:  # it outlives the call, on this stream
+            input_tensor.record_stream(torch.cuda.current_stream())
+        if self._chunk > 1:  # see Tree.push
+            input_tensor.add_(0.0)
+        self._counter.push(input_tensor)
+        if not self.last:
+            output_tensor.zero_()
+            return
+        total = self._counter.total()
+        received = torch.empty_like(total)
+        dist.all_to_all_single(received, total, group=group)  # collective
+        output_tensor.copy_(sum_of_rows(received.view(group.size(), -1)))

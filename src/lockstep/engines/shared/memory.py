@@ -1,0 +1,61 @@
+"""How many bytes a rank holds of a model, its gradients and its optimizer's states: counted, whatever the engine.
+
+held = footprint(engine)        collective under zero
+line = described(name, world.gather(held))
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lockstep.engines.base import Engine
+from lockstep.tensors import local_of
+from lockstep.units import bytes_text
+
+__all__ = ["Footprint", "described", "footprint"]
+
+
+class Footprint(NamedTuple):
+    """Bytes on this rank, wherever they lie; what is gathered for a moment is not counted.
+
+    Attributes:
+        parameters: with buffers.
+        gradients: those that are there, else those that a backward leaves after its exchange.
+        states: of the optimizer.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+
+
+def footprint(engine: Engine) -> Footprint:
+    """What this rank holds now. Asks for `engine.state_dict()`, so every rank calls it, best after the first step."""
+    state = engine.state_dict()
+    parameters = [p for p in engine.model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return Footprint(
+        _bytes(tensor for name, tensor in state.items() if name.startswith("model/")),
+        _bytes(gradients or parameters),
+        _bytes(tensor for name, tensor in state.items() if name.startswith("optimizer/")),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' parts on this rank, each piece of memory once."""
+    found: dict[tuple[Any, ...], int] = {}
+    for tensor in tensors:
+        local = local_of(tensor)
+        found[local.data_ptr(), local.device, local.shape] = local.nbytes
+    return sum(found.values())
+
+
+def described(name: str, ranks: list[Any]) -> str:
+    """One line on the footprints of all ranks, which may have come through JSON."""
+    words = ("parameters", "gradients", "optimizer states")
+    parts = []
+    for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
+        low, high = min(sizes), max(sizes)
+        parts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
+    return f"--engine {name} holds per rank: {', '.join(parts)}"

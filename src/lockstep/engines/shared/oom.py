@@ -1,0 +1,105 @@
+"""Out of memory, in one line: first whether something is where it should not be, then what to change, with the bytes.
+
+    with explained(engine, world):
+        ...                                 # running out of memory leaves as a LockstepError
+
+The memory is a GPU's, or the host's where the model trains there.
+"""
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.engines.shared.memory import Footprint
+from lockstep.engines.shared.unused import listed
+from lockstep.errors import LockstepError
+from lockstep.tensors import local_of
+from lockstep.units import bytes_text as shown
+
+__all__ = ["Device", "explained", "out_of_memory"]
+
+_STRAY = 0.05  # share of a device that others may hold (its driver, a desktop) without being named
+
+
+class Device(NamedTuple):
+    """Bytes of a device: all, those that nobody holds, and those that this process holds."""
+
+    total: int
+    free: int
+    own: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Device":
+        """The device as it is now. Of a host's memory all that this process has not counts as free: caches give way."""
+        if device.type != "cuda":
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return cls(total, total - own, own)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device))
+
+
+@contextmanager
+def explained(engine: Engine | None, world: World) -> Iterator[None]:
+    """Turns running out of memory into a LockstepError of one line; `engine` is None while there is none yet."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise out_of_memory(error, engine, world, Device.of(world.device)) from error
+
+
+def out_of_memory(error: Exception, engine: Engine | None, world: World, device: Device) -> LockstepError:
+    """The error that says what `error` means here."""
+    asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+    if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
+        asked = shown(int(by_host[1]))
+    begin = f"rank {world.rank} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
+    return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
+
+
+def _misplaced(engine: Engine | None, world: World, device: Device) -> str:
+    """What is on the wrong device, if anything."""
+    named = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
+    # What lies in host memory may have been put there, by CPU offload.
+    wrong = [name for name, tensor in named if tensor.device.type != "cpu" and tensor.device != world.device]
+    if wrong:
+        return f"{listed(wrong)} of the model lie on another GPU than {world.device}; make the model on world.device"
+    others = device.total - device.free - device.own
+    if others > _STRAY * device.total:
+        return (
+            f"other processes hold {shown(others)} of its {shown(device.total)}; give each rank a GPU of its own "
+            "(one process a GPU, --nproc-per-node at most their number), and end what else runs there"
+        )
+    return ""
+
+
+def _advice(engine: Engine | None, device: Device) -> str:
+    if engine is None:
+        return (
+            f"the model is not made yet ({shown(device.own)} of {shown(device.total)} held); --engine fsdp "
+            "--engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
+        )
+    held = _held(engine)
+    kept = sum(held)
+    parts = f"parameters {shown(held.parameters)}, gradients {shown(held.gradients)}, optimizer {shown(held.states)}"
+    first = f"everything is on the right device ({shown(device.own)} of {shown(device.total)} held; {parts}); "
+    if 2 * kept > device.own:  # most of it stays between the steps
+        return first + "split it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
+    return first + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
+
+
+def _held(engine: Engine) -> Footprint:
+    """As `footprint`, but without a word to other ranks, who may be elsewhere: states as the gradients' double."""
+    parameters = sum(local_of(p).nbytes for p in engine.model.parameters())
+    gradients = sum(local_of(p).nbytes for p in engine.model.parameters() if p.requires_grad)
+    return Footprint(parameters, gradients, 2 * gradients)

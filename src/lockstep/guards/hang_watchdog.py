@@ -1,0 +1,162 @@
+"""Who is missing: a thread that watches this process's progress, and asks all ranks when something does not come.
+
+    with HangWatchdog(world, exchange, folder):
+        ...                             # an error that only says that a peer is gone leaves as one that names it
+
+When a rank has made no progress for `world.timeout` seconds, or an exchange has failed, every rank writes its stacks
+and its place, and the one that says nothing, or that stands where nobody waits, is named. A main thread that hangs in a
+collective cannot be freed: the watching thread ends the process.
+
+The body of the caller's loop (a debugger in it, a cell of a notebook) may take as long as it likes in a world of one.
+Other ranks wait for it no longer than for a step; they are told when half of that time has passed.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, WAITING
+from lockstep.distributed.step_exchange import SAVE_AND_END, StepExchange
+from lockstep.distributed.world import World
+from lockstep.errors import LockstepError, PeerError
+from lockstep.guards.inquiry import Inquiry
+from lockstep.guards.told import Told, read_alone
+
+__all__ = ["HangWatchdog"]
+
+_LOG = logging.getLogger("lockstep")
+
+_LOOK = 0.25  # seconds between two looks at the progress
+_STOP = 1.0  # seconds between two looks for the file STOP
+_TELL = 1.0  # seconds between two words to the others, in a small world
+_GIVE = 1.0  # seconds that the main thread has to find out by itself
+_ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
+
+# What torch's errors say when a peer is gone or late; the classes alone do not tell.
+_PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
+
+
+class HangWatchdog:
+    """Within it hangs end, and the loss of a rank is told by name.
+
+    Args:
+        world, beat: the ranks and their exchange.
+        folder: of the run; its logs take the stacks, and its file STOP is a wish to save and end.
+        note: called with the error before the process is ended from here.
+    """
+
+    def __init__(self, world: World, exchange: StepExchange, folder: Path, note: Any = None) -> None:
+        self._world, self._exchange, self._folder, self._note = world, exchange, folder, note
+        self._ended = threading.Event()
+        self._inquiry = Inquiry(world, exchange.progress, folder)
+        self._failed_since, self._warned = 0.0, False
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
+        self._thread.start()
+        if self._world.is_main:  # a thread of its own: a file system may answer late, or never
+            threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
+        told = self._inquiry.told
+        if told is not None:  # a thread of its own: a meeting point that is gone may never answer
+            threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        told = self._explained(error) if isinstance(error, Exception) else error
+        self._ended.set()
+        self._thread.join()
+        if told is not error and told is not None:
+            raise told from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """`error`, or for one that only says that a rank is gone the PeerError that names it."""
+        ours = isinstance(error, LockstepError)
+        peer = isinstance(error, PeerError) and not error.relayed
+        if self._world.size == 1 or (ours and not peer) or not (peer or _of_a_peer(error)):
+            return error
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"{self._inquiry.verdict(f'lost the other ranks: {line}')}; its own log says why, if it could still tell"
+        )
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK):
+            reason = self._reason()
+            if reason:
+                self._leave(reason)
+
+    def _heed_file(self) -> None:
+        """Rank 0 looks for the file STOP; the others hear of the wish from it."""
+        while not self._ended.wait(_STOP):
+            with contextlib.suppress(OSError):  # not there, or a file system that fails now
+                os.lstat(self._folder / "STOP")
+                self._exchange.stop(SAVE_AND_END)
+
+    def _reason(self) -> str:
+        """Why this process has to end; "" while all is well."""
+        progress, now = self._exchange.progress, time.monotonic()
+        stands, limit = now - progress.since, self._world.timeout
+        watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
+        if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
+            self._warned = True
+            where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
+            _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
+        if progress.phase in watched and stands > limit:
+            return f"no progress for {limit:g} s"
+        told = self._inquiry.told
+        if told is None:
+            return ""
+        if progress.phase == READING and stands > _ALONE:
+            with contextlib.suppress(RuntimeError):
+                others = told.passed(progress.step)
+                if others:
+                    return read_alone(self._world.rank, progress.step + 1, others)
+        self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
+        if self._failed_since and now - self._failed_since > _GIVE:
+            return "an exchange failed"
+        return "another rank misses one of us" if self._inquiry.called else ""
+
+    def _tell(self, told: Told) -> None:
+        while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
+            self._inquiry.tell(told)
+
+    def _leave(self, reason: str) -> None:
+        """Ends this process, whatever its main thread does."""
+        error: LockstepError
+        if "the loss was read" in reason:
+            error = LockstepError(reason)
+        else:
+            verdict = self._inquiry.verdict(reason)
+            if self._ended.wait(_GIVE if "misses" in reason else 0.0):
+                return  # the main thread found out by itself
+            error = PeerError(
+                f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
+                "or data raise --timeout"
+            )
+        try:
+            _LOG.error("%s", error)
+            if self._note:
+                self._note(error)
+            for handler in _LOG.handlers:
+                handler.flush()
+            sys.stderr.flush()
+        finally:  # a full disk is no reason to hang on
+            os._exit(1)
+
+    def connect(self) -> Told | None:
+        """A connection of one's own to the ranks' meeting point; None where there is none."""
+        return self._inquiry.connect()
+
+
+def _of_a_peer(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_WORDS)
+    )

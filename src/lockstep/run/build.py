@@ -1,0 +1,414 @@
+"""From a Config to the parts of a run, every rank alike.
+
+    built = build(config, task, world)
+
+Nothing is written into the run's folder here.
+"""
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.config import options
+from lockstep.config.config import Config
+from lockstep.data.batches import Batches, Loading
+from lockstep.data.fetch import blamed, check_dataset
+from lockstep.data.order import Sequential, Shuffled
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines import Engine, engine, model_init
+from lockstep.engines.deepspeed.config import check_batches
+from lockstep.engines.shared.blocks import find_blocks
+from lockstep.engines.shared.exact import check_servable
+from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError, UsageError
+from lockstep.guards.loader import RetryingDataset
+from lockstep.guards.start import check_programs, check_weights
+from lockstep.optim.optimizers import make_optimizer
+from lockstep.optim.schedule import factor
+from lockstep.run.defaults import settled
+from lockstep.run.evaluate import one_step
+from lockstep.run.folder import RunFolder
+from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
+from lockstep.run.task_check import check_task
+from lockstep.seeds import derive
+from lockstep.sinks.remote import check
+from lockstep.task import Task, adapted, has_own
+from lockstep.tasks.named import named_task
+from lockstep.transforms import Chosen, prepare
+from lockstep.transforms.determinism import check_precision, pin
+
+__all__ = ["Built", "build", "notify"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass
+class Built:
+    """What a run is made of.
+
+    Attributes:
+        horizon: the plan's steps.
+        model: the plain module that `engine` holds.
+        batches, evaluation: the training stream and the evaluation set (None where the task has none).
+        plan: what a resume must find unchanged.
+        source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+        lr: base learning rate of the optimizer's first group.
+        kept: the caller's own objects that have tensors, by name.
+        loading: what counts retries and skips of the loading (see guards/loader.py).
+    """
+
+    config: Config
+    world: World
+    folder: RunFolder
+    task: Task
+    run_plan: RunPlan
+    model: nn.Module
+    engine: Engine
+    batches: Batches
+    evaluation: Batches | None
+    plan: dict[str, Any]
+    source: Path | None
+    state: dict[str, Any]
+    loading: list[Any]
+    lr: float
+    kept: dict[str, Any]
+
+    def keep(self, name: str, what: Any) -> None:
+        """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"run.keep: the name '{name}' must be of letters, digits, '-' and '_'")
+        if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
+            raise UsageError(
+                f"run.keep('{name}', ...): {type(what).__name__} has no state_dict() and load_state_dict()"
+            )
+        state = what.state_dict()
+        plain = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        if plain is not None:
+            raise UsageError(f"run.keep('{name}', ...): '{plain}' of its state_dict() is no tensor; make it one")
+        self.kept[name] = what
+        checkpoint.check_keepable(self.own_of(name))
+
+    def own_of(self, name: str) -> dict[str, Tensor]:
+        """The tensors of what is kept as `name`."""
+        return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the engine's state, and as `task/NAME` what the task's `state_dict()` names.
+
+        The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
+        `load_state_dict` with them.
+        """
+        return self.engine.state_dict() | self.own
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """The task's own tensors, as `task/KEY`, and the caller's, as `kept.NAME/KEY`."""
+        found = _own(self.task)
+        for name in self.kept:
+            found |= self.own_of(name)
+        return found
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what `tensors` gave and a checkpoint filled."""
+        owners = {"task": self.task} | {f"kept.{name}": what for name, what in self.kept.items()}
+        engine, own = {}, dict[str, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            if group in owners:
+                own.setdefault(group, {})[key] = tensor
+            else:
+                engine[name] = tensor
+        if engine:
+            self.engine.load_state_dict(engine)
+        for group, state in own.items():
+            owners[group].load_state_dict(state)
+
+    @property
+    def start(self) -> int:
+        """Steps that were taken before."""
+        return int(self.state.get("global_step", 0))
+
+    @property
+    def last(self) -> int:
+        """Steps after which this start of the run ends."""
+        whole = self.run_plan.step_plan.steps
+        return min(whole, self.config.stop_at or whole)
+
+    @property
+    def rate(self) -> Callable[[int], float]:
+        """step -> what the base learning rate is multiplied by."""
+        optim, whole = self.config.optim, self.run_plan.step_plan.steps
+        if has_own(self.task, "schedule") and self.task.schedule(0, whole) is not None:
+            return lambda step: _own_factor(self.task, step, whole)
+        horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
+        return partial(
+            factor,
+            horizon=horizon,
+            warmup=optim.warmup_steps,
+            floor=optim.floor,
+            shape=optim.schedule,
+            cooldown=optim.cooldown,
+        )
+
+
+def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Built:
+    """The parts of a run that trains the task `given`; None: the one that the config names.
+
+    Raises:
+        UsageError: what was asked for cannot be done; the same on every rank.
+    """
+    config = _agreed(config, world)
+    pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
+    check_precision(config.precision, world.device)
+    cut_known = bool(config.micro_batch_size)  # else it depends on the model
+    if cut_known:
+        _check_cut(config, world)
+    on_all_ranks(world, lambda: check(config))
+    folder = RunFolder(config.save_dir, config.experiment_name)
+    task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
+    world.check_same("source", dict(task.sources))
+    training, evaluation = on_all_ranks(world, lambda: _datasets(task))
+    training = _guarded(config, training, world)
+    samples = on_all_ranks(world, lambda: _size(training))
+    source, state = _found(folder, world)
+    model = _model(config, task, world)
+    run_plan = settled(config, task, model, samples, origin_of(state, config))
+    config = run_plan.config
+    state["origin"] = list(run_plan.origin)
+    if not cut_known:
+        _check_cut(config, world)
+    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
+    check_weights(world, model)
+    plan = plan_of(config, run_plan, task, model)
+    world.check_same("plan", plan)
+    on_all_ranks(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
+    stream = _training(config, task, training, run_plan, world)
+    check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
+    rates: list[float] = []
+    made = _engine(config, task, model, world, rates)
+    held_out = _evaluation(config, task, evaluation, world)
+    if source is None:
+        check_task(made.model, task, stream, held_out, world)  # collective
+    built = Built(
+        config,
+        world,
+        folder,
+        task,
+        run_plan,
+        model,
+        made,
+        stream,
+        held_out,
+        plan,
+        source,
+        state,
+        [training, stream.loader],
+        rates[0],
+        {} if kept is None else kept,
+    )
+    on_all_ranks(
+        world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
+    )  # an own schedule's mistakes
+    return built
+
+
+def _agreed(config: Config, world: World) -> Config:
+    """The config with rank 0's experiment name (a name with the time in it differs by rank); the rest must be equal."""
+    name = world.gather(config.experiment_name)[0]
+    config = dataclasses.replace(config, experiment_name=name)
+    world.check_same("configuration", options.flat(config))
+    return config
+
+
+def _own_factor(task: Task, step: int, steps: int) -> float:
+    """What the task's `schedule` says. Raises ConfigError for what is no finite number from 0."""
+    try:
+        factor = task.schedule(step, steps)
+        held = math.isfinite(factor) and factor >= 0  # type: ignore[arg-type, operator]
+    except TypeError:
+        held = False
+    if not held:
+        raise ConfigError(
+            f"the task's `schedule` returned {factor!r} for step {step} of {steps}: it must return what the base rates "
+            "are multiplied by, a finite number from 0"
+        )
+    return float(factor)  # type: ignore[arg-type]
+
+
+def _check_cut(config: Config, world: World) -> None:
+    """Refuses a number of micro-batches that this world or the engine's own file does not go with."""
+    if config.micro_batches < world.size:
+        notify(world)(_idle(config, world.size))
+    if config.exact:
+        check_servable(config.micro_batches, world.size)
+    check_batches(
+        config.engine_options.config,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        ranks=world.size,
+    )
+
+
+def _idle(config: Config, ranks: int) -> str:
+    """Said where a step has fewer micro-batches than ranks: most often a batch per device was meant."""
+    batch, micro, held = config.batch_size, config.micro_batch_size, config.micro_batches
+    return (
+        f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
+        f"for {ranks} ranks leave{'s' * (held == 1)} {ranks - held} of them without work; for {batch} on each device: "
+        f"--batch-size {batch * ranks} --micro-batch-size {batch}"
+    )
+
+
+def _size(dataset: Any) -> int:
+    if not len(dataset):
+        raise DataError("the training set is empty: the task's dataset('train') has no samples")
+    return len(dataset)
+
+
+def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
+    found = checkpoint.find_resume(folder.path, world, notify(world))
+    if found is None:
+        return None, {"running_loss": 0.0, "best": None}
+    source, state = found
+    if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
+        noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
+        if noted.get("step") == state["global_step"]:
+            state["best"] = noted.get("best")
+            del state["evaluation_due"]
+    return source, state
+
+
+def _own(task: Task) -> dict[str, Tensor]:
+    """What the task's `state_dict()` names, as `task/NAME`."""
+    return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
+
+
+def _check_plan(
+    folder: RunFolder, before: dict[str, Any] | None, now: dict[str, Any], config: Config, world: World
+) -> None:
+    changes = differences(before, now) if before else []
+    if changes and not config.resume_anyway:
+        raise ResumeError(
+            f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
+            "--resume-anyway to go on with the change"
+        )
+    for change in changes:
+        notify(world)(f"resuming although the plan differs: {change}")
+
+
+def _model(config: Config, task: Task, world: World) -> nn.Module:
+    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
+    torch.manual_seed(derive(config.seed, "model"))
+    where, moves = model_init(config.engine, world, config.engine_options)
+
+    def make() -> nn.Module:
+        with where:
+            made: nn.Module = task.model()
+        return made
+
+    model = on_all_ranks(world, make)
+    named = task.blocks(model)
+    return prepare(
+        model,
+        precision=config.precision,
+        compile_model=config.compile,
+        device=world.device,
+        move=moves,
+        chosen=Chosen(
+            config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact
+        ),
+        blocks=find_blocks(model).modules if named is None else list(named),
+        named=named is not None,
+        say=notify(world),
+    )
+
+
+def _datasets(task: Task) -> tuple[Any, Any]:
+    """The training set, and the evaluation set or None."""
+    training, evaluation = task.dataset("train"), task.dataset("evaluation")
+    check_dataset(training, "train")
+    if evaluation is not None:
+        check_dataset(evaluation, "evaluation")
+    return training, evaluation
+
+
+def _guarded(config: Config, dataset: Any, world: World) -> Any:
+    guards = config.guards
+    return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
+
+
+def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: list[float]) -> Engine:
+    """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
+
+    def make(held: nn.Module) -> Optimizer:
+        made = _own_optimizer(config, task, held) or make_optimizer(held, config)
+        rates[:] = [float(group["lr"]) for group in made.param_groups]
+        return made
+
+    exact = config.micro_batches if config.exact else 0
+    return engine(
+        config.engine,
+        model,
+        make,
+        world,
+        clip=config.optim.clip,
+        exact_micro_batches=exact,
+        loss_scaling=config.precision == "fp16",
+        blocks=task.blocks(model) or (),
+        options=config.engine_options,
+        say=notify(world),
+    )
+
+
+def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+    """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
+    try:
+        made = task.optimizer(model, config)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("optimizer", error, "the start, before step 1") from error
+    if made is None:
+        return None
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "
+            "parameters of the model that it is given, or None for the one that --optim says"
+        )
+    held = set(model.parameters())
+    others = sum(parameter not in held for group in made.param_groups for parameter in group["params"])
+    if others:
+        raise ConfigError(
+            f"the task's `optimizer` has {others} parameters that are not of the model that it was given, and an "
+            "engine may hold others than task.model() made: take those of the argument `model`"
+        )
+    return made
+
+
+def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world: World) -> Batches:
+    order = task.order(len(dataset), config.seed) or Shuffled(len(dataset), config.seed)
+    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading)
+
+
+def _evaluation(config: Config, task: Task, dataset: Any, world: World) -> Batches | None:
+    if dataset is None or not len(dataset):
+        return None
+    step_plan = one_step(len(dataset), config.micro_batch_size)
+    return Batches(task, dataset, Sequential(len(dataset)), step_plan, world, seed=config.seed)
+
+
+def notify(world: World) -> Callable[[str], None]:
+    """Rank 0's word to the person, before the log is open."""
+    return lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None

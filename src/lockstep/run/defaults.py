@@ -1,0 +1,132 @@
+"""What "auto" stands for: the values of a run that depend on its task, its model and its plan, chosen in one place.
+
+    run_plan = settled(config, task, model, samples, origin)     # run_plan.config has every value
+    for line in warnings(run_plan, model): ...
+
+A task says which work it is with an attribute: `defaults = "language-model"`, "fine-tuning" (weights that are trained
+already) or "general", which is meant where it says nothing. The choice depends on nothing that differs by rank.
+"""
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.config import options
+from lockstep.config.config import Config, default_micro_batch_size, is_auto
+from lockstep.data.batches import START, Origin
+from lockstep.errors import ConfigError, DataError
+from lockstep.run.plan import RunPlan
+from lockstep.task import Task
+
+__all__ = ["KINDS", "SGD", "described_optimizer", "described_step", "settled", "warm_up", "warnings"]
+
+# From scratch: the betas and the decay that GPT-3 and its successors are trained with (Brown et al., arXiv 2005.14165,
+# appendix B). Pretrained weights: the defaults of the HF Trainer. Else torch's own AdamW: lr 1e-3, decay 0.01.
+KINDS: dict[str, dict[str, float]] = {
+    "language-model": {"lr": 2e-3, "optim.beta2": 0.95, "optim.weight_decay": 0.1},
+    "fine-tuning": {"lr": 5e-5, "optim.beta2": 0.999, "optim.weight_decay": 0.0},
+    "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
+}
+SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
+
+_SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
+_FEW = 16  # samples below which BatchNorm's statistics cost quality (Wu & He, arXiv 1803.08494, figure 1)
+
+
+def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: Origin = START) -> RunPlan:
+    """The plan, its `config` without any "auto". The same on every rank, and in every world.
+
+    Args:
+        task: its attribute `defaults` names one of KINDS.
+        model: as it is trained; whether BatchNorm is in it decides how a step is cut.
+        samples, origin: see `RunPlan`.
+
+    Raises:
+        ConfigError: the task names no known kind.
+        DataError: all samples are left out.
+    """
+    norms = _norms(model)
+    least = _FEW if norms else 1
+    size = config.micro_batch_size or default_micro_batch_size(config.batch_size, least)
+    run_plan = RunPlan(samples, dataclasses.replace(config, micro_batch_size=size), origin, 2 if norms else 1)
+    steps = run_plan.step_plan.steps
+    if not steps:
+        _refuse(run_plan)
+    chosen: dict[str, Any] = {**_suited(config, task), "optim.warmup_steps": warm_up(steps)}
+    values = {name: value for name, value in chosen.items() if is_auto(config, name)}
+    return dataclasses.replace(run_plan, config=options.build({**options.flat(run_plan.config), **values}))
+
+
+def _suited(config: Config, task: Task) -> dict[str, float]:
+    kind = task.defaults
+    if kind not in KINDS:
+        raise ConfigError(
+            f"the task's defaults are {kind!r}: choose one of {', '.join(KINDS)}, or leave the attribute out"
+        )
+    if config.optim.name == "sgd":
+        return SGD
+    return KINDS[kind]
+
+
+def warm_up(steps: int) -> int:
+    """The default warm-up of a plan of `steps`: 5%, at most 50, and none where that is less than a step."""
+    return min(_MOST, steps // _SHARE)
+
+
+def _refuse(run_plan: RunPlan) -> None:
+    if run_plan.config.data.drop_last:
+        raise DataError(
+            f"the training set has {run_plan.samples} samples, less than one step, and --data.drop-last leaves short "
+            f"ones out: give a --batch-size below {run_plan.config.batch_size}, or --no-data.drop-last"
+        )
+    raise DataError("the training set has one sample, which BatchNorm cannot learn from alone: give it more")
+
+
+def described_step(run_plan: RunPlan, ranks: int) -> str:
+    """What a step is: `a step of 64 = 8 forwards of 8, over 2 ranks`."""
+    config = run_plan.config
+    count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
+    return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
+
+
+def described_optimizer(run_plan: RunPlan) -> str:
+    """What the configuration's optimizer is: `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`."""
+    config, optim = run_plan.config, run_plan.config.optim
+    to = "" if optim.schedule == "constant" else f" to {optim.floor:.3g}"
+    numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name == "adamw" else f"momentum {optim.momentum:g}"
+    return (
+        f"{optim.name}: lr {config.lr:g}, {optim.schedule}{to} after {optim.warmup_steps} of "
+        f"{run_plan.step_plan.steps} steps of warm-up, weight decay {optim.weight_decay:g}, {numbers}"
+    )
+
+
+def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
+    """What a person should know before step 1, a line each: about the warm-up, and about BatchNorm."""
+    config, steps = run_plan.config, run_plan.step_plan.steps
+    found = []
+    if config.optim.warmup_steps >= steps:
+        found.append(
+            f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "
+            f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for {warm_up(steps)}"
+        )
+    norms, micro_size = _norms(model), config.micro_batch_size
+    if norms and micro_size < _FEW and config.batchnorm != "sync":
+        size = default_micro_batch_size(max(config.batch_size, _FEW), _FEW)
+        more = f"--batch-size {_FEW} " if config.batch_size < _FEW else ""
+        which = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
+        found.append(
+            f"BatchNorm ({which}) normalises over the {micro_size} sample{'s' * (micro_size > 1)} of a forward, and "
+            f"{_FEW} or more train better: give {more}--micro-batch-size {size}"
+        )
+    missing = config.num_epochs * run_plan.samples - run_plan.step_plan.total
+    if norms and not (config.max_steps or config.data.drop_last) and missing == 1:
+        found.append("the last sample of the last epoch is left out: BatchNorm cannot learn from one alone")
+    return found
+
+
+def _norms(model: nn.Module) -> list[str]:
+    """The names of the BatchNorm layers that normalise by the batch: those in training mode."""
+    layers = model.named_modules()
+    return [name or type(layer).__name__ for name, layer in layers if isinstance(layer, _BatchNorm) and layer.training]

@@ -1,0 +1,144 @@
+"""The exact distributed evaluation: every sample counts once, whatever the world size.
+
+record = evaluate(engine, task, batches, world, step=500, seed=0)
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.batches import Batches, MicroBatch, StepPlan
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.errors import LockstepError
+from lockstep.loop import scalar, seeder
+from lockstep.records import EvaluationRecord
+from lockstep.run.stateful_metrics import is_metric, merged, taken
+from lockstep.task import Task
+
+__all__ = ["evaluate", "measures", "one_step"]
+
+
+def one_step(samples: int, micro_size: int) -> StepPlan:
+    """The whole set as a single step, so that the rule of slots shares its micro-batches out over the ranks."""
+    return StepPlan(-(-samples // micro_size) * micro_size, micro_size, samples)
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    batches: Batches,
+    world: World,
+    *,
+    step: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvaluationRecord:
+    """Mean loss and metrics over the set, in `eval()` and without gradients; each module's mode is put back.
+
+    Every micro-batch is computed alike at every world size, repeats weigh 0, and the sums are formed in float64 by an
+    exactly rounded sum, so that neither the number of ranks nor their order shows in the result. What is kept of a
+    micro-batch is a few numbers: on a CPU they are read at once, on a device once, at the end.
+
+    Args:
+        progress: told after each micro-batch of this rank: how many are done, and of how many.
+    """
+    modes = [(module, module.training) for module in engine.model.modules()]
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            reseed = seeder(seed, "evaluation", world.device)
+            own = _own_rows(engine.model, task, batches, reseed, progress)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    parts = world.gather([own.rows, own.states])  # collective
+    gathered = [row for rows, _ in parts for row in rows]
+    sums = [math.fsum(column) for column in zip(*gathered, strict=True)] if gathered else [0.0, 0.0]
+    items = int(sums[1])
+    ratios = {name: sums[2 + 2 * k] / max(sums[3 + 2 * k], 1.0) for k, name in enumerate(own.pairs)}
+    in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
+    computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
+    metrics = {name: ratios[name] if name in ratios else computed[name] for name in own.names}
+    return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
+
+
+def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
+    """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
+
+    The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    """
+    mean = task.reduction == "mean"
+
+    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
+        loss, found = task.evaluate(model, batch.data)
+        loss = scalar(loss)
+        if not mean:
+            return loss, found
+        return loss * batch.items if batch.items else 0.0, found
+
+    return measured
+
+
+@dataclass
+class _Own:
+    """What this rank's share of the set gave.
+
+    Attributes:
+        names: of the metrics, in the task's order; `pairs` of those that are a sum over a count.
+        metrics: (name, metric) of those that have a state.
+        rows: a micro-batch that counts each: loss, items, then sum and count of each pair.
+        states: (micro-batch, name -> state) of each.
+    """
+
+    names: list[str]
+    pairs: list[str]
+    metrics: list[tuple[str, Any]]
+    rows: list[list[float]]
+    states: list[tuple[int, dict[str, Any]]]
+
+
+def _own_rows(
+    model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
+) -> _Own:
+    measure, own = measures(task), _Own([], [], [], [], [])
+    mine = -(-batches.step_plan.micro_batches // batches.world_size)
+    rows: list[list[Any]] = []
+    for done, (_, batch) in enumerate(batches.micro(0), 1):
+        reseed(0, batch.index)
+        loss, found = measure(model, batch)
+        if done == 1:
+            own.names = list(found)
+            own.pairs = [name for name, value in found.items() if not is_metric(value)]
+            own.metrics = [(name, value) for name, value in found.items() if is_metric(value)]
+        elif list(found) != own.names:
+            raise LockstepError(
+                f"the task's metrics are named {', '.join(found) or 'nothing'} in one micro-batch and "
+                f"{', '.join(own.names) or 'nothing'} in another: return the same names each time, with count 0 if "
+                "need be"
+            )
+        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, where there are such
+        if batch.weight:
+            numbers = (number for name in own.pairs for number in found[name])
+            rows.append(_kept([loss, float(batch.items), *numbers]))
+            own.states += [(batch.index, states)] if states else []
+        if progress:
+            progress(done, mine)
+    own.rows = _read(rows)
+    return own
+
+
+def _kept(row: list[Any]) -> list[Any]:
+    """A row without what lies on the host: small tensors that outlive a forward hold the heap apart, and it grows."""
+    return [v if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in row]
+
+
+def _read(rows: list[list[Any]]) -> list[list[float]]:
+    """Numbers for tensors: all of a device's are read at once, so that it is waited for a single time."""
+    tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
+    return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]

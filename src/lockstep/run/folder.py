@@ -1,0 +1,112 @@
+"""One experiment's folder: `save_dir/experiment_name`.
+
+    outputs/EXPERIMENT/
+      config.toml  environment.json  state.json  metrics.jsonl  logs/rank-00000.log  run.lock  ended.json
+      checkpoints/step-00000500/
+
+Only rank 0 writes here, but for logs and the shards of checkpoints. One process at a time owns the folder.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.files import write_whole
+from lockstep.run.lock import RunLock
+from lockstep.units import bytes_text
+
+__all__ = ["RunFolder"]
+
+_END = "ended.json"
+_EVALUATED = "checkpoints/evaluated.json"  # goes where they go
+
+
+class RunFolder:
+    """The paths in a run's folder, what must hold before it is written to, and its lock."""
+
+    def __init__(self, save_dir: str, experiment_name: str) -> None:
+        self.path = Path(save_dir).expanduser() / experiment_name
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.config = self.path / "config.toml"
+        self.environment = self.path / "environment.json"
+        self.cleared = ""  # the owner whose lock was found without its process
+        self._lock = RunLock(self.path / "run.lock")
+
+    def check_writable(self, least: int) -> None:
+        """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
+        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            with tempfile.TemporaryFile(dir=above):
+                pass
+            free = shutil.disk_usage(above).free
+        except OSError as error:
+            raise ConfigError(
+                f"--save-dir: cannot write to {above}: {error.strerror or error}; choose another folder"
+            ) from error
+        if free < least:
+            raise ConfigError(
+                f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
+                f"{bytes_text(least)}; make room, or choose another folder"
+            )
+
+    def claim(self) -> None:
+        """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.
+
+        Raises:
+            ConfigError: another process holds it, or the folder cannot be written to.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.cleared = self._lock.take(make=True)
+        except OSError as error:
+            raise ConfigError(f"--save-dir: cannot write to {self.path}: {error.strerror or error}") from error
+
+    def check_free(self) -> None:
+        """Raises ConfigError where another process holds the folder now; writes nothing."""
+        with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
+            self._lock.take(make=False)
+            self._lock.release(mine=False)
+
+    def release(self) -> None:
+        """Gives the lock back; twice does no harm."""
+        self._lock.release()
+
+    def write_end(self, code: int, step: int) -> None:
+        """Leaves word, for who reads it under plain torchrun: the run saved itself after `step` steps."""
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        self.write(_END, json.dumps({"code": code, "step": step, "job": job}) + "\n")
+
+    def forget_end(self) -> None:
+        """Removes what `write_end` left in an earlier start."""
+        (self.path / _END).unlink(missing_ok=True)
+
+    @property
+    def stop_file(self) -> Path:
+        """A file of this name asks the run to save and end; it is removed when the run has done so."""
+        return self.path / "STOP"
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError."""
+        write_whole(self.path / name, text)
+
+    def write_evaluated(self, step: int, best: dict[str, Any] | None) -> None:
+        """Notes that the evaluation after `step` steps was made: the checkpoint of that step is older."""
+        self.write(_EVALUATED, json.dumps({"step": step, "best": best}) + "\n")
+
+    def read_evaluated(self) -> dict[str, Any]:
+        """What `write_evaluated` noted last; {} for nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.path / _EVALUATED).read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""
+        self.write("state.json", json.dumps(state, indent=1) + "\n")

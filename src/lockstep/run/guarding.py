@@ -1,0 +1,135 @@
+"""The guards of a run, put together: what run.py asks after each step.
+
+guards = Guards(built, exchange, step_loader, seed)
+for record in steps(..., Plan(..., limit=guards.limit)):
+    guards.after(record)
+    ...
+    guards.settle()                 # before a checkpoint
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.data.batches import StepLoader
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.engines.shared.buffers import unmoved
+from lockstep.errors import LockstepError
+from lockstep.guards import desync
+from lockstep.guards.nonfinite import origin
+from lockstep.guards.reading import Reader, ReadStep
+from lockstep.guards.skips import Rollback, Skips
+from lockstep.guards.spike import Spike
+from lockstep.guards.straggler import Straggler
+from lockstep.loop import loss_of
+from lockstep.records import StepRecord
+from lockstep.run.build import Built
+
+__all__ = ["Guards"]
+
+_LOG = logging.getLogger("lockstep")
+
+
+class Guards:
+    """What watches the steps. Every rank calls each method at the same steps."""
+
+    def __init__(
+        self, built: Built, exchange: StepExchange, step_loader: StepLoader, seed: Callable[[int, int], None]
+    ) -> None:
+        self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
+        self._config = built.config.guards
+        self._skips = Skips(built.folder.checkpoints / "skips.json", self._config.limit, built.world, built.plan)
+        self._dropped = frozenset(self._skips.steps)
+        if self._dropped:  # the checkpoint may be older than the list
+            built.state["steps_left_out"] = len(self._dropped)
+        self._reader, self._spike = Reader(built.world.device), Spike()
+        if "spike" in built.state:
+            self._spike.load_state_dict(built.state["spike"])
+        self._straggler = Straggler(self._config.straggler if built.world.size > 1 else 0.0)
+        self._fp16 = built.config.precision == "fp16"
+        self._loss = loss_of(built.task)
+        if built.start:  # a new run's weights were compared when they were made
+            desync.check(built.tensors(), built.world, built.start)  # collective
+
+    def limit(self, step: int) -> float:
+        """What the norm of `step` must stay below to be applied."""
+        if step in self._dropped:
+            return -math.inf
+        return self._spike.limit(step) if self._config.spike == "skip" else math.inf
+
+    def after(self, record: StepRecord) -> None:
+        """Looks at a step.
+
+        Raises:
+            LockstepError: a guard stops the run.
+            Rollback: the run goes back.
+        """
+        for step in self._reader.add(record, self._step_loader.present):
+            self._look(step)
+        slow = self._straggler.after(record.step, self._exchange)
+        if slow and self._built.world.is_main:
+            _LOG.warning(slow)
+        freq, done = self._config.desync_freq, record.step + 1
+        replicas = freq and self._built.world.size > 1
+        if replicas and (done % freq == 0 or done == self._built.last):  # what is kept at the end is compared too
+            desync.check(self._built.tensors(), self._built.world, done)  # collective
+
+    def settle(self) -> None:
+        """Looks at every step that was taken, before a checkpoint keeps what they did. Raises as `after`."""
+        for step in self._reader.rest():
+            self._look(step)
+        if self._config.spike != "off":
+            self._built.state["spike"] = self._spike.state_dict()
+
+    def _look(self, step: ReadStep) -> None:
+        number = step.record.step
+        if number in self._dropped:
+            return
+        if not math.isfinite(step.norm):  # the same on every rank
+            if self._is_fault(step):
+                self._bad(step)
+        elif self._config.spike != "off" and self._spike.sees(number, step.norm):
+            self._spiked(step)
+
+    def _is_fault(self, step: ReadStep) -> bool:
+        """Whether it is more than a loss scale that was too large for float16: then every loss is finite."""
+        if not self._fp16:
+            return True
+        finite = all(math.isfinite(loss) for loss in step.losses)
+        return not all(self._built.world.gather(finite))  # collective
+
+    def _bad(self, step: ReadStep) -> None:
+        built = self._built
+        with unmoved(built.own.values()):  # which the loss may move
+            found = origin(
+                step, built.model, self._loss_of, self._seed, built.batches.samples, built.world
+            )  # collective
+        what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
+        self._left_out(step.record.step, what, self._config.nonfinite)
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        return self._loss(self._built.engine.model, batch)
+
+    def _spiked(self, step: ReadStep) -> None:
+        number = step.record.step
+        usual = self._spike.limit(number)
+        what = f"step {number}: the gradient's norm {step.norm:.4g} is far above the usual, {usual:.4g}"
+        if self._config.spike != "warn":
+            self._left_out(number, what, self._config.spike)
+        elif self._built.world.is_main:
+            _LOG.warning("%s; --guards.spike skip or rollback would leave it out", what)
+
+    def _left_out(self, step: int, what: str, action: str) -> None:
+        if action == "stop":
+            raise LockstepError(
+                f"{what}; lower --lr, look at these samples, or leave such steps out: --guards.nonfinite skip"
+            )
+        self._skips.add(step, what)  # collective
+        self._built.state["steps_left_out"] = len(self._skips.steps)
+        if self._built.world.is_main:
+            _LOG.warning("%s; left out (%d so far)", what, len(self._skips.steps))
+        if action == "rollback":
+            raise Rollback(f"step {step}: back to the newest checkpoint")

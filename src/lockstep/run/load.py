@@ -1,0 +1,59 @@
+"""A trained model from a run's folder.
+
+model = lockstep.load("outputs/mine", Mine(), which="best")
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run.folder import RunFolder
+from lockstep.task import adapted
+
+__all__ = ["load"]
+
+
+def load(
+    path: str | os.PathLike[str], task: Any, which: str | int = "best", device: str | torch.device = "cpu"
+) -> nn.Module:
+    """The model of `task` with the weights of a checkpoint, in eval mode. Whatever engine and world wrote it.
+
+    Args:
+        path: a run's folder, or a checkpoint's.
+        task: what the run trained; its `model()` is called.
+        which: in a run's folder: "best" (the lowest evaluation loss; the last where nothing was evaluated), "last", or
+            a step.
+        device: where the model is put.
+
+    Raises:
+        CheckpointError: no such checkpoint, it is damaged, or it is of another model.
+        ConfigError: `which` is none of these.
+    """
+    if isinstance(which, str) and which not in ("best", "last"):
+        raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
+    found = _found(Path(path).expanduser(), which)
+    model = adapted(task).model().to(device)
+    state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
+    with torch.no_grad():
+        checkpoint.load(found, state, None)
+    return model.eval()
+
+
+def _found(path: Path, which: str | int) -> Path:
+    if (path / "manifest.json").is_file():
+        return path
+    steps = checkpoint.list_steps(path) if path.is_dir() else []
+    if not steps:
+        raise CheckpointError(f"{path}: no checkpoint there; give a run's folder or a checkpoint's")
+    if which == "best":
+        folder = RunFolder(str(path.parent), path.name)
+        which = (folder.read_evaluated().get("best") or {}).get("step", "last")
+    step = steps[-1] if which == "last" else int(which)
+    if step not in steps:
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return checkpoint.path_of(path, step)

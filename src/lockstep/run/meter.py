@@ -1,0 +1,121 @@
+"""From the steps of a window to one record: what `metrics.jsonl` and the console show.
+
+meter.add(record)
+if (record.step + 1) % log_freq == 0:
+    sinks.log(meter.read(...))
+"""
+
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.clock import Clock
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.records import StepRecord
+
+__all__ = ["Meter", "memory"]
+
+
+class _Unread(NamedTuple):
+    """What is kept of a step until it is recorded: numbers on a CPU, 0-dim tensors on a device."""
+
+    losses: list[Any]
+    norm: Any
+    items: int
+
+
+class Meter:
+    """Keeps the unread losses of the steps since the last record.
+
+    Args:
+        beat: sums the losses over the ranks.
+        clock: where the time went.
+        device: whose memory is reported.
+        running: the sum of the losses of the window's steps that an earlier process took.
+        missed: how many of them had no finite loss, and so are not in the sum.
+    """
+
+    def __init__(
+        self, exchange: StepExchange, clock: Clock, device: torch.device, running: float = 0.0, missed: int = 0
+    ) -> None:
+        self._exchange, self._clock, self._device = exchange, clock, device
+        self.running_loss, self.missed = running, missed
+        self._unread: list[_Unread] = []
+        self._at_once = device.type == "cpu"
+        self.skipped_steps = 0  # since this start
+        self._items, self._since = 0, time.perf_counter()
+        self.peak_rate = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Takes a step's record; nothing is read that would have to be waited for."""
+        losses: list[Any] = record.losses
+        norm: Any = record.norm
+        if self._at_once:  # as tensors they would hold the heap apart, a step's buffers between each two
+            losses = [float(loss) for loss in losses]
+            norm = None if norm is None else float(norm)
+        self._unread.append(_Unread(losses, norm, record.items))
+        self._items += record.items
+        self.skipped_steps += record.applied is False
+
+    def settle(self) -> float:
+        """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
+
+        Waits for the device and for all ranks. Each step's sums are formed in float64, where the order of a few
+        float32 terms does not show. A step whose loss is not finite is counted in `missed` instead: the guards name it,
+        and one that is left out should not make the window's mean NaN.
+        """
+        steps, self._unread = self._unread, []
+        if not steps:
+            return math.nan
+        last = steps[-1].norm
+        values = [value for step in steps for value in step.losses] + ([] if last is None else [last])
+        if values and not self._at_once:
+            values = torch.stack([value.double() for value in values]).tolist()  # waits for the device
+        numbers = iter(values)
+        sums = [math.fsum(next(numbers) for _ in step.losses) for step in steps]
+        for step, total in zip(steps, self._exchange.totals(sums), strict=True):
+            loss = total / max(step.items, 1)
+            if math.isfinite(loss):
+                self.running_loss += loss
+            else:
+                self.missed += 1
+        return next(numbers, math.nan)
+
+    def read(self, log_freq: int) -> dict[str, Any]:
+        """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds)."""
+        norm = self.settle()
+        laps = self._clock.read()
+        now = time.perf_counter()
+        found = {
+            "running_loss": self.running_loss / (log_freq - self.missed) if self.missed < log_freq else math.nan,
+            "grad_norm": norm,
+            "items_per_second": self._items / max(now - self._since, 1e-9),
+            "memory": memory(self._device),
+            **{f"time/{name}": spent for name, spent in laps.items()},
+            "time/total": sum(laps.values()),
+        }
+        if self.skipped_steps:
+            found["skipped_steps"] = self.skipped_steps
+        self.running_loss, self.missed, self._items, self._since = 0.0, 0, 0, now
+        return found
+
+    def pause(self, seconds: float) -> None:
+        """Leaves `seconds` of something else (an evaluation, a save) out of the throughput."""
+        self._since += seconds
+
+
+def memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError, ValueError):  # not Linux; and there the peak may be that of the parent
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

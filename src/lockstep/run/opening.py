@@ -1,0 +1,103 @@
+"""A run's folder and state at its begin: claimed, described, loaded.
+
+claimed(built)                      # rank 0 takes the folder
+sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
+load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep import checkpoint
+from lockstep.config import options
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import CheckpointError
+from lockstep.run import environment
+from lockstep.run.build import Built
+from lockstep.sinks import Sinks
+from lockstep.sinks.console import Console
+from lockstep.sinks.jsonl import JsonLines, read
+from lockstep.sinks.remote import masked, remote_sinks
+
+__all__ = ["claimed", "count_restarts", "load_state", "open_sinks"]
+
+_LOG = logging.getLogger("lockstep")
+
+
+def claimed(built: Built) -> None:
+    """Rank 0 takes the folder's lock. Raises ConfigError as `RunFolder.claim` and `check_writable` do."""
+    if built.world.is_main:
+        size = sum(p.numel() * p.element_size() for p in built.model.parameters())
+        built.folder.check_writable(3 * size)  # the parameters and AdamW's two moments
+        built.folder.claim()
+
+
+def count_restarts(state: dict[str, Any]) -> None:
+    """`restarts` of the state: how often a launcher started this run again after a failure, in all its starts."""
+    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    known = state.get("job", {})
+    before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
+    state |= {"restarts": before + now, "job": {"id": job, "restarts_before": before}}
+
+
+def open_sinks(built: Built) -> Sinks:
+    """What stands in the folder besides checkpoints, and where records go. On rank 0."""
+    config, folder = built.config, built.folder
+    checkpoint.clean(folder.path)
+    folder.forget_end()
+    folder.write("config.toml", options.to_toml(config))
+    environment.write(folder.environment, environment.describe() | {"sources": dict(built.task.sources)})
+    metrics = JsonLines(folder.metrics, built.start, evaluated=not built.state.get("evaluation_due"))
+    earlier = read(folder.metrics) if built.start else []
+    remote = remote_sinks(config, folder.path, built.start)
+    sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
+    sinks.start(_described(built))
+    return sinks
+
+
+def _described(built: Built) -> dict[str, Any]:
+    """What a sink may keep of the run's configuration: no secret is in it."""
+    config, samples = built.config, built.run_plan.samples
+    return masked(
+        {
+            "experiment": config.experiment_name,
+            "args": options.flat(config),
+            "training_data_size": samples,
+            "num_batches": -(-samples // config.batch_size),
+            "world_size": built.world.size,
+            "sources": dict(built.task.sources),
+        }
+    )
+
+
+def load_state(built: Built) -> None:
+    """Loads the checkpoint to resume from, or the weights of --init-from. Collective.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    world = built.world
+    if built.source:
+        state = built.tensors()
+        checkpoint.load(built.source, state, world, verified=True)  # collective
+        built.load_state_dict(state)
+        _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
+    elif built.config.init_from:
+        source, verified = _weights_in(Path(built.config.init_from), world)
+        state = built.engine.state_dict()
+        weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
+        checkpoint.load(source, weights, world, verified=verified)  # collective
+        built.engine.load_state_dict(state)
+        _LOG.info("a new run with the weights of %s", source)
+
+
+def _weights_in(path: Path, world: World) -> tuple[Path, bool]:
+    """The checkpoint that --init-from names, and whether it was verified: itself, or the newest whole one of a run."""
+    if any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
+        return path, False
+    found = checkpoint.find_newest(path, world, _LOG.warning)  # collective
+    if found is None:
+        raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
+    return found, True

@@ -1,0 +1,115 @@
+"""What a run is, apart from who computes it: the numbers that a resume must find unchanged, and where a step stands.
+
+run_plan = RunPlan(samples=len(dataset), config=config)
+run_plan.steps, run_plan.place(done)
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.config import Config
+from lockstep.data.batches import START, Origin, StepPlan
+from lockstep.task import Task, written
+
+__all__ = ["RunPlan", "differences", "origin_of", "plan_of"]
+
+# Options that change what is computed from which data; the rest may change between one start and the next.
+_FIXED = (
+    *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
+    *("precision", "batchnorm", "model_name", "dataset_name"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The steps of the plan, and the place of a step among the epochs.
+
+    Attributes:
+        samples: n, in the training set.
+        config: how many epochs or steps, and how large a step is.
+        origin: the step, and the position in the stream of samples, from which on a step is as large as that.
+        least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.
+    """
+
+    samples: int
+    config: Config
+    origin: Origin = START
+    least: int = 1
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """The stream of positions as steps. With --max-steps each is full; else the last ends with the last epoch.
+
+        Left out at that end: with --data.drop-last what is short of a step, and what is short of `least` samples.
+        """
+        config, origin, micro_size = self.config, self.origin, self.config.micro_size
+        if config.max_steps:
+            coming = max(0, config.max_steps - origin.step) * config.batch_size
+        else:
+            coming = max(0, config.num_epochs * self.samples - origin.position)
+            last = config.batch_size if config.data.drop_last else micro_size
+            if config.data.drop_last or coming % last < min(self.least, micro_size):
+                coming -= coming % last
+        return StepPlan(config.batch_size, micro_size, origin.position + coming, origin)
+
+    def epochs(self, done: int) -> float:
+        """Passes over the training data after `done` steps: 1.25 is a quarter into the second."""
+        return self.step_plan.start(done) / self.samples
+
+    def place(self, done: int) -> dict[str, Any]:
+        """Where the run stands after `done` steps: epochs are counted in samples, so a step may lie across two."""
+        size = self.config.batch_size
+        position = self.step_plan.start(done)
+        epoch, within = divmod(position, self.samples)
+        if (
+            within == 0 and position == self.step_plan.total and epoch
+        ):  # the end of the last epoch, not the start of another
+            epoch, within = epoch - 1, self.samples
+        left = self.samples - within
+        if not self.config.max_steps:
+            left = min(left, self.step_plan.total - position)  # less than the epoch's where its end is left out
+        return {
+            "global_step": done,
+            "epoch": epoch,
+            "epoch_step": -(-within // size),
+            "epoch_progress": within / self.samples,
+            "num_batches_remaining": -(-left // size),
+            "position": position,
+        }
+
+
+def origin_of(state: dict[str, Any], config: Config) -> Origin:
+    """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
+
+    With another batch size than before (--resume-anyway) it begins here, at the position that was reached: no sample is
+    left out and none comes twice. Else where it began before.
+    """
+    before = state.get("plan", {}).get("batch_size", config.batch_size)
+    if before != config.batch_size:
+        return Origin(int(state["global_step"]), int(state["position"]))
+    return Origin(*state.get("origin", START))
+
+
+def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module) -> dict[str, Any]:
+    """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content."""
+    shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
+    optim = config.optim
+    return {
+        **{name: getattr(config, name) for name in _FIXED},
+        "steps": run_plan.step_plan.steps,
+        "samples": run_plan.samples,
+        "data": task.fingerprint,
+        "task": type(written(task)).__qualname__,
+        "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
+        "model.dropout": config.model.dropout,
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The keys that differ, each with both values: `seed (0 before, 1 now)`."""
+    keys = [key for key in now if before.get(key) != now[key]]
+    return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]

@@ -1,0 +1,181 @@
+"""What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
+
+books = RunRecorder(built, meter, sinks, exchange)
+if done % config.log_freq == 0:
+    books.log(record)
+"""
+
+import json
+import math
+import time
+from functools import partial
+from typing import Any, Self
+
+from lockstep import checkpoint
+from lockstep.checkpoint.layout import Share
+from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
+from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
+from lockstep.distributed.world import World
+from lockstep.engines import name_of
+from lockstep.errors import PeerError
+from lockstep.guards.loader import loading_failures
+from lockstep.records import EvaluationRecord, StepRecord
+from lockstep.run.build import Built
+from lockstep.run.evaluate import evaluate
+from lockstep.run.meter import Meter
+from lockstep.sinks import Sinks
+
+__all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
+
+EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
+_TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
+
+
+class RunRecorder:
+    """Every rank calls each method at the same steps; rank 0 alone writes.
+
+    Attributes:
+        saved: the step of the newest checkpoint that was begun.
+        saver: writes them.
+        is_best: whether the last evaluation had the lowest loss of the run.
+    """
+
+    def __init__(self, built: Built, meter: Meter, sinks: Sinks, exchange: StepExchange) -> None:
+        self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
+        keep = built.config.checkpoint
+        self.saver = checkpoint.Saver(
+            built.world,
+            background=keep.mode == "async",
+            policy=keep.on_failure,
+            failed=partial(exchange.stop, SAVE_FAILED),
+        )  # collective
+        self._began = time.perf_counter()
+        self._engine_name = name_of(built.config.engine, built.world)
+        self.saved = built.start
+        self.is_best = False
+
+    def log(self, record: StepRecord) -> None:
+        """One record of the steps since the last."""
+        built = self._built
+        place = built.run_plan.place(record.step + 1)
+        found = self._meter.read(built.config.log_freq)
+        bad = self._troubles()
+        if built.world.is_main:
+            names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
+            self._sinks.log({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
+
+    def _troubles(self) -> dict[str, float]:
+        """What went wrong and was put right so far, over all ranks; nothing where nothing did."""
+        counts = [
+            *self._exchange.totals(loading_failures(self._built.loading)),
+            float(self._built.state.get("steps_left_out", 0)),
+        ]
+        return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
+
+    def evaluate(self, done: int) -> EvaluationRecord | None:
+        """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
+        built, began = self._built, time.perf_counter()
+        self.is_best = False
+        if built.evaluation is None:
+            return None
+        self._exchange.progress.at(done, EVALUATING)
+        found = evaluate(
+            built.engine,
+            built.task,
+            built.evaluation,
+            built.world,
+            step=done,
+            seed=built.config.seed,
+            progress=lambda *evaluated: self._sinks.progress(done, evaluated),
+        )
+        if built.world.is_main:
+            metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
+            shown = {"evaluation/loss": found.loss, "evaluation/items": found.items, **metrics}
+            self._sinks.log({"global_step": done, **shown})
+        self._meter.pause(time.perf_counter() - began)
+        best = built.state["best"]
+        self.is_best = math.isfinite(found.loss) and not (best and best["loss"] <= found.loss)
+        if self.is_best:
+            built.state["best"] = {"step": done, "loss": found.loss}
+        if built.world.is_main:
+            built.folder.write_evaluated(done, built.state["best"])
+        return found
+
+    def save(self, done: int) -> None:
+        """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
+
+        Raises:
+            LockstepError: saves fail, and --checkpoint.on-failure ends the run.
+        """
+        built, began = self._built, time.perf_counter()
+        self._exchange.progress.at(done, SAVING)
+        self._meter.settle()
+        built.state |= built.run_plan.place(done) | {
+            "running_loss": self._meter.running_loss,
+            "running_missed": self._meter.missed,
+            "plan": built.plan,
+            "world_size": built.world.size,
+        }
+        state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
+        self.saver.begin(built.tensors(), partial(self._write, done, state), done)  # collective
+        self.saved = done
+        self._meter.pause(time.perf_counter() - began)
+
+    def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
+        """In the saver's thread, with its own group."""
+        folder = self._built.folder
+        checkpoint.write_share(folder.path, done, share, state, world, engine=self._engine_name)  # collective
+        if world.is_main:
+            self._tidy(state)
+
+    def _tidy(self, state: dict[str, Any]) -> None:
+        """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
+        folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
+        folder.write_state(state)
+        checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
+        self.saver.abandon(1.0 if isinstance(error, PeerError) else self._built.world.timeout)
+
+    def close(self, code: int, *, sample: bool = True) -> None:
+        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+
+        Every rank takes part in the sample, since the forward of a split model needs them all.
+
+        Raises:
+            LockstepError: the last save failed: what it should have kept is lost.
+        """
+        built = self._built
+        self.saver.settle(last=True)  # collective
+        if built.world.is_main and self.is_best:  # known since the checkpoint was begun
+            self._tidy(built.state)
+        self._exchange.progress.at(self.saved, ENDING)
+        text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+        self._sinks.close(
+            {
+                "experiment": built.config.experiment_name,
+                **built.run_plan.place(self.saved),
+                "seconds": time.perf_counter() - self._began,
+                "world_size": built.world.size,
+                "engine": self._engine_name,
+                "sample": text,
+                "files": {
+                    "checkpoint": checkpoint.path_of(built.folder.path, self.saved),
+                    "records": built.folder.metrics,
+                    "log": built.folder.path / "logs",
+                },
+                "next": self._next(code),
+            }
+        )
+
+    def _next(self, code: int) -> str:
+        """The last line on the screen: what to do now."""
+        whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
+        if self.saved >= whole:
+            return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
+        why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
+        return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"

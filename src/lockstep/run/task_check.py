@@ -1,0 +1,208 @@
+"""The user's task, tried once before the first step: a mistake in it is one line then, and not a lost run later.
+
+    check_task(engine.model, task, batches, evaluation, world)  # each method, on one micro-batch of each rank
+
+Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused
+is what cannot be right whatever the task is; what only looks odd (a loss that is not finite yet, one that depends on
+the whole batch as a contrastive one does, a collation that draws or that fails for half of the samples) is passed over.
+"""
+
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.batches import Batches, MicroBatch
+from lockstep.data.fetch import blamed
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.loop import described, scalar, seeder
+from lockstep.run.stateful_metrics import is_metric, merged, taken
+from lockstep.task import Task, has_own
+
+__all__ = ["check_task"]
+
+_PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
+_BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What the check computes on: a micro-batch, its two halves, and one of the evaluation set, where there are such.
+
+    Attributes:
+        samples: in each half.
+        drew: the collation drew random numbers, so that halves hold other labels than the whole.
+    """
+
+    whole: MicroBatch
+    halves: tuple[MicroBatch, ...]
+    samples: tuple[int, ...]
+    drew: bool
+    evaluation: MicroBatch | None
+
+
+def check_task(model: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World) -> None:
+    """Runs `loss`, `count` and `metrics` (or `evaluate`) once, on every rank alike. Collective.
+
+    Args:
+        model: what an engine holds; its forward may have collectives.
+
+    Raises:
+        DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
+            no mean; a `count` that does not add up. The same on every rank, or a PeerError that names the first.
+    """
+    trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
+    both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
+    with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
+        reseed = seeder(0, "check", world.device)
+        losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed))
+        on_all_ranks(world, lambda: _check_sums(task, trial, losses))
+        on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
+
+
+def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
+    ((whole, drew),) = training.parts(0, [(0, None)])
+    samples = len(training.samples(0, whole.index))
+    half = samples // 2
+    halves: tuple[MicroBatch, ...] = ()
+    if half:
+        with contextlib.suppress(DataError):  # a collation may need what half of the samples do not have
+            halves = tuple(part for part, _ in training.parts(0, [(0, half), (half, None)]))
+    seen = evaluation.parts(0, [(0, None)])[0][0] if evaluation else None
+    return _Trial(whole, halves, (half, samples - half), drew, seen)
+
+
+def _losses(model: nn.Module, task: Task, trial: _Trial, both: bool, reseed: Callable[[int, int], None]) -> list[float]:
+    """The losses of the micro-batch and, where every rank can, of its halves."""
+    found = []
+    for batch in (trial.whole, *(trial.halves if both else ())):
+        reseed(0, 0)
+        loss = _called("loss", lambda data: task.loss(model, data), batch.data)
+        found.append(float(scalar(loss)))  # waits for the device
+    return found
+
+
+def _check_sums(task: Task, trial: _Trial, losses: list[float]) -> None:
+    """The count of the micro-batch, and whether loss and count of its halves add up."""
+    if has_own(task, "count"):
+        found = _called("count", task.count, trial.whole.held)
+        if not _is_whole(found):
+            told = repr(found) if isinstance(found, int | float) else described(found)
+            raise ConfigError(f"the task's `count` returned {told}: it must return a whole number of items, 0 or more")
+    if len(losses) < 3:
+        return
+    whole, *halves = losses
+    scale = max(abs(half) for half in halves)
+    if not all(map(math.isfinite, losses)):
+        return
+    off = abs(whole - sum(halves))
+    mean, items = task.reduction == "mean", [half.items for half in trial.halves]
+    told = f"{sum(trial.samples)} samples give {whole:.4g}, and their two halves {halves[0]:.4g} and {halves[1]:.4g}"
+    if scale and not mean and off > 0.25 * scale and _is_mean(whole, halves, (items, trial.samples), scale):
+        raise ConfigError(
+            f"the task's `loss` looks like a mean: {told}; return the sum over the items that `count` counts, or give "
+            "the task reduction = 'mean'"
+        )
+    if scale and mean and off < 0.02 * scale and not _is_mean(whole, halves, (items, trial.samples), 10 * scale):
+        raise ConfigError(
+            f"the task says reduction = 'mean', but its `loss` looks like a sum: {told}; return the mean over the "
+            "items that `count` counts, or leave reduction out"
+        )
+    if trial.whole.items != sum(items) and not trial.drew and (mean or off <= 0.01 * scale):
+        raise ConfigError(
+            f"the task's `count` finds {trial.whole.items} items in a micro-batch and {items[0]} and {items[1]} in its "
+            "two halves: it must count what the loss sums over (labels, not padding)"
+        )
+
+
+def _is_mean(whole: float, halves: list[float], weights: tuple[Any, ...], scale: float) -> bool:
+    """Whether the whole lies where one of the weighted means of its halves does."""
+    means = [sum(w * h for w, h in zip(each, halves, strict=True)) / sum(each) for each in weights if sum(each)]
+    return any(abs(whole - mean) < 0.02 * scale for mean in means)
+
+
+def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> None:
+    """What the evaluation will call, on what it will call it with."""
+    if trial.evaluation is None:
+        return
+    reseed(0, 0)
+    method = "evaluate" if has_own(task, "evaluate") else "metrics"
+    result: Any = _called(method, lambda data: getattr(task, method)(model, data), trial.evaluation.data)
+    if method == "evaluate":
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
+        scalar(result[0])
+        result = result[1]
+    told = _BOTH if method == "evaluate" else _PAIR
+    if not isinstance(result, dict):
+        raise ConfigError(f"the task's {told}; it returned {described(result)}")
+    for name, pair in result.items():
+        if not isinstance(name, str) or name in ("loss", "items"):
+            raise ConfigError(
+                f"the task's {told}; one is named {name!r}, and 'loss' and 'items' are the evaluation's own"
+            )
+        if is_metric(pair):
+            merged(name, pair, [taken(pair)])  # which it may not be able to
+        elif not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
+            kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
+            raise ConfigError(f"the task's {told}; '{name}' is {kind}")
+
+
+def _called(method: str, call: Callable[[Any], Any], data: Any) -> Any:
+    try:
+        return call(data)
+    except (LockstepError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise blamed(method, error, "the first micro-batch, before step 1") from error
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float | np.number)
+
+
+def _is_whole(value: Any) -> bool:
+    if not _is_number(value):
+        return False
+    number = float(value)
+    return number >= 0 and number.is_integer()
+
+
+def _eager() -> Any:
+    """Nothing is compiled for a single forward. Where torch's compiler is not even loaded, nothing can be."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, task: Task, device: torch.device) -> Iterator[None]:
+    """In eval mode; afterwards modes, buffers, the task's own tensors and the generators are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    own: Iterable[Tensor] = task.state_dict().values()
+    held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for tensor, before in held:
+                tensor.copy_(before)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if drawn is not None:
+            torch.cuda.set_rng_state(drawn, device)

@@ -1,0 +1,271 @@
+"""Documents from the hub's datasets and from json, jsonl, csv and parquet files. The only file that needs `datasets`.
+
+    rows = open_rows(Wanted("tatsu-lab/alpaca"), say=print)
+    for text, last in rows.documents(0.05, scratch).train.read(): ...
+
+An evaluation set is the dataset's own (its split validation or test); where it has none, rows are split off in an order
+that a fixed seed gives, whatever the run's seed: runs with other seeds are evaluated on the same rows.
+"""
+
+import codecs
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lockstep.config.hub_name import is_hub_name
+from lockstep.data.order import Shuffled
+from lockstep.errors import DataError, LockstepError
+from lockstep.text.hub_rows import reader
+from lockstep.text.reach import reach, snapshot, way_out
+
+__all__ = ["Documents", "Part", "Rows", "Wanted", "open_rows", "table_files"]
+
+_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
+_SPLIT_SEED = 0  # not the run's: see above
+_PIECE = 1 << 20
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the flags ask for: --dataset-name and the section `data`; "" is the default of each."""
+
+    name: str
+    subset: str = ""
+    split: str = "train"
+    revision: str = ""
+    text_column: str = ""
+    encoding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The documents of one split.
+
+    Attributes:
+        size: what `weigh` sums to over all texts, for progress.
+        read: an iterator over (text, whether it ends its document).
+    """
+
+    size: int
+    read: Callable[[], Iterator[tuple[str, bool]]]
+    weigh: Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Both splits.
+
+    Attributes:
+        train, evaluation: the splits.
+        note: what a person should know of them.
+        check: called when they have been read; raises DataError where they changed meanwhile.
+    """
+
+    train: Part
+    evaluation: Part
+    note: str = ""
+    check: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A dataset that was found, and not yet read.
+
+    Attributes:
+        digest: hex; the same for the same content: the files' checksums, or the commit on the hub.
+        revision: the commit on the hub, "" for files.
+        documents: (share for the evaluation, a folder for temporary files) -> both splits.
+    """
+
+    digest: str
+    revision: str
+    documents: Callable[[float, Path], Documents]
+
+
+def table_files(name: str) -> list[Path]:
+    """The json, jsonl, csv and parquet files that a path names: itself, or those below it where it holds no text."""
+    root = Path(name).expanduser()
+    if root.is_file():
+        return [root] if root.suffix.lower() in _KINDS else []
+    if not root.is_dir():
+        return []
+    found = [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
+    tables = [path for path in found if path.suffix.lower() in _KINDS]
+    prose = [p for p in found if p.suffix.lower() in (".txt", ".md", ".py") and not p.stem.upper().startswith("README")]
+    return [] if prose else tables
+
+
+def open_rows(wanted: Wanted, say: Say) -> Rows:
+    """Finds the dataset.
+
+    Raises:
+        DataError: nothing of that name, or files that cannot be read in the encoding.
+        (from `documents`) DataError: no such split or column, or fewer than two rows.
+    """
+    if is_hub_name(wanted.name):
+        return _from_hub(wanted, say)
+    files = table_files(wanted.name)
+    root = Path(wanted.name).expanduser()
+    digests = [[path.relative_to(root).as_posix() if path != root else path.name, _digest(path)] for path in files]
+    digest = _named(wanted, digests)
+
+    def documents(fraction: float, scratch: Path) -> Documents:
+        with _explained(wanted):
+            builder = _datasets(wanted).load_dataset_builder(**_local(wanted, files, root), cache_dir=str(scratch))
+            return _split(builder, wanted, fraction)
+
+    return Rows(digest, "", documents)
+
+
+def _from_hub(wanted: Wanted, say: Say) -> Rows:
+    """The hub's dataset; where the hub is not reached, what `hf download` or an earlier run left in HF_HOME."""
+    datasets = _datasets(wanted)
+    held = None if reach(say) else snapshot(wanted.name, "dataset", wanted.revision)
+    where, revision = (str(held), None) if held else (wanted.name, wanted.revision or None)
+    with _explained(wanted):
+        builder = datasets.load_dataset_builder(where, wanted.subset or None, revision=revision)
+    commit = held.name if held else str(builder.hash)
+
+    def documents(fraction: float, scratch: Path) -> Documents:
+        say(f"downloading {wanted.name}, unless it is in HF_HOME")
+        with _explained(wanted):
+            return _split(builder, wanted, fraction)
+
+    return Rows(_named(wanted, [wanted.name, commit]), commit, documents)
+
+
+def _named(wanted: Wanted, content: list[Any]) -> str:
+    """The digest of the content, and of whatever the flags choose from it."""
+    chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding]
+    return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
+
+
+def _local(wanted: Wanted, files: list[Path], root: Path) -> dict[str, Any]:
+    """What `load_dataset_builder` takes for local files; a folder's splits are told by the names of its files."""
+    texts = [path for path in files if path.suffix.lower() != ".parquet"]
+    encodings = {_encoding(path, wanted) for path in texts}
+    if len(encodings) > 1:
+        raise DataError(
+            f"--dataset-name {wanted.name}: its files have the encodings {', '.join(sorted(encodings))}; convert them "
+            "to one"
+        )
+    options: dict[str, Any] = {"encoding": encodings.pop()} if encodings else {}
+    if root.is_file():
+        return {"path": _KINDS[root.suffix.lower()], "data_files": {"train": [str(root)]}, **options}
+    return {"path": str(root), "name": wanted.subset or None, **options}
+
+
+def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
+    """Both splits of a dataset that is downloaded and converted now, unless it is in the package's own cache."""
+    builder.download_and_prepare()
+    known = list(builder.info.splits)
+    name = wanted.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
+    if name not in known:
+        raise DataError(f"--data.split {wanted.split}: --dataset-name {wanted.name} has the splits {', '.join(known)}")
+    train = builder.as_dataset(split=wanted.split)
+    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
+    read = reader(columns, wanted.text_column, f"--dataset-name {wanted.name}")
+    own = next((split for split in _EVALUATION if split in known and split != name), None)
+    if own is not None:
+        return Documents(_part(train, read), _part(builder.as_dataset(split=own), read))
+    if len(train) < 2:
+        raise DataError(f"--dataset-name {wanted.name}: {len(train)} row, and an evaluation needs one more; give more")
+    kept, evaluated = _parted(len(train), fraction)
+    return Documents(_part(train.select(kept), read), _part(train.select(evaluated), read))
+
+
+def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
+    """The rows for training and those for evaluation, each in their own order; at least one each."""
+    count = min(max(round(rows * fraction), 1), rows - 1)
+    evaluated = sorted(Shuffled(rows, _SPLIT_SEED).at(0, count)[1].tolist())
+    apart = set(evaluated)
+    return [row for row in range(rows) if row not in apart], evaluated
+
+
+def _part(table: Any, read: Callable[[dict[str, Any]], str]) -> Part:
+    def documents() -> Iterator[tuple[str, bool]]:
+        for batch in table.iter(batch_size=1000):
+            names = list(batch)
+            for values in zip(*batch.values(), strict=True):
+                yield read(dict(zip(names, values, strict=True))), True
+
+    return Part(len(table), documents, lambda text: 1)
+
+
+def _encoding(path: Path, wanted: Wanted) -> str:
+    """The encoding that was asked for, or that the file's byte order mark says, or UTF-8, which is then checked."""
+    if wanted.encoding:
+        encoding = wanted.encoding
+    else:
+        with path.open("rb") as file:
+            begin = file.read(4)
+        marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+        encoding = next((name for mark, name in marks.items() if begin.startswith(mark)), "utf-8")
+    try:
+        with path.open(encoding=encoding) as text:
+            while text.read(_PIECE):
+                pass
+    except LookupError:
+        raise DataError(f"--data.encoding {encoding} is unknown; such as utf-8, cp1252 or utf-16") from None
+    except UnicodeError as error:
+        raise DataError(
+            f"--dataset-name {wanted.name}: {path.name} is not {encoding} ({error}); name "
+            "its encoding, such as --data.encoding cp1252"
+        ) from error
+    return encoding
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_PIECE):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _datasets(wanted: Wanted) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
+            import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(
+            f"--dataset-name {wanted.name} needs the package datasets ({error.name} is missing): "
+            "pip install 'torch-lockstep[hf]'"
+        ) from error
+    datasets.logging.set_verbosity_error()
+    if not is_hub_name(wanted.name):
+        datasets.disable_progress_bars()
+    return datasets
+
+
+@contextmanager
+def _explained(wanted: Wanted) -> Iterator[None]:
+    """What the package raises, as one line."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        name, said = wanted.name, " ".join(str(error).split())
+        if is_hub_name(name) and isinstance(error, ConnectionError):
+            text = f"no such file or folder, not in HF_HOME, and the hub is not reached; {_way_out(wanted)}"
+        else:
+            text = f"{said[:300]}; check the file, or --data.subset, --data.revision"
+        raise DataError(f"--dataset-name {name}: {text}") from error
+
+
+def _way_out(wanted: Wanted) -> str:
+    return way_out(wanted.name, "dataset", "--dataset-name")

@@ -1,0 +1,288 @@
+"""Flags, files and their bad values: each gets one line with the flag and the way out."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config.config import Config, Data, Optim, default_micro_batch_size, flag, sections
+from lockstep.config.hints import FOREIGN
+from lockstep.config.options import flat, option_list, parse, read, to_toml
+from lockstep.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_the_list_of_options_is_known():
+    """A new option is a decision: add it to tests/golden/options.txt, and to the documentation."""
+    assert (GOLDEN / "options.txt").read_text().split() == option_list()
+
+
+def test_defaults_are_below_the_file_and_the_file_below_flags(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 0.5\nbatch-size = 24\n[optim]\nweight-decay = 0.25\nclip = 3\n")
+    config = parse(["--config", str(file), "--optim.clip", "2", "--exact", "--seed", "7"])
+    assert (config.lr, config.batch_size, config.optim.weight_decay) == (0.5, 24, 0.25)
+    assert (config.optim.clip, config.exact, config.seed, config.log_freq) == (2.0, True, 7, Config().log_freq)
+    assert parse(["--config", str(file), "--no-exact"]).exact is False
+
+
+@given(
+    st.builds(
+        Config,
+        experiment_name=st.text(
+            st.characters(categories=["L", "N", "Zs"], include_characters="-_'\"#="), min_size=1, max_size=60
+        ).filter(lambda text: text.strip() and text.isprintable()),
+        lr=st.floats(0, 1e6),
+        seed=st.integers(0, 2**63 - 1),
+        exact=st.booleans(),
+        batch_size=st.integers(1, 10**6),
+        optim=st.builds(Optim, eps=st.floats(0, 1), warmup_steps=st.integers(0, 10**12)),
+    )
+)
+def test_the_file_written_is_the_config_read(config):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert read(path) == flat(config)
+        assert parse(["--config", str(path)]) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
+        (["--weight-decay", "1"], "unknown flag --weight-decay: did you mean --optim.weight-decay?"),
+        (["--expermint-name", "a"], "unknown flag --expermint-name: did you mean --experiment-name?"),
+        (["--zzz=3"], "unknown flag --zzz; `lockstep train --help` lists them"),
+        (["--warmup=3"], "unknown flag --warmup: did you mean --optim.warmup-steps?"),
+        (["--learning-rate", "1"], "unknown flag --learning-rate: here it is --lr"),
+        (["--learning_rate", "1"], "unknown flag --learning-rate: here it is --lr"),
+        (["--bf16"], "unknown flag --bf16: here it is --precision bf16"),
+        (["--fp16"], "unknown flag --fp16: here it is --precision fp16"),
+        (["--output-dir", "a"], "unknown flag --output-dir: here it is --save-dir"),
+        (["--resume"], "unknown flag --resume: the same --experiment-name resumes by itself"),
+        (["--name", "a"], "unknown flag --name: here it is --experiment-name"),
+        (["--epochs", "3"], "unknown flag --epochs: here it is --num-epochs"),
+        (["--steps", "3"], "unknown flag --steps: here it is --max-steps"),
+        (["--gradient-accumulation-steps", "2"], "here it is --micro-batch-size, which divides --batch-size"),
+        (["--per-device-train-batch-size", "2"], "here it is --micro-batch-size"),
+        (["--nproc-per-node", "2"], "processes are started by `lockstep launch --nproc-per-node N -- train ...`"),
+        (["--lr", "fast"], "--lr: 'fast' is not a number"),
+        (["--max-steps", "1e-3"], "--max-steps: '1e-3' is not a whole number"),
+        (["--max-steps", "1e16"], "--max-steps: '1e16' is not a whole number"),
+        (["--max-steps", "inf"], "--max-steps: 'inf' is not a whole number"),
+        (["--lr", "nan"], "--lr is nan: it must be a finite number, not negative"),
+        (["--lr", "-1"], "--lr is -1.0: it must be a finite number, not negative"),
+        (["--lr", "inf"], "--lr is inf"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--batch-size", "1.5"], "--batch-size: '1.5' is not a whole number"),
+        (["--batch-size", "0"], "--batch-size is 0: it must be at least 1"),
+        (
+            ["--batch-size", "30", "--micro-batch-size", "7"],
+            "--batch-size 30 is not a multiple of --micro-batch-size 7: use --micro-batch-size 6",
+        ),
+        (["--engine", "warp"], "--engine is 'warp': choose one of"),
+        (["--precision", "fp8"], "--precision is 'fp8': choose one of"),
+        (["--timeout", "0"], "--timeout is 0.0: it must be a number of seconds"),
+        (["--data.evaluation", "1"], "--data.evaluation is 1.0: it must be a share"),
+        (["--experiment-name", "a/b"], "--experiment-name 'a/b' would lead out of --save-dir"),
+        (["--experiment-name", "../../x"], "would lead out of --save-dir"),
+        (["--experiment-name", ".."], "would lead out of --save-dir"),
+        (["--experiment-name", "a\nb"], r"--experiment-name 'a\\nb' has characters that cannot be printed"),
+        (["--experiment-name", "\x1b[31m"], "has characters that cannot be printed"),
+        (["--experiment-name", "x" * 201], "has 201 characters, more than 200"),
+        (["--experiment-name", " "], "is empty"),
+        (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
+        (["stray"], "unknown flag stray"),
+    ],
+)
+def test_bad_flags(arguments, line):
+    with pytest.raises(ConfigError, match=line if "\\" in line else re.escape(line)) as caught:
+        parse(arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lrr = 1", "unknown key 'lrr': did you mean lr?"),
+        ("[optim]\nweight_decai = 1", "unknown key 'optim.weight_decai': did you mean optim.weight_decay?"),
+        ("lr = 1\nlr = 2", "is not a TOML file: Cannot overwrite a value"),
+        ('lr = "1e-3"', "--lr is '1e-3': it must be a number"),
+        ("lr = true", "--lr is True: it must be a number"),
+        ("exact = 1", "--exact is 1: it must be true or false"),
+        ("batch_size = 2.0", "--batch-size is 2.0: it must be a whole number"),
+        ("lr = nan", "--lr is nan"),
+        ("a = [" * 5000, "is not a TOML file"),
+        ("[optim.lr]\na = 1", "unknown key 'optim.lr'"),
+        ("[nothing]\na = 1", "unknown key 'nothing'"),
+        ("optim = 3", "unknown key 'optim'"),
+        ("learning_rate = 3", "unknown key 'learning_rate': here it is lr"),
+        ("bf16 = true", "unknown key 'bf16': here it is precision bf16"),
+        ("[optim]\nmax_grad_norm = 1", "unknown key 'optim.max_grad_norm': here it is optim.clip"),
+    ],
+)
+def test_bad_files(tmp_path, text, line):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(line)) as caught:
+        parse(["--config", str(path)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        parse(["--config", str(path)])
+
+
+@given(st.integers(1, 5000))
+def test_the_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
+    size = default_micro_batch_size(batch_size)
+    assert batch_size % size == 0
+    assert 1 <= size <= max(1, batch_size // 8)
+    assert Config(batch_size=batch_size).micro_batches * size == batch_size
+
+
+def test_a_config_cannot_be_changed_after_its_check():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lr = float("nan")
+    with pytest.raises(ConfigError, match="^data.workers is -1: it must be"):
+        Config(data=Data(workers=-1))
+
+
+def test_a_section_is_a_dict_of_its_fields():
+    assert Config(optim={"warmup_steps": 3}) == Config(optim=Optim(warmup_steps=3))
+    assert dataclasses.replace(Config(), data={"workers": 2}).data == Data(workers=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"batchsize": 3}, "Config has no 'batchsize': did you mean batch_size?"),
+        ({"learning_rate": 3}, "Config has no 'learning_rate': here it is lr"),
+        ({"warmup_steps": 3}, "Config has no 'warmup_steps': did you mean optim.warmup_steps?"),
+        ({"optim": {"warmup": 3}}, "Optim has no 'warmup': did you mean warmup_steps?"),
+        ({"data": {"zzz": 3}}, "Data has no 'zzz'; it has workers, prefetch"),
+        ({"optim": 3}, "optim is 3: give Optim(...) or a dict of its fields"),
+        ({"optim": {"clip": -1}}, "optim.clip is -1.0: it must be"),
+        ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
+        ({"batch_size": "8"}, "batch_size is '8': it must be a whole number"),
+        ({"engine": "warp"}, "engine is 'warp': choose one of"),
+        ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7: use micro"),
+        ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir: use letters"),
+        ({"experiment_name": "{lr}"}, None),
+    ],
+)
+def test_who_writes_python_is_told_the_fields_name(fields, line):
+    if line is None:  # no part of a message is ever read as a format
+        assert Config(**fields).experiment_name == "{lr}"
+        return
+    with pytest.raises(ConfigError) as caught:
+        Config(**fields)
+    assert str(caught.value).startswith(line)
+    assert "--" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_name_is_a_type_error_too():
+    with pytest.raises(TypeError, match="Config has no 'batchsize'"):
+        Config(batchsize=3)
+    with pytest.raises(TypeError):
+        dataclasses.replace(Config(), batchsize=3)
+
+
+def test_what_the_hints_say_exists():
+    """Each name of another program leads to an option, and to a value that this has; none hides an option."""
+    known = {*option_list(), "data.drop_last"}
+    choices = {
+        prefix + spec.name: spec.metadata.get("choices")
+        for o, prefix in sections(Config())
+        for spec in dataclasses.fields(o)
+    }
+    assert not FOREIGN.keys() & known
+    for text in FOREIGN.values():
+        named = re.findall(r"{([\w.]+)}", text)
+        assert set(named) <= known, text
+        assert named or "lockstep launch" in text, text
+        value = re.fullmatch(r"{([\w.]+)} ([\w-]+)", text)
+        if value and choices[value[1]]:
+            assert value[2] in choices[value[1]], text
+
+
+def test_numbers_as_people_write_them():
+    config = parse(["--max-steps", "1e3", "--batch_size=1_024", "--optim.warmup_steps", "2.0", "--lr", "1_0e-4"])
+    assert (config.max_steps, config.batch_size, config.optim.warmup_steps, config.lr) == (1000, 1024, 2, 1e-3)
+    assert parse(["--seed", str(2**63 - 1)]).seed == 2**63 - 1
+
+
+def test_underscores_of_a_name_are_dashes_and_those_of_a_value_stay():
+    config = parse(["--eval_freq", "3", "--experiment_name=a_b", "--data.vocab_size=300", "--save_dir", "x_y"])
+    assert (config.eval_freq, config.experiment_name, config.data.vocab_size) == (3, "a_b", 300)
+    assert config.save_dir == "x_y"
+
+
+SCRIPT = """
+import sys
+from lockstep import Config
+config = Config.from_args()
+print(config.max_steps, config.optim.clip, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--max-steps", "7", "--optim.clip", "2"], 0, "7 2.0 False\n"),
+        (["--max_step", "7"], 2, "mine.py: error: unknown flag --max-step: did you mean --max-steps?\n"),
+        (["--lr", "-1"], 2, "mine.py: error: --lr is -1.0: it must be a finite number, not negative\n"),
+        (["--help"], 0, "usage: mine.py [flags]\n"),
+    ],
+)
+def test_a_script_of_ones_own_has_the_flags(tmp_path, flags, code, said):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "mine.py", *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr if code else done.stdout).startswith(said)
+
+
+def test_from_args_with_a_list_raises():
+    assert Config.from_args(["--lr", "0.5"]) == Config(lr=0.5)
+    with pytest.raises(ConfigError, match="unknown flag --lrr"):
+        Config.from_args(["--lrr", "0.5"])
+
+
+def test_the_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["usage: lockstep train [flags]", ""]
+    groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
+    assert {"the run", "model and data", "the plan", "how it is computed", "what is written"} <= set(groups)
+    assert [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix] == groups[-6:]
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert [name for name in option_list() if flag(name) not in shown] == []
+
+
+def test_a_scripts_own_defaults_stand_below_its_flags():
+    own = {"batch_size": 64, "optim": {"clip": 0.5, "floor": 0.2}}
+    config = Config.from_args(["--batch-size", "32", "--optim.floor", "0.3"], lr=0.01, **own)
+    assert config == Config(batch_size=32, lr=0.01, optim=Optim(clip=0.5, floor=0.3))
+    assert Config.from_args([], optim=Optim(clip=0.5)) == Config(optim=Optim(clip=0.5))
+    with pytest.raises(ConfigError, match="Config has no 'batchsize': did you mean batch_size"):
+        Config.from_args([], batchsize=3)

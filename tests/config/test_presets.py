@@ -1,0 +1,58 @@
+"""Presets set defaults and nothing else; the source document's schedule is torch's own."""
+
+import pytest
+import torch
+
+from lockstep.config.config import Config
+from lockstep.config.hub_name import is_hub_name
+from lockstep.config.options import flat, parse, read, to_toml
+from lockstep.config.presets import PRESETS, described
+from lockstep.optim.schedule import factor
+
+HUB = ["--model-name", "openai-community/gpt2", "--dataset-name", "tatsu-lab/alpaca"]
+
+
+def test_the_preset_is_taken_where_model_and_data_are_on_the_hub():
+    assert parse(HUB).preset == "source"
+    assert (parse(HUB).lr, parse(HUB).ckpt_freq, parse(HUB).optim.floor) == (3e-5, 500, 0.01)
+    assert parse(HUB[:2]).preset == parse([]).preset == "auto"
+    assert parse([*HUB, "--preset", "none"]).lr == Config().lr
+    assert parse(["--preset", "source"]).lr == 3e-5
+    assert flat(parse([])) == flat(Config())
+
+
+def test_flags_and_files_win_over_it(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 0.5\nbatch_size = 4\n[optim]\nperiod = 7\n")
+    config = parse([*HUB, "--config", str(file), "--batch-size", "6"])
+    assert (config.lr, config.batch_size, config.optim.period, config.num_epochs) == (0.5, 6, 7, 100)
+    assert "batch 6" in described(config)
+    assert "over 7 steps" in described(config)
+
+
+def test_every_option_of_a_preset_exists_and_the_written_file_gives_it_back(tmp_path):
+    for name, values in PRESETS.items():
+        config = parse(["--preset", name])
+        assert values.items() <= flat(config).items()
+        (tmp_path / "config.toml").write_text(to_toml(config))
+        assert parse(["--config", str(tmp_path / "config.toml")]) == config
+        assert read(tmp_path / "config.toml")["preset"] == name
+
+
+def test_a_hub_name_is_owner_and_name_and_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    assert is_hub_name("openai-community/gpt2")
+    for name in ("gpt2", "builtin:nano", "./a/b", "../a", "/a/b", "a/b/c", "here/model", "a/", ""):
+        assert not is_hub_name(name)
+
+
+@pytest.mark.parametrize(("period", "floor"), [(1000, 0.01), (7, 0.0)])
+def test_the_periodic_cosine_is_torchs(period, floor):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=period, eta_min=3e-5 * floor)
+    for step in range(3 * period):
+        mine = 3e-5 * factor(step, period, 0, floor, "cosine-periodic")
+        assert mine == pytest.approx(schedule.get_last_lr()[0], rel=1e-6, abs=1e-12)
+        optimizer.step()
+        schedule.step()

@@ -1,0 +1,243 @@
+"""How samples are loaded: errors named and tried again with the same bits, processes that die, and that are ended."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toys import Partial
+
+from lockstep.data.batches import Batches, Loading, StepPlan
+from lockstep.data.fetch import check_dataset
+from lockstep.data.order import Shuffled
+from lockstep.distributed.world import World
+from lockstep.errors import DataError
+from lockstep.guards.loader import RetryingDataset, loading_failures
+
+
+class Noisy:
+    """Sample i is i and three random numbers; `bad` ones fail after they have drawn, `times` times in all."""
+
+    def __init__(self, size=12, bad=(), times=0, many=False):
+        self.size, self.bad = size, bad
+        self.left = torch.tensor(times).share_memory_()
+        if many:
+            self.draws_random = False
+            self.__getitems__ = lambda indices: [self[index] for index in indices]
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        found = index, torch.rand(()).item(), np.random.random(), random.random()
+        if index in self.bad and self.left > 0:
+            self.left -= 1
+            raise OSError(5, "Input/output error", f"{index}.png")
+        return found
+
+
+class Task(Partial):
+    def collate(self, samples):
+        return {"samples": samples, "noise": torch.rand(()).item()}
+
+    def count(self, batch):
+        return len(batch["samples"])
+
+
+def feed(dataset, task=None, workers=0, retries=0, samples=12, micro=2):
+    order, step_plan = Shuffled(len(dataset), 1), StepPlan(4, micro, samples)
+    return Batches(task or Task(), dataset, order, step_plan, World(), seed=1, loading=Loading(workers, 2, retries))
+
+
+def content(batches):
+    stream = batches.from_step(0)
+    found = [(step, [(b.index, b.items, b.data) for b in micro]) for step, micro in stream]
+    stream.close()
+    return found
+
+
+def guarded(dataset, retries=2, skips=0):
+    return RetryingDataset(dataset, retries=retries, skips=skips, rank=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_is_tried_again_has_the_bits_of_a_run_without_an_error(workers):
+    healthy = content(feed(guarded(Noisy())))
+    dataset = guarded(Noisy(bad={3, 7}, times=2))
+    assert content(feed(dataset, workers=workers)) == healthy
+    assert dataset.counts.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_sample_that_takes_a_place_draws_what_it_draws_in_its_own(workers):
+    def drawn(batches):
+        return [sample for _, micro in content(batches) for *_, data in micro for sample in data["samples"]]
+
+    healthy = drawn(feed(guarded(Noisy())))
+    own = {sample[0]: sample for sample in healthy}
+    found = drawn(feed(guarded(Noisy(bad={3, 4}, times=99), retries=1, skips=4), workers=workers))
+    wanted = [own[5] if sample[0] in (3, 4) else sample for sample in healthy]
+    assert found == wanted
+
+
+def test_a_whole_batch_that_fails_is_loaded_one_by_one():
+    class Many(Noisy):
+        draws_random = False
+
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0]
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    healthy = [[b[2]["samples"] for b in micro] for _, micro in content(feed(guarded(Many())))]
+    dataset = guarded(Many(bad={3, 7}, times=4), retries=3)
+    assert [[b[2]["samples"] for b in micro] for _, micro in content(feed(dataset))] == healthy
+    assert dataset.counts.tolist() == [3, 0]
+
+
+class BadCollate(Task):
+    def collate(self, samples):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal\nand more")
+
+
+class BadCount(Task):
+    def count(self, batch):
+        return int(batch["none"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        (
+            BadCollate(),
+            r"`collate` failed at rank 0, step 0, samples \d+, \d+: RuntimeError: DataLoader worker \(pid 7",
+        ),
+        (BadCount(), r"`count` failed at rank 0, step 0, samples \d+, \d+: KeyError: 'none' \(test_loading.py:\d+\)"),
+    ],
+)
+def test_an_error_in_the_tasks_own_code_is_named_in_one_line_and_is_no_dead_process(workers, task, line):
+    with pytest.raises(DataError, match=line) as caught:
+        content(feed(Noisy(), task, workers, retries=5))
+    assert "\n" not in str(caught.value)
+    assert "died" not in str(caught.value)
+    if workers:  # the way there is not lost: a user who sees the traceback sees this too
+        assert "test_loading.py" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_loaded_is_one_line_from_a_process_too(workers):
+    with pytest.raises(DataError) as caught:
+        content(feed(guarded(Noisy(bad={3}, times=99), retries=0), workers=workers))
+    wanted = r"rank 0: sample 3 \(3.png\) cannot be loaded: OSError[^\n]*--guards.bad-samples N"
+    assert re.fullmatch(wanted, str(caught.value))
+
+
+class Killer(Noisy):
+    """Kills the process that loads sample 5, as often as there are files to take away."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index):
+        left = list(self.folder.iterdir())
+        if index == 5 and left:
+            left[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path):
+    (tmp_path / "once").touch()
+    batches = feed(Killer(tmp_path), workers=1, retries=1)
+    assert content(batches) == content(feed(Noisy()))
+    assert loading_failures([guarded(Noisy()), batches.loader]) == [0, 0, 1]
+    (tmp_path / "again").touch()  # that would be the second in this start of the run
+    with pytest.raises(DataError, match=r"rank 0: a loader process died at step \d: DataLoader worker"):
+        content(batches)
+
+
+def children():
+    """The living children of this process."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(") ")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+class Slow(Noisy):
+    def __getitem__(self, index):
+        if index >= 8:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_closing_a_feed_ends_its_processes_whatever_they_do():
+    before, handler = children(), signal.getsignal(signal.SIGCHLD)
+    batches = feed(Slow(), workers=2)
+    batches._order.at = lambda start, stop: (np.zeros(stop - start, int), np.arange(start, stop))
+    stream = batches.from_step(0)
+    next(stream)
+    assert len(children() - before) == 2
+    assert signal.getsignal(signal.SIGCHLD) is handler  # torch's would raise out of any line
+    stream.close()
+    assert children() <= before
+    assert [stream.items(step) for step in (1, 2, 9)] == [0, 0, 0]
+    assert list(stream) == []
+    stream.close()
+
+
+def test_a_feed_that_fails_leaves_no_process():
+    before = children()
+    with pytest.raises(DataError):
+        content(feed(Noisy(), BadCollate(), workers=2))
+    assert children() <= before
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "line"),
+    [
+        (Stream(), "dataset('train') returned Stream, which has no __len__ and no __getitem__"),
+        (iter([1]), "has no __len__ and no __getitem__: any sample must be had by its index"),
+        (torch.utils.data.Dataset(), "returned Dataset, which has no __len__"),
+        (None, "returned NoneType"),
+    ],
+)
+def test_a_dataset_without_an_index_is_refused_in_one_line(dataset, line):
+    with pytest.raises(DataError, match=re.escape(line)) as caught:
+        check_dataset(dataset, "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_and_tensors_are_datasets():
+    check_dataset([1, 2], "train")
+    check_dataset(torch.ones(3), "train")
+
+
+def test_a_task_without_collate_and_count_gets_torchs_own_and_counts_samples():
+    class Bare(Partial):
+        pass
+
+    found = next(feed(torch.arange(12), Bare()).from_step(0))[1]
+    assert [batch.data.shape for batch in found] == [(2,), (2,)]
+    assert [batch.items for batch in found] == [2, 2]
+    assert Bare().count({"image": torch.zeros(3, 4), "label": torch.zeros(3)}) == 3
+    Bare.items_per_sample = 2
+    assert next(feed(torch.arange(12), Bare()).from_step(0))[1][0].items == 4

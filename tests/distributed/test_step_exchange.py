@@ -1,0 +1,167 @@
+"""The exchange: items of the whole step, agreement on stopping, and what a lost rank looks like."""
+
+import os
+import re
+import time
+
+import pytest
+from ranks import run
+from toys import Ragged, parts
+
+from lockstep.clock import make_clock
+from lockstep.distributed.step_exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
+from lockstep.distributed.world import World
+from lockstep.loop import StepControl, seeder, steps
+
+
+def _items(world, count, pause, constant):
+    """What each step was told, with the lengths of the beats."""
+    ahead = lambda step: (step * 7 + world.rank * 3) % 11 if step < count else 0  # noqa: E731
+    exchange = StepExchange(world, ahead, (lambda step: 100 + step) if constant else None)
+    found, lengths = [], []
+    for step in range(count):
+        found.append(exchange.global_items(step))
+        lengths.append(exchange._received.length)
+        time.sleep(pause)
+    return found, lengths
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_items_are_summed_over_the_ranks(world_size):
+    wanted = [sum((step * 7 + rank * 3) % 11 for rank in range(world_size)) for step in range(50)]
+    assert [found for found, _ in run(_items, world_size, 50, 0.0, False)] == [wanted] * world_size
+
+
+def test_it_beats_every_step_where_steps_are_long_and_rarely_where_they_are_short():
+    (_, slow), _ = run(_items, 2, 12, 0.03, False)
+    (_, fast), (_, other) = run(_items, 2, 200, 0.0005, False)
+    assert set(slow) == {1}
+    assert max(fast) > 4
+    assert max(fast) <= MOST_STEPS
+    assert fast == other  # all ranks derive the same rule
+
+
+def test_known_items_are_not_asked_for():
+    found, _ = run(_items, 2, 30, 0.0, True)[0]
+    assert found == [100 + step for step in range(30)]
+
+
+def _stop(world, wishes, pause=0.001, when="backward"):
+    """The step after which all end, as each rank learns it, and with which wish. The wish comes in step 5."""
+    exchange = StepExchange(world, lambda step: 1, None)
+    for step in range(200):
+        exchange.global_items(step)
+        time.sleep(pause)
+        if step == 5 and world.rank in wishes and when == "backward":
+            exchange.stop(wishes[world.rank])
+        exchange.send(step)
+        if step == 5 and world.rank in wishes and when == "update":
+            exchange.stop(wishes[world.rank])
+        if found := exchange.receive():
+            return step, found
+    return None, CONTINUE
+
+
+@pytest.mark.parametrize(
+    ("wishes", "agreed"),
+    [({2: SAVE_AND_END}, SAVE_AND_END), ({0: SAVE_AND_END, 1: INTERRUPT}, INTERRUPT), ({}, CONTINUE)],
+)
+def test_all_ranks_stop_at_the_same_step(wishes, stop_agreed):
+    found = run(_stop, 3, wishes)
+    assert len(set(found)) == 1
+    assert found[0][1] == stop_agreed
+    if stop_agreed:
+        assert 5 <= found[0][0] <= 5 + 2 * MOST_STEPS
+
+
+@pytest.mark.parametrize(("when", "last"), [("backward", 5), ("update", 6)])
+def test_a_wish_in_a_long_step_ends_the_run_after_it(when, last):
+    assert run(_stop, 2, {1: SAVE_AND_END}, 0.05, when) == [(last, SAVE_AND_END)] * 2
+
+
+@pytest.mark.parametrize("when", ["backward", "update"])
+def test_a_world_of_one_stops_at_once(when):
+    assert _stop(World(), {0: INTERRUPT}, when=when) == (5, INTERRUPT)
+
+
+class Asking(Ragged):
+    """Asks to stop in its third step, on rank 1."""
+
+    def loss(self, model, batch):
+        type(self).seen = getattr(type(self), "seen", 0) + 1
+        if self.seen == 2 * 4 + 1:  # of four micro-batches a step
+            self.exchange.stop(SAVE_AND_END)
+        time.sleep(0.01)
+        return super().loss(model, batch)
+
+
+def _trained(world):
+    task = Asking()
+    made, batches = parts(world, task, count=6, size=4 * world.size)
+    feed = batches.from_step(0)
+    exchange = StepExchange(world, feed.items, None)
+    task.exchange = exchange if world.rank == world.size - 1 else StepExchange(World(), feed.items, None)
+    plan = StepControl(lambda step: 1.0, seeder(0, "micro", world.device), make_clock(world.device))
+    return [(record.step, record.stop_agreed) for record in steps(made, task, feed, exchange, plan)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loop_says_so_in_the_record_of_that_step(world_size):
+    found = run(_trained, world_size)
+    assert [[stop_agreed for _, stop_agreed in each[:3]] for each in found] == [[0, 0, SAVE_AND_END]] * world_size
+
+
+def _lost(world, how):
+    world.timeout = 2.0
+    exchange = StepExchange(world, lambda step: 1, None)
+    for step in range(100):
+        if step == 5 and world.rank == 1:
+            if how == "kill":
+                os._exit(9)
+            time.sleep(20)
+        exchange.global_items(step)
+        time.sleep(0.03)  # long enough for a beat at every step
+
+
+@pytest.mark.parametrize("how", ["kill", "sleep"])
+def test_a_rank_that_does_not_come_is_one_line_within_the_timeout(how):
+    """Rank 0 says so itself, long before rank 1 would wake up or the helper's own 60 s are over."""
+    with pytest.raises(AssertionError) as found:
+        run(_lost, 2, how)
+    line = next(line for line in str(found.value).splitlines() if "PeerError: " in line)
+    assert re.search(r"PeerError: rank 0 lost the other ranks before step \d+: .*raise --timeout$", line)
+
+
+def _totals(world):
+    exchange = StepExchange(world, lambda step: 1, None)
+    return exchange.totals([float(world.rank), 0.1, 1e100 if world.rank == 0 else -1e100 if world.rank == 1 else 1.0])
+
+
+def test_totals_are_exactly_rounded_sums():
+    assert run(_totals, 4) == [[6.0, 0.4, 2.0]] * 4
+    assert _totals(World()) == [0.0, 0.1, 1e100]
+
+
+def _busy(world):
+    """What is heard of two ranks, of which the first is often waited for: each counts seconds of work by the step."""
+
+    def spent():
+        step, share = exchange.progress.step, 1.0 + world.rank
+        return BusySeconds(exchange.waited + 0.25 * step * share, 0.5 * step * share, 0.125 * step * share)
+
+    exchange, heard = StepExchange(world, lambda step: 1, None, busy=spent), []
+    for step in range(40):
+        exchange.global_items(step)
+        heard.append(exchange.heard)
+        time.sleep(0.0 if world.rank else 0.005)
+    return heard, exchange.waited
+
+
+def test_a_rank_that_waits_reports_no_busy_time():
+    """The clock counts the waiting to the loading of data, since there it happens."""
+    found = run(_busy, 2)
+    assert found[1][1] > 0.05  # it waited: forty times up to five milliseconds
+    for heard, _ in found:
+        for one, other in heard[5:]:
+            assert one == pytest.approx((0.25, 0.5, 0.125), rel=1e-6)
+            assert other == pytest.approx((0.5, 1.0, 0.25), rel=1e-6)

@@ -1,0 +1,284 @@
+"""BatchNorm replay: running statistics with the same bits at every world size, and torch's own but for rounding."""
+
+import math
+
+import pytest
+import torch
+from ranks import run
+from torch import nn
+from torch.nn import functional as F
+from toys import parts, train
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.distributed.world import World
+from lockstep.engines.base import NOTHING, StepResult
+from lockstep.engines.shared.buffers import with_buffers
+from lockstep.errors import ConfigError
+from lockstep.transforms import Chosen, checkpointed, prepare, recorders, recording, synchronised
+
+CPU = torch.device("cpu")
+
+
+class Residual(nn.Module):
+    def __init__(self, width, momentum):
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm1d(width, momentum=momentum)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(F.relu(self.norm(self.conv(x))))
+
+
+class Images(torch.utils.data.Dataset):
+    draws_random = False
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(count, 2, 6, generator=generator) * 3 + 1
+        self.labels = torch.randint(3, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
+class Classify(lockstep.Task):
+    """Three BatchNorm layers, one of them two-dimensional and without an affine part."""
+
+    items_per_sample = 1
+
+    def __init__(self, momentum=0.1, policy="none", convert=True, compiled=False, dtype=torch.float32):
+        self.momentum, self.policy, self.convert, self.compiled = momentum, policy, convert, compiled
+        self.dtype = dtype
+
+    def model(self):
+        blocks = [Residual(4, self.momentum), Residual(4, self.momentum)]
+        stem = nn.Sequential(nn.BatchNorm2d(1, affine=False), nn.Flatten(1, 2), nn.Conv1d(2, 4, 1))
+        model = nn.Sequential(nn.Unflatten(1, (1, 2)), stem, *blocks, nn.Flatten(), nn.Linear(24, 3)).to(self.dtype)
+        if self.convert:
+            recording(model, fail)
+        checkpointed(model, self.policy, blocks)
+        if self.compiled:
+            for block in blocks:
+                block.compile(backend="aot_eager")
+        return model
+
+    def dataset(self, split):
+        return Images(44)
+
+    def collate(self, samples):
+        inputs, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+        return inputs.to(self.dtype), labels
+
+    def count(self, batch):
+        return len(batch[1])
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def fail(line):
+    raise AssertionError(line)
+
+
+def statistics(made):
+    """Bytes of the running statistics, as nested lists, and of everything as one mark."""
+    state = {name: tensor.detach() for name, tensor in made.state_dict().items()}
+    weights = {name.removeprefix("model/"): t for name, t in state.items() if name.startswith("model/")}
+    kept = {n: t.tolist() for n, t in weights.items() if "running" in n or "tracked" in n}
+    return kept, checkpoint.fingerprint_of(weights)
+
+
+CASES = [
+    {"momentum": 0.1},
+    {"momentum": 0.1, "policy": "full"},
+    {"momentum": None},
+    {"momentum": None, "policy": "every:2"},
+    {"momentum": 0.1, "policy": "selective"},
+]
+
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def close(found, wanted):
+    for name, values in wanted.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), rtol=1e-6, atol=1e-6)
+
+
+def fit_all(world, cases, settings):
+    found = []
+    for case in cases:
+        made, batches = parts(world, Classify(**case), **settings)
+        train(world, made, batches, Classify(**case))
+        found.append(statistics(made))
+    return found
+
+
+SETTINGS = [{"size": 16, "micro": 2, "count": 4}, {"size": 12, "micro": 3, "total": 40}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cases"),
+    [(SETTINGS[0], CASES), (SETTINGS[1], CASES[:1] * 2 + CASES[2:3] * 2 + CASES[:1])],
+    ids=["M=8", "M=4, short end"],
+)
+def test_exact_has_the_same_bits_at_every_world_size(settings, cases):
+    exact = {**settings, "exact": True}
+    threads = torch.get_num_threads()
+    try:
+        alone = fit_all(World(), cases, exact)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    assert alone[0] == alone[1] == alone[4], "a recomputation counts nothing again and changes no bit"
+    assert alone[2] == alone[3]
+    assert alone[0][0] != alone[2][0], "the cumulative average is another"
+    for world_size in (1, 2, 4):
+        assert run(fit_all, world_size, cases, exact) == [alone] * world_size
+
+
+def test_every_micro_batch_is_counted_once_also_where_slots_are_empty():
+    """8 micro-batches on 3 ranks leave one slot empty, a short last step leaves more."""
+    settings = {"size": 16, "micro": 2, "total": 42}  # 8 + 8 + 5 micro-batches
+    alone = fit_all(World(), [DOUBLE], settings)[0][0]
+    assert alone["1.0.num_batches_tracked"] == 21
+    for found in run(fit_all, 3, [DOUBLE], settings):
+        close(found[0][0], alone)
+
+
+def test_it_is_needed():
+    """torch's own running statistics on two ranks are those of rank 0's micro-batches alone."""
+    case, settings = [{"convert": False}], {"size": 16, "micro": 2, "count": 4}
+    alone = fit_all(World(), case, settings)[0][0]
+    assert alone["1.0.num_batches_tracked"] == 32
+    assert run(fit_all, 2, case, settings)[0][0][0]["1.0.num_batches_tracked"] < 32
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_one_process_has_torchs_own_statistics_but_for_rounding(momentum):
+    settings = {"size": 16, "micro": 2, "count": 4}
+    case = {**DOUBLE, "momentum": momentum}
+    found, wanted = fit_all(World(), [case, {**case, "convert": False}], settings)
+    assert found[0].keys() == wanted[0].keys()
+    close(found[0], wanted[0])
+
+
+def test_evaluation_uses_them_and_restoring_goes_on_from_them():
+    settings = {"size": 16, "micro": 2, "count": 4}
+    made, batches = parts(World(), Classify(), **settings)
+    train(World(), made, batches, Classify(), stop=2)
+    state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    train(World(), made, batches, Classify(), start=2)
+    again, batches = parts(World(), Classify(), **settings)
+    again.load_state_dict(state)
+    inputs = torch.randn(4, 2, 6)
+    before = again.model.eval()(inputs)
+    assert torch.equal(before, again.model(inputs)), "an evaluation records nothing"
+    again.model.train()
+    train(World(), again, batches, Classify(), start=2)
+    assert statistics(again) == statistics(made)
+    assert not torch.equal(again.model.eval()(inputs), before)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_blocks_record_too_and_are_compiled_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"size": 16, "micro": 2, "count": 3}
+    eager, compiled = fit_all(World(), [DOUBLE, {**DOUBLE, "compiled": True}], settings)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # one a class, and one for another shape
+    close(compiled[0], eager[0])
+
+
+class Recorder:
+    """An engine that does nothing, for what the replay does by itself."""
+
+    def __init__(self, model):
+        self.model = model
+        self.state = self.restore = None
+
+    def accumulate(self, last):
+        return NOTHING
+
+    def backward(self, loss, weight=1.0):
+        pass
+
+    def step(self, factor=None, limit=math.inf):
+        return StepResult(torch.zeros(()), limit > 0.0)
+
+
+def alone_with(model):
+    return with_buffers(Recorder(model), model, World(), exact=False)
+
+
+def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
+    model = recording(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)), fail)
+    made = alone_with(model)
+    model[1].eval()
+    made.accumulate(True)
+    made.backward(model[1](model[0](torch.randn(5, 3))))  # the third is not run
+    made.step()
+    assert [int(layer.num_batches_tracked) for layer in model] == [1, 0, 0]
+    assert torch.equal(model[1].running_var, torch.ones(3))
+    assert torch.equal(model[2].running_mean, torch.zeros(3))
+
+
+def test_a_nan_of_one_step_is_not_in_the_next():
+    model = recording(nn.Sequential(nn.BatchNorm1d(3)), fail)
+    made = alone_with(model)
+    for inputs in (torch.full((5, 3), torch.nan), torch.ones(5, 3)):
+        made.accumulate(True)
+        made.backward(model(inputs))
+        made.step(1.0, -math.inf if inputs.isnan().any() else math.inf)
+        model(torch.full((5, 3), torch.nan))  # as the search for a bad batch does, outside of a step
+    assert model[0].running_mean.tolist() == pytest.approx([0.1] * 3)
+    assert int(model[0].num_batches_tracked) == 1
+
+
+def test_a_model_without_batchnorm_costs_nothing():
+    model = nn.Linear(3, 3)
+    engine = Recorder(model)
+    assert with_buffers(engine, recording(model, fail), World(), exact=False) is engine
+    untracked = recording(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), fail)
+    assert recorders(untracked) == []
+
+
+def test_names_classes_and_hooks_stay():
+    model = Classify(convert=False).model()
+    names = list(model.state_dict())
+    assert list(recording(model, fail).state_dict()) == names
+    assert all(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) for layer in recorders(model))
+
+
+def test_a_derived_class_is_left_and_named():
+    class Own(nn.BatchNorm1d):
+        pass
+
+    said = []
+    recording(nn.Sequential(nn.BatchNorm1d(3), Own(3)), said.append)
+    assert len(said) == 1
+    assert "leaves 1 layers of other classes as they are, beginning with 1 (Own)" in said[0]
+
+
+def test_sync_is_refused_on_a_cpu_and_says_its_price():
+    with pytest.raises(ConfigError, match="--batchnorm sync needs a GPU.*use --batchnorm replay"):
+        synchronised(Classify().model(), CPU, fail)
+    said = []
+    model = synchronised(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cuda"), said.append)
+    assert isinstance(model[0], nn.SyncBatchNorm)
+    assert "changes with the world size" in said[0]
+    assert "fewer than about 16 samples" in said[0]
+    assert synchronised(nn.Linear(2, 2), CPU, fail)
+
+
+def test_local_and_sync_do_not_go_with_recomputation():
+    task = Classify(convert=False)
+    model = task.model()
+    chosen = Chosen(batchnorm="local", activation_checkpointing="full")
+    with pytest.raises(ConfigError, match="would count each micro-batch twice"):
+        prepare(model, precision="float32", compile_model=False, device=CPU, chosen=chosen, blocks=[model[2]])

@@ -1,0 +1,431 @@
+"""`lockstep launch` before anything is started, and what is said of those that failed."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lockstep import cli
+from lockstep.distributed.addresses import listening
+from lockstep.distributed.progress import COMPUTING, Place, Progress
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.launch import leash, memory
+from lockstep.launch.command import command
+from lockstep.launch.failure import Failure, first, note
+from lockstep.launch.job import Job
+from lockstep.run.folder import RunFolder
+from lockstep.run.opening import count_restarts
+
+
+def shown(capsys, *flags, train=()):
+    assert command([*flags, "--dry-run", "--", "train", *train]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = shown(capsys, "--nproc-per-node", "3", "--max-restarts", "2", train=["--exact", "--lr", "0.1"])
+    assert "OMP_NUM_THREADS=1" in words
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+    assert {"--nnodes=1", "--nproc-per-node=3", "--max-restarts=2", "--rdzv-backend=c10d"} <= set(words)
+    assert words[-6:] == ["-m", "lockstep", "train", "--exact", "--lr", "0.1"]
+
+
+@pytest.mark.parametrize(("processes", "train", "threads"), [(3, [], 4), (3, ["--exact"], 1), (20, [], 1)])
+def test_processes_share_the_cores(capsys, monkeypatch, processes, train, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert f"OMP_NUM_THREADS={threads}" in shown(capsys, "--nproc-per-node", str(processes), train=train)
+
+
+def test_nodes_meet_at_the_master(capsys):
+    words = shown(capsys, "--nnodes", "1:2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "2950")
+    assert {"--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:2950", "--rdzv-id=lockstep"} <= set(words)
+    assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "behind `--` stands nothing"),
+        (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
+        (["--", "evaluate"], "behind `--` stands 'evaluate'"),
+        (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
+        (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
+        (
+            ["--lr", "2", "--", "train"],
+            "unknown flag --lr: it is no flag of launch; those of train stand behind `-- train`",
+        ),
+        (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0"),
+        (["--nnodes", "3:2", "--", "train"], "--nnodes is '3:2'"),
+        (["--nnodes", "2", "--", "train"], "--nnodes 2 needs --master-addr"),
+        (["--rdzv-endpoint", "host", "--", "train"], "--rdzv-endpoint is 'host'"),
+        (["--rdzv-conf", "x", "--", "train"], "--rdzv-conf is 'x'"),
+        (["--master-port", "-1", "--", "train"], "--master-port is -1"),
+    ],
+)
+def test_bad_flags_are_one_line(argv, line):
+    with pytest.raises(ConfigError) as caught:
+        command(argv)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_failure_is_not_the_one_that_followed():
+    place = Place(7, "loading or computing", 1.0)
+    lost = Failure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
+    killed = Failure(1, -signal.SIGKILL, when=2.0, place=place)
+    later = Failure(2, 1, "RuntimeError: something", when=3.0)
+    assert first([lost, later, killed]) is killed
+    assert str(killed) == "rank 1 was ended first, by SIGKILL, at step 7 (loading or computing)"
+    assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
+    assert first([lost]) is lost
+
+
+def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("MY_TOKEN", "tr0ub4dor-and-3")
+    note(LockstepError("no access with tr0ub4dor-and-3"))
+    assert "tr0ub4dor" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (
+        json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == "no access with ***"
+    )  # torchrun's end
+    assert json.loads(path.read_text())["message"]["message"] == "no access with ***"
+    failure = Failure.read(4, 1, path, None, 0.0)
+    assert (failure.message, failure.follows) == ("no access with ***", False)
+    assert abs(failure.when - time.time()) < 60
+    assert Failure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
+    note(PeerError("a second word is not written"))
+    assert Failure.read(4, 1, path, None, 0.0) == failure
+
+
+def test_torchruns_report_calls_the_first_failure_the_cause(tmp_path, monkeypatch):
+    """It compares whole seconds, and of equal ones takes the lowest rank's."""
+    monkeypatch.setattr(time, "time", lambda: 1000.7)
+    told = {}
+    for name, error in (("cause", LockstepError("no")), ("follows", PeerError("lost"))):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        note(error)
+        told[name] = json.loads((tmp_path / name).read_text())["message"]["extraInfo"]["timestamp"]
+    assert int(told["cause"]) < int(told["follows"])
+
+
+def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, monkeypatch, capsys):
+    def main():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["train", "--batch-size", "none"])
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("LOCKSTEP_PROGRESS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "torchrun.json"))
+    assert main().count("\n") == 1
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launch.json"))
+    assert main() == ""
+    assert "--batch-size" in Failure.read(0, 2, tmp_path / "launch.json", None, 0.0).message
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "launch.json"))
+    assert main().count("\n") == 1  # the launcher gets no word of it
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"lockstep": 3}', "\x00" * 50])
+def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert Failure.read(0, -9, path, None, 5.0) == Failure(0, -9, when=5.0)
+
+
+def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
+    lost = Failure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
+    ended = Failure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
+    assert first([lost, ended]) == ended
+    assert str(ended) == "rank 1 was ended first, by SIGTERM, before step 0"
+
+
+def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, signal.SIGTERM, 0))
+    with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
+        command(["--", "train", "--save-dir", str(tmp_path)])
+    assert caught.value.exit_code == 143
+
+
+def script(*lines):
+    """A Job whose processes run these lines of Python; each writes a byte into the file $STARTS when it starts."""
+    text = "import os, signal, sys, time; open(os.environ['STARTS'], 'a').write('x'); " + "; ".join(lines)
+    return Job(["-c", text], 1, (1, 1), "c10d", "127.0.0.1:0", {}, "test", True, 2, {})
+
+
+def launched(job, starts, *signals):
+    """(exit code, how often the process was started) of the launcher in a process of its own."""
+    code = "import sys; from lockstep.launch.agent import run; from lockstep.launch.job import Job; "
+    code += "from lockstep.errors import LockstepError\n"
+    code += f"try: print(run({job!r}))\nexcept LockstepError as error: print(error); sys.exit(error.exit_code)"
+    environment = {**os.environ, "STARTS": str(starts)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as launcher:
+        for number in signals:
+            deadline = time.monotonic() + 60
+            while not starts.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            launcher.send_signal(number)
+        launcher.stdout.read()
+    return launcher.returncode, len(starts.read_text())
+
+
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (1, 3), (75, 3)])
+def test_bad_input_is_not_started_again_and_other_failures_are(tmp_path, code, starts):
+    assert launched(script(f"sys.exit({code})"), tmp_path / "starts") == (code, starts)
+
+
+def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
+    wait = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); open(os.environ['STARTS'], 'a').write('x')"
+    assert launched(script(wait, "time.sleep(60)"), tmp_path / "starts", signal.SIGTERM)[1] <= 2
+
+
+def test_restarts_add_up_over_all_starts(monkeypatch):
+    """`restarts` counts those of this launcher's start and of the ones before, each once."""
+    state = {}
+    for job, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        count_restarts(state)
+        assert state["restarts"] == total
+
+
+def test_a_process_ends_when_its_launcher_is_killed(tmp_path):
+    child = "from lockstep.launch.exit_with_launcher import tie; import time"
+    child += "; tie(); print('tied', flush=True); time.sleep(60)"
+    parent = "import os, subprocess, sys; os.environ['LOCKSTEP_LAUNCHER'] = str(os.getpid())"
+    parent += "; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"tied\n"
+        launcher.kill()
+        began = time.monotonic()
+        assert launcher.stdout.read() == b""  # the pipe closes when the child is gone too
+    assert time.monotonic() - began < 20
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(leash.tempfile, "tempdir", str(tmp_path))
+    living = leash.private_folder()
+    dead = tmp_path / "lockstep-launch-dead"
+    (dead / "places").mkdir(parents=True)
+    for folder in (living, dead):
+        os.utime(folder, (0, 0))
+    own = leash.private_folder()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert set(tmp_path.iterdir()) == {living, own}
+
+
+def test_progress_outlives_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
+    progress = Progress.of(3)
+    progress.at(12, COMPUTING)
+    place = Place.read(tmp_path / "3")
+    assert str(place) == "step 12 (loading or computing)" == str(progress.place)
+    assert Place.read(tmp_path / "4") is None
+    (tmp_path / "5").write_bytes(b"short")
+    assert Place.read(tmp_path / "5") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [("0::/job\n", "job/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")],
+)
+def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
+    own = tmp_path / "cgroup"
+    own.write_text(line)
+    before = memory.kills(tmp_path, own)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("low 0\noom 9\noom_kill 2\n")
+    assert memory.kills(tmp_path, own) == before + 2
+
+
+def test_the_meeting_point_listens_on_its_address_alone():
+    listener = listening("127.0.0.1", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is taken"):
+        listening("127.0.0.1", port)
+    listener.close()
+    assert listening("192.0.2.1", 0) is None
+    with pytest.raises(ConfigError, match="does not resolve"):
+        listening("no.such.host.invalid", 0)
+
+
+def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch):
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    folder.write_end(75, 8)
+    assert json.loads((folder.path / "ended.json").read_text())["code"] == 75
+    folder.forget_end()
+    assert not (folder.path / "ended.json").exists()
+    folder.release()
+
+
+def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
+    folder = RunFolder(str(tmp_path), "r")
+    (tmp_path / "r").mkdir()
+    line = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000"
+    (tmp_path / "r" / "run.lock").write_text(line + "\n")
+    folder.claim()
+    assert folder.cleared == line
+    other = RunFolder(str(tmp_path), "r")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        other.claim()
+    folder.release()
+    other.claim()
+    assert other.cleared == ""
+    other.release()
+
+
+_LOADS = """
+import sys, time
+import torch
+from lockstep.data.batches import Batches, StepPlan, Loading
+from lockstep.data.order import Sequential
+from lockstep.run.folder import RunFolder
+from lockstep.distributed.world import World
+
+class Task:
+    draws_random, items_per_sample, reduction = False, 0, "sum"
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index:
+            print(f"loads {index}", flush=True)
+            time.sleep(60)
+        return torch.ones(2)
+    def collate(self, samples):
+        return torch.stack(samples)
+    def count(self, batch):
+        return len(batch)
+
+folder = RunFolder(sys.argv[1], "r")
+folder.claim()
+task = Task()
+batches = Batches(task, task, Sequential(8), StepPlan(1, 1, 8), World(), seed=0, loading=Loading(2, 1))
+feed = batches.from_step(0)
+next(feed)
+print("first batch", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def debian(monkeypatch):
+    """A machine whose own name, node0, leads to its loopback."""
+    true = socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        return true("127.0.1.1" if host == "node0" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def test_a_name_that_other_nodes_cannot_follow_is_refused(debian, monkeypatch, capsys):
+    line = "node0 is 127.0.1.1 on this node, where no other node can reach it"
+    flags = ["--nnodes", "2", "--dry-run"]
+    for where in (["--master-addr", "node0"], ["--rdzv-endpoint", "node0:2950"]):
+        with pytest.raises(ConfigError, match=f"{where[0]} {line}") as caught:
+            command([*flags, *where, "--", "train"])
+        assert "\n" not in str(caught.value)
+    for meant in ("127.0.0.1", "localhost"):  # several "nodes" on one machine
+        assert command([*flags, "--master-addr", meant, "--", "train"]) == 0
+    capsys.readouterr()
+    ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    for name, value in {**ours, "MASTER_ADDR": "node0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR {line}"):
+        World.join(device="cpu", timeout=1.0)
+
+
+def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lock_nor_its_pipes(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", _LOADS, str(tmp_path)], stdout=subprocess.PIPE) as rank:
+        seen = {rank.stdout.readline() for _ in range(3)}
+        assert seen == {b"first batch\n", b"loads 1\n", b"loads 2\n"}  # both sit in a sample for a minute
+        rank.kill()
+        began = time.monotonic()
+        assert rank.stdout.read() == b""  # closed when the last process that holds it is gone
+        assert time.monotonic() - began < 20
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    assert f"process {rank.pid} on" in folder.cleared
+    folder.release()
+
+
+def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
+    code = "import os, sys, time; from lockstep.run.folder import RunFolder; folder = RunFolder(sys.argv[1], 'r')"
+    code += "; folder.claim(); os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
+        child = int(owner.stdout.readline())
+        owner.kill()
+    monkeypatch.setattr("lockstep.run.lock._LINGER", 0.0)
+    folder = RunFolder(str(tmp_path), "r")
+    try:
+        folder.claim()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    folder.release()
+
+
+def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatch):
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
+    (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
+    other = RunFolder(str(tmp_path), "r")
+    monkeypatch.setattr("lockstep.run.lock._LINGER", 0.1)
+    with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
+        other.claim()
+    monkeypatch.setattr("lockstep.run.lock._LINGER", 60.0)
+    ending = threading.Timer(0.2, folder._lock.forget)
+    ending.start()
+    other.claim()
+    ending.join()
+    other.release()
+
+
+def test_a_second_train_is_refused_before_torch_is_loaded(tmp_path):
+    folder = RunFolder(str(tmp_path), "r")
+    code = "import sys; from lockstep import cli\ntry: cli.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    flags = ["train", "--save-dir", str(tmp_path), "--experiment-name", "r"]
+    folder.check_free()
+    assert not list(tmp_path.iterdir())
+    folder.claim()
+    line = (folder.path / "run.lock").read_text()
+    second = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False)
+    assert (second.returncode, second.stdout) == (2, "False\n")
+    assert f"is in use by {line.strip()}" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert (folder.path / "run.lock").read_text() == line
+    folder.release()
+    folder.check_free()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.run.folder.os.fsync", full)
+    with pytest.raises(OSError, match="state.json"):
+        RunFolder(str(tmp_path), ".").write("state.json", "{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="--save-dir: cannot write to"):
+        RunFolder(str(tmp_path), "r").claim()
+    assert not (tmp_path / "target").exists()

@@ -1,0 +1,57 @@
+"""The one helper of all distributed tests: a plain function, run on N processes.
+
+    def total(world, number):                       # at module level
+        return sum(world.gather(number + world.rank))
+
+    assert run(total, 2, 10) == [21, 21]            # the results by rank
+
+It is the package's own starter with a test's manners: warnings are errors, and a failure shows tracebacks. A hang is a
+failure, and no process outlives its test.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.distributed.spawn import RankFailed, start
+
+__all__ = ["RankError", "run"]
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not end. `rank` is the one that did so first; the message has its traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, device: str = "cpu"
+) -> list[Any]:
+    """What `function(world, *args)` returned on each of `world_size` processes (gloo, one thread each), by rank.
+
+    Raises:
+        RankError: a rank raised (its traceback is in the message), died, or had not ended after `timeout` seconds.
+    """
+    before = _strict if device == "cpu" else None  # CUDA libraries have warnings of their own
+    try:
+        return start(
+            *(_plain, world_size, (function, args)),
+            device=device,
+            patience=timeout,
+            preload=["pytest", "hypothesis"],
+            before=before,
+        )
+    except RankFailed as failed:
+        text = str(failed).replace("said nothing for", "had not ended after")
+        stacks = "\n--- then ".join(f"rank {rank}: {found}" for rank, found in failed.details.items())
+        raise RankError(failed.rank, f"{text}\n--- {stacks}") from None
+
+
+def _plain(world: Any, say: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(world, *args)
+
+
+def _strict() -> None:
+    warnings.simplefilter("error")

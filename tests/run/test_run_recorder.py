@@ -1,0 +1,294 @@
+"""What follows a step, in absolute numbers: records, evaluations, which checkpoint is kept, and the run's state."""
+
+import contextlib
+import json
+import math
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run
+from torch import nn
+from toys import taken
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.config.config import Checkpoint, Config, Optim
+from lockstep.data.order import Shuffled
+from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
+from lockstep.optim.schedule import factor
+from lockstep.records import StepRecord
+from lockstep.run.meter import Meter, memory
+from lockstep.sinks.jsonl import read
+
+SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
+
+
+class Point(nn.Module):
+    """One number."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.place * x
+
+
+@dataclass
+class Task(lockstep.Task):
+    """Training: the loss of sample n is (n + 1) * place, so its gradient is n + 1 and the place goes down for ever.
+
+    Evaluation: the distance to `wanted` squared, plus 3. `scripted` gives the losses of the evaluations instead.
+    """
+
+    wanted: float = 0.0
+    scripted: tuple = ()
+    evaluations: int = 0
+
+    def model(self):
+        return Point()
+
+    def dataset(self, split):
+        return [(split, float(n + 1)) for n in range(SAMPLES if split == "train" else 5)]
+
+    def collate(self, samples):
+        return samples[0][0], torch.tensor([value for _, value in samples], dtype=torch.float64)
+
+    def count(self, batch):
+        return len(batch[1])
+
+    def loss(self, model, batch):
+        split, values = batch
+        if split == "train":
+            return model(values).sum()
+        if self.scripted:
+            place, self.evaluations = self.evaluations // 3, self.evaluations + 1  # five samples are three forwards
+            return model(values).sum() * 0 + self.scripted[place] * len(values)
+        return ((model(torch.ones_like(values)) - self.wanted).square() + 3).sum()
+
+    def metrics(self, model, batch):
+        return {"mean": (batch[1].sum(), torch.tensor(len(batch[1])))}
+
+
+def settings(folder, **changes):
+    common = {"experiment_name": "r", "save_dir": str(folder), "precision": "float64", "log_freq": 3, "max_steps": 11}
+    common |= {"batch_size": BATCH, "micro_batch_size": MICRO, "lr": 0.5, "ckpt_freq": 0}
+    return Config(**common | {"optim": Optim(warmup_steps=2, clip=0.0, weight_decay=0.0)} | changes)
+
+
+def go(world, config, task):
+    return taken(config, task, world)[0]
+
+
+def records(folder):
+    return read(folder / "r" / "metrics.jsonl")
+
+
+def state_of(folder):
+    return json.loads((folder / "r" / "state.json").read_text())
+
+
+def by_hand(steps=11, lr=0.5):
+    """For each step: the mean loss, the gradient, the rate; and where the point stands after it."""
+    place = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([place], lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    rows = []
+    for step in range(steps):
+        _, samples = Shuffled(SAMPLES, 0).at(step * BATCH, (step + 1) * BATCH)
+        mean = (sum(samples.tolist()) + BATCH) / BATCH
+        loss = mean * place.item()
+        place.grad = torch.full((1,), mean, dtype=torch.float64)
+        rate = lr * factor(step, steps, 2, 0.1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        rows.append((loss, mean, rate, place.item()))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_records_hold_the_numbers_of_known_steps(tmp_path, ranks):
+    run(go, ranks, settings(tmp_path), Task())
+    found, wanted = [r for r in records(tmp_path) if "lr" in r], by_hand()
+    assert [r["global_step"] for r in found] == [3, 6, 9]
+    for record in found:
+        done = record["global_step"]
+        window = wanted[done - 3 : done]
+        assert record["running_loss"] == pytest.approx(sum(row[0] for row in window) / 3, rel=1e-9)
+        assert record["grad_norm"] == pytest.approx(window[-1][1], rel=1e-9)
+        assert record["lr"] == pytest.approx(window[-1][2], rel=1e-12)
+        assert "skipped_steps" not in record
+        assert not [name for name in record if name.startswith(("loading/", "steps_left"))]
+    places = [(r["epoch"], r["epoch_progress"], r["num_batches_remaining"]) for r in found]
+    assert places == [(0, 0.9, 1), (1, 0.8, 1), (2, 0.7, 1)]  # 18, 36 and 54 samples of epochs of 20
+    state = state_of(tmp_path)
+    assert state["running_loss"] == pytest.approx(wanted[9][0] + wanted[10][0], rel=1e-9)  # no record held these yet
+    assert (state["global_step"], state["position"], state["epoch"], state["epoch_step"]) == (11, 66, 3, 1)
+    assert (state["world_size"], state["best"]["step"]) == (ranks, 11)
+
+
+def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
+    now = iter([10.0, 14.0, 15.0, 25.0])
+    monkeypatch.setattr("lockstep.run.meter.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    exchange, clock = SimpleNamespace(totals=list), SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
+    meter = Meter(exchange, clock, torch.device("cpu"))
+    for step, items in enumerate((20, 12)):
+        meter.add(StepRecord(step, items, [torch.tensor(3.0 * items)], torch.tensor(7.0 + step), 1.0))
+    meter.pause(1.0)  # an evaluation
+    found = meter.read(2)  # at 14: four seconds, one of them paused
+    assert (found["items_per_second"], found["running_loss"], found["grad_norm"]) == (32 / 3, 3.0, 8.0)
+    assert (found["time/data"], found["time/forward"], found["time/total"]) == (2.0, 5.0, 7.0)
+    meter.add(StepRecord(2, 5, [torch.tensor(15.0)], torch.tensor(1.0), 1.0, applied=False))
+    found = meter.read(1)  # at 15: the window before does not count any more
+    assert (found["items_per_second"], found["running_loss"], found["skipped_steps"]) == (5.0, 3.0, 1)
+    meter.add(StepRecord(3, 20, [], torch.tensor(1.0), 1.0))
+    assert meter.read(1)["skipped_steps"] == 1  # of this start
+
+
+def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path):
+    go(None, settings(tmp_path, eval_freq=4), Task(wanted=-1.0))
+    found = [r for r in records(tmp_path) if "evaluation/loss" in r]
+    assert [r["global_step"] for r in found] == [4, 8, 11]
+    for record in found:
+        place = by_hand()[record["global_step"] - 1][3]
+        assert record["evaluation/loss"] == pytest.approx((place + 1) ** 2 + 3, rel=1e-9)
+        assert record["evaluation/items"] == 5
+        assert record["evaluation/mean"] == 3.0
+
+
+def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):
+    go(None, settings(tmp_path, stop_at=7), Task())
+    assert not [r for r in records(tmp_path) if "evaluation/loss" in r]
+    go(None, settings(tmp_path), Task())
+    assert [r["global_step"] for r in records(tmp_path) if "evaluation/loss" in r] == [11]
+
+
+def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path):
+    """The point passes the wanted place after its fourth step and goes on."""
+    wanted = by_hand(12)[3][3]
+    keep = Checkpoint(keep=2)
+    go(None, settings(tmp_path, max_steps=12, eval_freq=1, ckpt_freq=1, checkpoint=keep), Task(wanted))
+    assert state_of(tmp_path)["best"] == {"step": 4, "loss": pytest.approx(3.0, abs=1e-12)}
+    assert checkpoint.list_steps(tmp_path / "r") == [4, 11, 12]
+
+
+def test_the_best_survives_a_resume(tmp_path):
+    wanted = by_hand(12)[3][3]
+    common = {"max_steps": 12, "eval_freq": 1, "ckpt_freq": 1, "checkpoint": Checkpoint(keep=1)}
+    go(None, settings(tmp_path, stop_at=6, **common), Task(wanted))
+    assert checkpoint.list_steps(tmp_path / "r") == [4, 6]
+    go(None, settings(tmp_path, **common), Task(wanted))
+    assert state_of(tmp_path)["best"]["step"] == 4
+    assert checkpoint.list_steps(tmp_path / "r") == [4, 12]
+
+
+def test_an_evaluation_that_is_best_is_saved_and_no_other(tmp_path):
+    losses = (5.0, 4.0, 6.0, 4.0, 3.0, 7.0)  # after steps 1, 3, 5, ...; the same once more is not better
+    go(
+        None,
+        settings(tmp_path, max_steps=13, eval_freq=2, checkpoint=Checkpoint(keep=9)),
+        Task(scripted=(*losses, 9.0)),
+    )
+    assert checkpoint.list_steps(tmp_path / "r") == [2, 4, 10, 13]
+    assert state_of(tmp_path)["best"] == {"step": 10, "loss": pytest.approx(3.0)}
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+    losses = (math.nan, 4.0, math.nan, -math.inf, 5.0, 9.0)
+    go(None, settings(tmp_path, max_steps=10, eval_freq=2), Task(scripted=losses))
+    assert state_of(tmp_path)["best"] == {"step": 4, "loss": pytest.approx(4.0)}
+
+
+def test_each_checkpoint_has_the_state_of_its_own_step_though_the_writer_is_slow(tmp_path, monkeypatch):
+    write = checkpoint.write_share
+
+    def slow(*given, **named):
+        time.sleep(0.3)
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "write_share", slow)
+    go(None, settings(tmp_path, ckpt_freq=2, eval_freq=3, checkpoint=Checkpoint(keep=9)), Task(wanted=-100.0))
+    steps = checkpoint.list_steps(tmp_path / "r")
+    assert steps == [2, 3, 4, 6, 8, 9, 10, 11]
+    whole = by_hand()
+    for step in steps:
+        state = checkpoint.read_state(checkpoint.path_of(tmp_path / "r", step))
+        assert (state["global_step"], state["position"]) == (step, step * BATCH)
+        assert state["running_loss"] == pytest.approx(sum(row[0] for row in whole[step // 3 * 3 : step]), abs=1e-9)
+        known = step if step in (3, 9) else (step - 1) // 3 * 3  # where a save is due, it comes before the evaluation
+        assert (state["best"] or {"step": 0})["step"] == known
+
+
+def test_restarts_add_up(tmp_path, monkeypatch):
+    def start(job, count, stop):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        go(None, settings(tmp_path, stop_at=stop), Task())
+        return state_of(tmp_path)["restarts"]
+
+    assert [start("a", 0, 2), start("a", 2, 4), start("a", 3, 5)] == [0, 2, 3]
+    assert [start("b", 0, 6), start("b", 1, 7)] == [3, 4]  # another launcher begins to count anew
+
+
+def test_the_summary_says_what_to_do_now(tmp_path, capsys):
+    go(None, settings(tmp_path, stop_at=4), Task())
+    assert "stopped: saved after step 4 of 11; the same command goes on from there" in capsys.readouterr().out
+    go(None, settings(tmp_path), Task())
+    assert "finished; see what was saved with: lockstep checkpoint inspect" in capsys.readouterr().out
+
+
+def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, monkeypatch):
+    """The hang watch must not take an evaluation for a hang, nor the rate count it."""
+    paused, phases = [], []
+    pause, at = Meter.pause, Progress.at
+
+    def paused_for(meter, seconds):
+        paused.append(seconds)
+        pause(meter, seconds)
+
+    def stands_at(progress, step, phase):
+        phases.append((step, phase))
+        at(progress, step, phase)
+
+    monkeypatch.setattr(Meter, "pause", paused_for)
+    monkeypatch.setattr(Progress, "at", stands_at)
+    go(None, settings(tmp_path, eval_freq=4, ckpt_freq=5, max_steps=10), Task())
+    shown = [place for place in phases if place[1] in (EVALUATING, SAVING, ENDING)]
+    evaluated = [(4, EVALUATING), (4, SAVING), (5, SAVING), (8, EVALUATING)]  # the first is the best, the next is not
+    assert shown == [*evaluated, (10, SAVING), (10, EVALUATING), (10, ENDING)]
+    assert len(paused) == 6
+    assert all(0 < seconds < 60 for seconds in paused)
+
+
+@pytest.mark.parametrize("platform", ["linux", "no /proc", "darwin"])
+def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, platform):
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes already where the system is darwin
+    if platform != "linux":
+        monkeypatch.setattr("lockstep.run.meter.Path", lambda _: tmp_path / "none")
+    if platform == "darwin":
+        monkeypatch.setattr("lockstep.run.meter.sys", SimpleNamespace(platform=platform))
+        peak //= 1024
+    assert peak / 2 < memory(torch.device("cpu")) < peak * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 75, "ended by a signal"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_run_that_a_signal_ends_saves_the_present_step_and_says_so(tmp_path, capsys, monkeypatch, number, code, word):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    run, steps = lockstep.Run(settings(tmp_path), Task()), 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for step in run:
+            steps = step.global_step
+            if steps == 4:
+                signal.raise_signal(number)
+    assert run.result.exit_code == code
+    assert steps in (4, 5)  # the wish is agreed on in this step or the next
+    assert state_of(tmp_path)["global_step"] == steps
+    assert f"{word}: saved after step {steps} of 11; the same command goes on" in capsys.readouterr().out
+    go(None, settings(tmp_path), Task())
+    assert state_of(tmp_path)["global_step"] == 11

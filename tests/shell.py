@@ -1,0 +1,21 @@
+"""What tests that start commands share."""
+
+import contextlib
+import io
+import os
+import re
+
+from lockstep import cli
+
+
+def environment(**more):
+    """That of a process which no launcher started."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": "", **more}
+
+
+def inspected(folder):
+    """The fingerprint that `lockstep checkpoint inspect` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert cli.dispatch(["checkpoint", "inspect", str(folder)]) == 0
+    return re.search(r"^fingerprint (sha256:[0-9a-f]{64})$", said.getvalue(), re.MULTILINE)[1]
