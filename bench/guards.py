@@ -16,7 +16,8 @@ import time
 import torch
 
 import lockstep
-from lockstep.config.config import Config, Guards, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Guards, Optim
 from lockstep.distributed.progress import COMPUTING, Progress
 from lockstep.guards.desync import fingerprints
 from lockstep.guards.reading import Reader

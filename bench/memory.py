@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
 from lockstep.engines import engine

@@ -91,7 +91,7 @@ def adamw(model):
 
 def lockstep(plan, size):
     import lockstep as product
-    from lockstep.config.config import Optim
+    from lockstep.config.sections import Optim
 
     class Task:
         def model(self):

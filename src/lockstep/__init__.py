@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
-    from lockstep.config.config import Checkpoint, Config, Data, EngineOptions, Guards, Model, Optim
+    from lockstep.config.config import Config
+    from lockstep.config.sections import Checkpoint, Data, EngineOptions, Guards, Model, Optim
     from lockstep.distributed.world import World
     from lockstep.engines import engine
     from lockstep.records import Best, EvaluationRecord, Step
@@ -22,7 +23,8 @@ __version__ = "0.1.0"
 
 # The modules of the public names.
 _MODULES = {
-    "lockstep.config.config": ("Checkpoint", "Config", "Data", "EngineOptions", "Guards", "Model", "Optim"),
+    "lockstep.config.config": ("Config",),
+    "lockstep.config.sections": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),
     "lockstep.engines": ("engine",),
     "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),

@@ -15,7 +15,7 @@ from torch import nn
 from toys import Network, Ragged, parts, train
 
 from lockstep import checkpoint, cli
-from lockstep.checkpoint import export as exporting
+from lockstep.checkpoint.export import export as exporting
 from lockstep.checkpoint.export.export import export
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError

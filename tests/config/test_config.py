@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.config import Config, Data, Optim, default_micro_batch_size, flag, sections
+from lockstep.config.config import Config, default_micro_batch_size, flag, sections
 from lockstep.config.hints import FOREIGN
 from lockstep.config.options import flat, option_list, parse, read, to_toml
+from lockstep.config.sections import Data, Optim
 from lockstep.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -63,7 +63,7 @@ def _stop(world, wishes, pause=0.001, when="backward"):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "agreed"),
+    ("wishes", "stop_agreed"),
     [({2: SAVE_AND_END}, SAVE_AND_END), ({0: SAVE_AND_END, 1: INTERRUPT}, INTERRUPT), ({}, CONTINUE)],
 )
 def test_all_ranks_stop_at_the_same_step(wishes, stop_agreed):

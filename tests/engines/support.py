@@ -10,7 +10,7 @@ from torch import distributed as dist
 from toys import train
 
 from lockstep import checkpoint
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
 from lockstep.engines import engine

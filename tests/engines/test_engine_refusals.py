@@ -9,8 +9,9 @@ from ranks import run
 from support import build
 from toys import Network, Ragged
 
-from lockstep.config.config import Config, EngineOptions
+from lockstep.config.config import Config
 from lockstep.config.options import parse, read, to_toml
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines import ENGINES, engine, model_init
 from lockstep.engines.shared.blocks import find_blocks

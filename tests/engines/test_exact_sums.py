@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
-from lockstep.engines import exact, shards
+from lockstep.engines.fsdp import exact as shards
 from lockstep.engines.fsdp.exact import ExactReduceScatter
+from lockstep.engines.shared import exact
 from lockstep.engines.shared.exact import Tree
 
 SHAPES = [(), (3,), (17,), (4, 3), (2, 3, 2, 2), (0,)]

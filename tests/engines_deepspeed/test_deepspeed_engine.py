@@ -16,7 +16,7 @@ from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines import engine
 from lockstep.errors import ConfigError

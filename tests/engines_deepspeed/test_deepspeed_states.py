@@ -9,7 +9,7 @@ from ranks import run
 from torch.distributed.tensor import DTensor
 from toys import Ragged, parts, train
 
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines import engine
 

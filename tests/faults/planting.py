@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from lockstep.config.config import Config, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Optim
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import LocalExecutor
 from lockstep.verify.fault import fault

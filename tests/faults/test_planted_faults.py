@@ -91,7 +91,8 @@ def test_twenty_healthy_runs_are_silent(tmp_path, precision):
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(name, changes, words):
-    from lockstep.config.config import Config, Optim
+    from lockstep.config.config import Config
+    from lockstep.config.sections import Optim
 
     with pytest.raises(ConfigError, match=words):
         fault(name).check(Config(optim=Optim(clip=0.0)), 8, 0)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf import made
-from lockstep.config.config import Config, Data
+from lockstep.config.config import Config
+from lockstep.config.sections import Data
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
@@ -199,8 +200,9 @@ def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
 
 SLOW = """
 import sys, time
-from lockstep.data import hub_corpus
-from lockstep.config.config import Config, Data
+from lockstep.text import hub_corpus
+from lockstep.config.config import Config
+from lockstep.config.sections import Data
 from lockstep.tasks.hf import corpus_for
 write = hub_corpus._write_tokens
 def slow(*arguments):

@@ -24,7 +24,8 @@ from matrix_subject import BAD, BATCH, MICRO, STEPS, Subject
 from ranks import RankError, run
 
 import lockstep
-from lockstep.config.config import Checkpoint, Config, Data, Guards, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Checkpoint, Data, Guards, Optim
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader

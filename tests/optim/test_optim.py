@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from toys import Ragged
 
-from lockstep.config.config import Config, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.optim.optimizers import adamw, groups, make_optimizer, sgd

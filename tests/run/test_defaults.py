@@ -14,8 +14,9 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import Config, Data, Optim, default_micro_batch_size, is_auto
+from lockstep.config.config import Config, default_micro_batch_size, is_auto
 from lockstep.config.options import flat, parse, read, to_toml
+from lockstep.config.sections import Data, Optim
 from lockstep.data.batches import Origin
 from lockstep.errors import ConfigError, DataError
 from lockstep.run.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings

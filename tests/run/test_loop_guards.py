@@ -12,7 +12,8 @@ from toys import taken
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import Config, Guards, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Guards, Optim
 from lockstep.data.order import Shuffled
 from lockstep.errors import LockstepError
 from lockstep.guards.reading import Reader

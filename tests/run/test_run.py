@@ -11,8 +11,9 @@ from small_runs import config, mark
 from toys import Ragged, taken
 
 from lockstep import checkpoint
-from lockstep.config.config import Checkpoint, Config
+from lockstep.config.config import Config
 from lockstep.config.options import flat, read
+from lockstep.config.sections import Checkpoint
 from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
 from lockstep.run.defaults import settled
 from lockstep.run.folder import RunFolder

@@ -17,7 +17,8 @@ from toys import taken
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import Checkpoint, Config, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Checkpoint, Optim
 from lockstep.data.order import Shuffled
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.optim.schedule import factor

@@ -17,7 +17,8 @@ from toys import taken
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.read import opened
-from lockstep.config.config import Config, Data, Guards, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Data, Guards, Optim
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
 from lockstep.engines import engine

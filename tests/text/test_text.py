@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data import sources
 from lockstep.errors import ConfigError, DataError
+from lockstep.text import sources
 from lockstep.text.corpus import Windows
 from lockstep.text.hub_cache import default_cache
 from lockstep.text.hub_corpus import Packing, Trained, prepare

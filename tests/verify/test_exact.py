@@ -10,7 +10,8 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import Config, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Optim
 
 ENGINES = ("ddp", "fsdp", "zero")
 CLIPPED = Optim(warmup_steps=1, clip=0.5)

@@ -17,7 +17,8 @@ from toys import Ragged
 import lockstep
 from lockstep import cli
 from lockstep.config import options
-from lockstep.config.config import Config, Optim
+from lockstep.config.config import Config
+from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.verify import certificate
 

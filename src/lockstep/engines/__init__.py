@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.config import EngineOptions, flag
+from lockstep.config.config import flag
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.buffers import with_buffers

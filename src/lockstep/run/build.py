@@ -6,7 +6,6 @@ Nothing is written into the run's folder here.
 """
 
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -23,14 +22,14 @@ from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches, Loading
-from lockstep.data.fetch import blamed, check_dataset
+from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines import Engine, engine, model_init
 from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.engines.shared.exact import check_servable
-from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError, UsageError
+from lockstep.errors import DataError, ResumeError, UsageError
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.optimizers import make_optimizer
@@ -38,6 +37,7 @@ from lockstep.optim.schedule import factor
 from lockstep.run.defaults import settled
 from lockstep.run.evaluate import one_step
 from lockstep.run.folder import RunFolder
+from lockstep.run.own_optimizer import own_factor, own_optimizer
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.task_check import check_task
 from lockstep.seeds import derive
@@ -149,7 +149,7 @@ class Built:
         """step -> what the base learning rate is multiplied by."""
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
         if has_own(self.task, "schedule") and self.task.schedule(0, whole) is not None:
-            return lambda step: _own_factor(self.task, step, whole)
+            return lambda step: own_factor(self.task, step, whole)
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
         return partial(
             factor,
@@ -228,21 +228,6 @@ def _agreed(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", options.flat(config))
     return config
-
-
-def _own_factor(task: Task, step: int, steps: int) -> float:
-    """What the task's `schedule` says. Raises ConfigError for what is no finite number from 0."""
-    try:
-        factor = task.schedule(step, steps)
-        held = math.isfinite(factor) and factor >= 0  # type: ignore[arg-type, operator]
-    except TypeError:
-        held = False
-    if not held:
-        raise ConfigError(
-            f"the task's `schedule` returned {factor!r} for step {step} of {steps}: it must return what the base rates "
-            "are multiplied by, a finite number from 0"
-        )
-    return float(factor)  # type: ignore[arg-type]
 
 
 def _check_cut(config: Config, world: World) -> None:
@@ -352,7 +337,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
     """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
 
     def make(held: nn.Module) -> Optimizer:
-        made = _own_optimizer(config, task, held) or make_optimizer(held, config)
+        made = own_optimizer(config, task, held) or make_optimizer(held, config)
         rates[:] = [float(group["lr"]) for group in made.param_groups]
         return made
 
@@ -369,31 +354,6 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
         options=config.engine_options,
         say=notify(world),
     )
-
-
-def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
-    """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
-    try:
-        made = task.optimizer(model, config)
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise blamed("optimizer", error, "the start, before step 1") from error
-    if made is None:
-        return None
-    if not isinstance(made, Optimizer):
-        raise ConfigError(
-            f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "
-            "parameters of the model that it is given, or None for the one that --optim says"
-        )
-    held = set(model.parameters())
-    others = sum(parameter not in held for group in made.param_groups for parameter in group["params"])
-    if others:
-        raise ConfigError(
-            f"the task's `optimizer` has {others} parameters that are not of the model that it was given, and an "
-            "engine may hold others than task.model() made: take those of the argument `model`"
-        )
-    return made
 
 
 def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world: World) -> Batches:

@@ -27,7 +27,7 @@ from lockstep.tensors import local_of
 from lockstep.verify.operations import digest
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance
 
-__all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStore", "compare", "step_plan"]
+__all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStore", "compare", "cut"]
 
 Named = list[tuple[str, Tensor]]
 
@@ -154,7 +154,7 @@ class ReferenceComparer:
         scales, relative = self._scales[step], tolerance.relative(step)
         if kind == "weights":
             moment = f"optimizer/{name}/exp_avg_sq"
-            part = step_plan(_real(second[moment]), block) if second is not None and moment in second.names else None
+            part = cut(_real(second[moment]), block) if second is not None and moment in second.names else None
             return tolerance.weights(step, expected, part, scales)
         if name.endswith("/exp_avg_sq"):
             return 4.0 * relative * scales.norm**2
@@ -202,7 +202,7 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
             continue
         if whole.is_complex():  # one dimension more: the real and the imaginary part
             block = Block((*block.offsets, 0), (*block.shape, 2))
-        mine, theirs = _real(mine), step_plan(_real(whole), block)
+        mine, theirs = _real(mine), cut(_real(whole), block)
         found["parts"][name] = _tally(sums, mine, theirs, _is_whole(tensor))
         _difference(found, name, mine, theirs, block, limit_of)
     found["missing"] += [name for name in expected.names if name not in seen]
@@ -214,7 +214,7 @@ def _is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "placements")
 
 
-def step_plan(whole: Tensor, block: Block) -> Tensor:
+def cut(whole: Tensor, block: Block) -> Tensor:
     """The part of a whole tensor that a block says; a view."""
     for dimension, (start, length) in enumerate(zip(block.offsets, block.shape, strict=True)):
         whole = whole.narrow(dimension, start, length)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
 from lockstep.engines.shared.blocks import Blocks, find_blocks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Settings
 from lockstep.engines.shared.compress import HALVES, averaged

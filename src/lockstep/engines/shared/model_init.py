@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.config import EngineOptions
+from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING
 from lockstep.errors import ConfigError

@@ -1,0 +1,146 @@
+"""The sections of the configuration: what belongs together, with each option's help text and default.
+
+    config = Config(optim=Optim(clip=0.5), data={"workers": 2})
+
+A field whose default is "auto" is given its value once the task and the plan are known: see `lockstep.run.defaults`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.fields import named, option
+
+__all__ = ["LATER", "Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim", "auto"]
+
+
+def auto(default: Any, text: str) -> Any:
+    """A number that `lockstep.run.defaults` chooses where it is left out; `default`, out of bounds, holds its place."""
+    return field(default=default, metadata={"help": text, "choices": (), "auto": True})
+
+
+LATER = -math.inf  # holds the place of a float that is chosen later
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Data:
+    """How samples are prepared and loaded."""
+
+    workers: int = option(0, "loader processes a rank; 0 loads in the training process")
+    prefetch: int = option(4, "micro-batches that each loader process keeps ready")
+    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation")
+    vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split")
+    cache: str = option("", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)")
+    subset: str = option("", "subset (configuration) of a hub dataset")
+    split: str = option("train", "split to train on; the evaluation takes validation or test, or a part split off")
+    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)")
+    text_column: str = option("", "column that holds the text (default: text, or instruction/input/output, or the one)")
+    encoding: str = option("", "encoding of csv and json files (default: utf-8, or what a byte order mark says)")
+    packing: str = option(
+        "stream",
+        "stream: a separator after each document; blocks: none, and every 1000 examples cut into blocks, the rest left",
+        "stream",
+        "blocks",
+    )
+    drop_last: bool = option(False, "leave out the last step of a run where it would be short of samples")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model's own settings."""
+
+    dropout: float = option(0.0, "dropout probability of the built-in models")
+    pretrained: bool = option(False, "begin with the weights of the hub model or folder that --model-name names")
+    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)")
+    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """The optimizer and its schedule."""
+
+    name: str = option("adamw", "optimizer", "adamw", "sgd")
+    beta1: float = option(0.9, "adamw: decay of the gradient's running mean")
+    beta2: float = auto(LATER, "adamw: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
+    eps: float = option(1e-8, "adamw: added to the denominator")
+    momentum: float = option(0.9, "sgd: decay of the gradient's running sum")
+    nesterov: bool = option(False, "sgd: Nesterov's momentum")
+    weight_decay: float = auto(
+        LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4"
+    )
+    decay_embeddings: bool = option(False, "decay embeddings too")
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    schedule: str = option(
+        "cosine",
+        "shape of the rate after the warm-up; wsd: constant, then down over --optim.cooldown",
+        *("cosine", "cosine-periodic", "linear", "wsd", "constant"),
+    )
+    period: int = option(0, "steps from peak to floor, and back, of cosine-periodic; 0: the whole plan")
+    warmup_steps: int = auto(-1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50")
+    cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
+    floor: float = option(0.1, "last learning rate, as a share of --lr")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is kept."""
+
+    keep: int = option(3, "newest checkpoints that are kept, beside the best")
+    every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
+    mode: str = option("async", "async: written by a thread while steps go on; sync: steps wait", "async", "sync")
+    on_failure: str = option(
+        "continue", "after a save that failed; continue: until two in a row have", "continue", "stop"
+    )
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What watches the run; see docs/guards.md."""
+
+    nonfinite: str = option(
+        "stop", "after a loss or gradient that is not finite, which is never applied", "stop", "skip", "rollback"
+    )
+    spike: str = option("warn", "when the gradient's norm is far above the usual", "warn", "skip", "rollback", "off")
+    limit: int = option(10, "steps that nonfinite and spike may leave out before the run stops")
+    desync_freq: int = option(100, "steps between comparisons of the replicas' bits; 0: none")
+    straggler: float = option(1.2, "times the others' busy time from which a rank is called slow; 0: never")
+    retries: int = option(2, "times that a sample, or a loader process that died, is tried again")
+    bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
+
+    An engine refuses the options that it does not have, where they are set away from their default.
+    """
+
+    find_unused_parameters: str = option(
+        "auto", "parameters that a backward may leave out; auto: the first step finds out", "auto", "true", "false"
+    )
+    static_graph: bool = option(False, "ddp, zero: every step has the same graph")
+    gradient_as_bucket_view: bool = option(True, "ddp, zero: gradients lie in the buffers that are exchanged")
+    bucket_cap_mb: float = option(25.0, "ddp, zero: size of these buffers, MiB")
+    broadcast_buffers: bool = option(True, "rank 0's values of buffers that a forward writes go to all after each step")
+    compression: str = option("none", "ddp, zero: dtype in which gradients are exchanged", "none", "bf16", "fp16")
+    sharding: str = option("full", "fsdp: what is split, and among whom", "full", "grad-op", "hybrid", "none")
+    shard_size: int = option(0, "fsdp, hybrid: processes that share one copy of the model; 0: those of a node")
+    accumulate: str = option(
+        "nosync", "fsdp: keep full gradients until the last micro-batch, or scatter each one's", "nosync", "shard"
+    )
+    cpu_offload: bool = option(
+        False, "fsdp: parameters, gradients and optimizer states lie in host memory; deepspeed: the states"
+    )
+    param_dtype: str = option("same", "fsdp: dtype of gathered parameters", "same", "bf16", "fp16", "float32")
+    reduce_dtype: str = option("same", "fsdp: dtype in which gradients are summed", "same", "bf16", "fp16", "float32")
+    output_dtype: str = option("same", "fsdp: dtype of the model's output", "same", "bf16", "fp16", "float32")
+    prefetch: int = option(0, "fsdp: blocks gathered ahead; 0: the next one, by itself")
+    meta_init: bool = option(False, "fsdp: rank 0 alone draws the weights, the others receive their shards")
+    config: str = option("", "deepspeed: a DeepSpeed JSON file; what contradicts a flag is refused")
+    zero_stage: int = option(-1, "deepspeed: ZeRO stage, 0 to 3; -1: the file's, else 2")

@@ -1,0 +1,57 @@
+"""A task's own optimizer and schedule, held to what they must be: a mistake in them is one line before step 1.
+
+optimizer = own_optimizer(config, task, model)          # None: what --optim says
+factor = own_factor(task, step, steps)
+"""
+
+import math
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config.config import Config
+from lockstep.data.fetch import blamed
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.task import Task
+
+__all__ = ["own_factor", "own_optimizer"]
+
+
+def own_factor(task: Task, step: int, steps: int) -> float:
+    """What the task's `schedule` says. Raises ConfigError for what is no finite number from 0."""
+    try:
+        factor = task.schedule(step, steps)
+        held = math.isfinite(factor) and factor >= 0  # type: ignore[arg-type, operator]
+    except TypeError:
+        held = False
+    if not held:
+        raise ConfigError(
+            f"the task's `schedule` returned {factor!r} for step {step} of {steps}: it must return what the base rates "
+            "are multiplied by, a finite number from 0"
+        )
+    return float(factor)  # type: ignore[arg-type]
+
+
+def own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+    """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
+    try:
+        made = task.optimizer(model, config)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("optimizer", error, "the start, before step 1") from error
+    if made is None:
+        return None
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "
+            "parameters of the model that it is given, or None for the one that --optim says"
+        )
+    held = set(model.parameters())
+    others = sum(parameter not in held for group in made.param_groups for parameter in group["params"])
+    if others:
+        raise ConfigError(
+            f"the task's `optimizer` has {others} parameters that are not of the model that it was given, and an "
+            "engine may hold others than task.model() made: take those of the argument `model`"
+        )
+    return made
