@@ -82,7 +82,7 @@ class Digits(Classify):
         x, y = _digits()
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         x, y = x[order], y[order]
-        cut = len(y) * 4 // 5
+        cut = len(y) // 2
         self.training, self.held_out = (x[:cut], y[:cut]), (x[cut:], y[cut:])
         torch.manual_seed(seed)
         self.begin = nn.Sequential(
@@ -122,9 +122,9 @@ class Text(Classify):
         for label, package in enumerate(self.packages):
             files = sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py"))
             for place, file in enumerate(files):
-                data = file.read_bytes()
-                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][:6]
-                xs, ys = parts[place % 5 == 4]
+                data, aside = file.read_bytes(), place % 5 == 4
+                rows = [data[at : at + 160] for at in range(0, len(data) - 160, 160)][: 40 if aside else 6]
+                xs, ys = parts[aside]
                 xs += [list(row) for row in rows]
                 ys += [label] * len(rows)
         self.held_out, self.training = ((torch.tensor(xs), torch.tensor(ys)) for xs, ys in (parts[True], parts[False]))
