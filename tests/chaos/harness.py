@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep import checkpoint
 from lockstep.sinks.jsonl import read
 
-BEAT = "lockstep.distributed.step_exchange:StepExchange.items"
+BEAT = "lockstep.distributed.step_exchange:StepExchange.global_items"
 HERE = Path(__file__).resolve().parent
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {i}\n\n" for i in range(1500))
 SETTINGS = "--seq-len 32 --batch-size 4 --micro-batch-size 2 --data.vocab-size 300 --log-freq 1 --max-steps 14"

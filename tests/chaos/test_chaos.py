@@ -37,7 +37,7 @@ from lockstep import checkpoint
 from lockstep.sinks.jsonl import read
 
 WRITE = "lockstep.checkpoint.write:write_file"
-UPDATE = "lockstep.engines.shared.optimizer_step:Update.__call__"
+UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
 LONG = ("--max-steps", "60")  # agreeing takes up to sixteen of steps this short
 BLOCK = "lockstep.models.gpt:Block.forward"
 
