@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +137,22 @@ def test_the_thread_takes_its_device_before_it_waits_for_it(monkeypatch):
     ready = type("Event", (), {"synchronize": lambda self: order.append("waited")})()
     checkpoint.Saver(world)._work(None, ready, lambda share, own: order.append("written"))
     assert order == [world.device, "waited", "written"]
+
+
+def test_the_seconds_that_the_caller_waited_are_counted(monkeypatch):
+    """They are among a rank's busy seconds: see the straggler."""
+    clock = SimpleNamespace(now=0.0)
+
+    def wait(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr("lockstep.checkpoint.background.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    saver = checkpoint.Saver(World(), background=False)
+    saver.begin({"model/a": torch.ones(2)}, lambda share, world: wait(3.0))
+    assert (saver.blocked, saver.writing) == (3.0, 3.0)
+    saver = checkpoint.Saver(World())
+    saver.begin({"model/a": torch.ones(2)}, lambda share, world: None)
+    saver._thread.join()
+    saver._thread = SimpleNamespace(join=lambda: wait(5.0))  # a slow disk
+    saver.settle()
+    assert (saver.blocked, saver.writing) == (5.0, 0.0)
