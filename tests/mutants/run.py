@@ -239,10 +239,10 @@ def difference(root: Path, site: Site) -> str:
 
 
 def key(root: Path, site: Site) -> str:
-    """How a mistake is named in equal.txt: `module: the line as it is -> as the mistake makes it`."""
+    """How a mistake is named in equal.txt: `the line as it is -> as the mistake makes it`, in whatever module."""
     changed = [line.strip() for line in difference(root, site).splitlines()]
     old, new = ([line[1:].strip() for line in changed if line[0] == sign] for sign in "-+")
-    return f"{site.path.stem}: {' '.join(old)} -> {' '.join(new)}"
+    return f"{' '.join(old)} -> {' '.join(new)}"
 
 
 def equal(path: Path) -> set[str]:
@@ -250,9 +250,9 @@ def equal(path: Path) -> set[str]:
     return {line for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"}
 
 
-def is_known(name: str, known: set[str]) -> bool:
-    """Whether a mistake, as `key` names it, its line or its module is among those that cannot be noticed."""
-    return not known.isdisjoint((name, name.partition(" -> ")[0], name.partition(": ")[0]))
+def is_known(name: str, module: str, known: set[str]) -> bool:
+    """Whether a mistake, as `key` names it, its line or its module (a file's name) cannot be noticed."""
+    return not known.isdisjoint((name, name.partition(" -> ")[0], module))
 
 
 def report(results: list[tuple[Site, Outcome]], seconds: float) -> float:
@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
         print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
         queue = drawn({a: s for a, s in areas.items() if s}, asked.seed)
         while counted < asked.count and (site := next(queue, None)):
-            if is_known(key(copy.root, site), known):
+            if is_known(key(copy.root, site), site.path.name, known):
                 continue
             outcome = Outcome("listed", "") if asked.list else copy.tried(site)
             results.append((site, outcome))

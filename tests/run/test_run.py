@@ -277,6 +277,24 @@ def test_a_mean_loss_is_the_same_training(tmp_path):
     assert one == pytest.approx(other, rel=1e-10)
 
 
+class Three(Ragged):
+    """Three items in each sample, whatever is masked."""
+
+    def count(self, batch):
+        return 3 * len(batch["labels"])
+
+
+class Told(Three):
+    items_per_sample = 3
+
+
+def test_a_task_that_says_its_items_is_trained_like_one_that_counts_them(tmp_path):
+    """Also in the last step, which is short."""
+    for name, task in (("counted", Three(samples=42)), ("said", Told(samples=42))):
+        go(None, config(tmp_path, experiment_name=name, max_steps=0, num_epochs=1), task)
+    assert mark(tmp_path, "said") == mark(tmp_path, "counted")
+
+
 def names(world, folder):
     settings = config(folder, experiment_name=f"at-{world.rank}", max_steps=2)
     return go(world, settings)
