@@ -14,7 +14,7 @@ from torch import nn
 
 __all__ = ["CLIP", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "oracle"]
 
-LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY = 0.01, 3, 0.1, 0.02, 0.1
+LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,7 +28,7 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
             buffers are everybody's.
     """
     net, data, places = make(model), Samples(model, fault), order()
-    optimizer = torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, BETA2), eps=1e-8)
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
     for step in range(steps):

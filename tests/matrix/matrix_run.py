@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from matrix_cases import Case
-from matrix_oracle import CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
+from matrix_oracle import BETA2, CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
 from matrix_subject import BAD, BATCH, MICRO, STEPS, Subject
 from ranks import RankError, run
 
@@ -189,7 +189,7 @@ def settings(start: Start, folder: Path) -> Config:
         exact=case.exact,
         timeout=_SECONDS,
         data=Data(workers=case.workers),
-        optim=Optim(clip=CLIP, warmup_steps=WARMUP, floor=FLOOR, weight_decay=WEIGHT_DECAY),
+        optim=Optim(clip=CLIP, warmup_steps=WARMUP, floor=FLOOR, weight_decay=WEIGHT_DECAY, beta2=BETA2),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
     )

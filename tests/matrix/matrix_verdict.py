@@ -124,11 +124,12 @@ def _buffers(case: Case, folder: Path) -> list[str]:
 
 
 def _silent(case: Case, folder: Path) -> list[str]:
-    """A run without a fault warns of nothing."""
+    """A run without a fault warns of nothing, but that BatchNorm has few samples, which is so in the matrix."""
     if case.fault != "none":
         return []
     lines = [line for log in folder.glob(f"{NAME}/logs/rank-*.log") for line in log.read_text().splitlines()]
-    return [f"a healthy run says {line!r}" for line in lines if " WARNING " in line or " ERROR " in line]
+    lines = [line for line in lines if " WARNING " in line or " ERROR " in line]
+    return [f"a healthy run says {line!r}" for line in lines if " samples of a forward, and 16 or more " not in line]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

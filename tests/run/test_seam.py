@@ -85,7 +85,7 @@ class Regress(lockstep.Task):
 
 def config(folder, name="r", guards=None, **changes):
     settings = {"batch_size": 8, "micro_batch_size": 2, "max_steps": 12, "ckpt_freq": 2, "lr": 0.01, "exact": True}
-    settings["optim"] = Optim(warmup_steps=0)
+    settings["optim"] = Optim(warmup_steps=0, beta2=0.95, weight_decay=0.1)
     guards = Guards(**{"nonfinite": "skip", "desync_freq": 1} | (guards or {}))
     return Config(**settings | {"experiment_name": name, "save_dir": str(folder), "guards": guards} | changes)
 

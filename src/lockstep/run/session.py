@@ -61,9 +61,9 @@ class Session:
 
     Attributes:
         given, world: the task and the world that the caller gave, or None.
-        parts: of the run as it is assembled now; None before and after.
+        built: the run as it is built now; None before and after.
         kept: the caller's own objects with tensors that a checkpoint keeps, by name.
-        present: the step whose body runs.
+        present: the step whose body runs, and `reader`, which reads its loss.
         wants_stop: the caller asked for the end in the present body.
     """
 
@@ -77,11 +77,25 @@ class Session:
     model: nn.Module | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     present: Step | None = None
+    reader: Callable[[Step], float] | None = None
     wants_stop: bool = False
     is_main: bool = True
     global_step: int = 0
     evaluation: EvaluationRecord | None = None
     best: Best | None = None
+
+    def read_loss(self, step: Step) -> float:
+        """The loss of `step` while its body runs. A step that is kept must not keep the run: it has this alone.
+
+        Raises:
+            LockstepError: the next step has begun, or the run has ended.
+        """
+        if self.reader is None or self.present is not step:
+            raise LockstepError(
+                f"the loss of step {step.global_step} was not read before the next step began, and is not kept; read "
+                "step.loss in the body of its own step"
+            )
+        return self.reader(step)
 
 
 def training(session: Session) -> Training:
@@ -124,6 +138,7 @@ def _attempts(session: Session, world: World) -> Training:
     """Once, and again after each rollback: everything is made anew, as after a restart."""
     while session.status in ("new", "running"):
         _drop(session)
+        session.model = None  # not beside the next one
         with explained(None, world):
             built = build(session.config, session.given, world, session.kept)
         session.built, session.model, session.config = built, built.model, built.config
@@ -142,7 +157,7 @@ def _attempts(session: Session, world: World) -> Training:
 
 def _drop(session: Session) -> None:
     """Lets go of engine and groups: before the next ones, and before the world is left (see World.leave)."""
-    session.built = session.present = None
+    session.built = session.present = session.reader = None
     session.sinks = Sinks([])
     gc.collect()  # hooks make cycles of a model and what is around it
 
@@ -204,7 +219,7 @@ def _follow(session: Session, built: Built) -> Training:
     signals = Preemption(exchange)
     with signals, closing(step_loader), _rolled_back(exchange), watch, recorder, explained(built.engine, world):
         told = watch.connect()
-        read_loss = _reader(session, exchange, world, told)
+        session.reader = _reader(exchange, world, told)
         if state.pop("evaluation_due", False):  # a signal came before it, or a kill
             session.evaluation = recorder.evaluate(first)
             _note_best(session)
@@ -218,7 +233,7 @@ def _follow(session: Session, built: Built) -> Training:
                 _report(built)
             if done % config.log_freq == 0:
                 recorder.log(record)
-            step = Step(record, built.run_plan.epochs(done), built.lr * record.factor, read_loss)
+            step = Step(record, built.run_plan.epochs(done), built.lr * record.factor, session.read_loss)
             due = done == step_plan.steps or bool(config.eval_freq and done % config.eval_freq == 0)
             due = due and built.evaluation is not None
             saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
@@ -277,15 +292,10 @@ def _leave_early(session: Session, guards: Guards, recorder: RunRecorder, told: 
         _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
 
 
-def _reader(session: Session, exchange: StepExchange, world: World, told: Told | None) -> Callable[[Step], float]:
+def _reader(exchange: StepExchange, world: World, told: Told | None) -> Callable[[Step], float]:
     """What reads a step's loss while its body runs."""
 
     def read(step: Step) -> float:
-        if session.present is not step:
-            raise LockstepError(
-                f"the loss of step {step.global_step} was not read before the next step began, and is not kept; read "
-                "step.loss in the body of its own step"
-            )
         own = math.fsum(float(loss) for loss in step.record.losses)  # waits for the device
         exchange.progress.at(step.record.step, READING)
         try:
@@ -329,7 +339,7 @@ def _announce(built: Built) -> None:
     _LOG.info(described_step(built.run_plan, built.world.size))
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
-    for line in warnings(built.run_plan, built.model):
+    for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
 
 

@@ -2,7 +2,7 @@
 
 LOCKSTEP_CHAOS='[{"rank": 1, "step": 7, "at": "lockstep.checkpoint.write:write_file", "do": "kill"}]'
 
-rank: which process; step: the first step (0-based) in which it may happen, counted by the step exchange; at: the function
+rank: which process; step: the first step (0-based) in which it may happen, counted by the exchange; at: the function
 that it happens at the entry of; call: the how manieth of its calls counts from then on; attempt: of the launcher's
 starts. What can be done is `_DEEDS`. The product knows nothing of this.
 """
