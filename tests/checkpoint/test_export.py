@@ -259,7 +259,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_S
 import torch, deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-sys.path.insert(0, sys.argv[4])
+sys.path[:0] = sys.argv[4:]
 from test_export import network
 model = network()
 wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -291,7 +291,7 @@ def test_deepspeed_loads_its_universal_checkpoint(tmp_path, stage):
     out = export(path, tmp_path / "ds", "deepspeed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    arguments = [str(out), str(stage), str(port), str(Path(__file__).parent)]
+    arguments = [str(out), str(stage), str(port), str(Path(__file__).parent), str(Path(__file__).parents[1])]
     done = subprocess.run(
         [sys.executable, "-c", UNIVERSAL, *arguments], capture_output=True, text=True, check=False, timeout=120
     )

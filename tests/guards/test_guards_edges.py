@@ -140,7 +140,7 @@ def test_another_rank_begins_to_count_anew():
     other = [0.125, 0.1, 0.1]
     assert [bool(windows.hear(each)) for each in [SLOW, SLOW, other, other, SLOW, SLOW]] == [False] * 6
     said = windows.hear(SLOW)
-    assert said.startswith("rank 1 is slow: 125.0 ms a step of computing, the others 100.0 ms")
+    assert said.startswith("rank 1 is slow: 125.0 ms per step of computing, the others 100.0 ms")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lockstep.config import options
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.sinks.log import close_log, open_log
+from lockstep.tasks.named import named_task
 
 
 class Payload:
@@ -50,10 +51,16 @@ def test_a_zip_in_the_place_of_tensors_is_not_opened(tmp_path):
     assert checkpoint.newest(tmp_path / "run", say=lambda line: None) is None
 
 
+def test_a_task_in_a_config_is_a_class_in_a_file_and_no_function_of_a_module(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('task = "os:system"')
+    with pytest.raises(ConfigError, match="--task 'os:system': there is no such file"):
+        named_task(options.parse(["--config", str(path)]), print)
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        'task = "os:system"',
         "lr = nan",
         'lr = "1e-3"',
         "lr = 1\nlr = 2",

@@ -31,7 +31,7 @@ def lines(windows, ratio=1.2, others=0.02):
 
 
 def test_three_slow_windows_in_a_row_are_told():
-    assert lines([0.03] * 4)[0].startswith("rank 2 is slow: 30.0 ms a step of computing, the others 20.0 ms")
+    assert lines([0.03] * 4)[0].startswith("rank 2 is slow: 30.0 ms per step of computing, the others 20.0 ms")
 
 
 def test_a_good_window_clears_the_strikes():

@@ -127,7 +127,7 @@ def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_withou
 def test_batchnorm_that_is_not_trained_does_not_count():
     frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     horizon = chosen(Config(batch_size=64), Ragged(), frozen, samples=65)
-    assert (horizon.config.micro_batch_size, horizon.least, horizon.cut.total) == (8, 1, 65)
+    assert (horizon.config.micro_batch_size, horizon.least, horizon.step_plan.total) == (8, 1, 65)
     assert warnings(horizon, frozen) == []
 
 
@@ -175,7 +175,7 @@ def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
     except DataError:
         assert samples * epochs < batch_size if drop_last else samples * epochs == 1
         return
-    cut, whole = horizon.cut, samples * epochs
+    cut, whole = horizon.step_plan, samples * epochs
     sizes = [cut.samples(step) for step in range(cut.steps)]
     alone = normed and horizon.config.micro_batch_size > 1 and whole % horizon.config.micro_batch_size == 1
     assert sum(sizes) == whole - (whole % batch_size if drop_last else alone)
@@ -199,9 +199,9 @@ def test_nothing_left_is_refused():
 
 def test_the_end_counts_from_where_the_present_cut_began():
     config = Config(batch_size=8, micro_batch_size=2, data=Data(drop_last=True))
-    cut = settled(config, Ragged(), PLAIN, 41, Origin(3, 30)).cut
+    cut = settled(config, Ragged(), PLAIN, 41, Origin(3, 30)).step_plan
     assert (cut.steps, cut.total) == (4, 38)
-    over = settled(config, Ragged(), PLAIN, 20, Origin(3, 30)).cut  # fewer epochs than were taken already
+    over = settled(config, Ragged(), PLAIN, 20, Origin(3, 30)).step_plan  # fewer epochs than were taken already
     assert (over.steps, over.total) == (3, 30)
 
 
