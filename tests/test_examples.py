@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def go(name, *flags, processes=0):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    launcher = ["-m", "lockstep", "launch", f"--nproc-per-node={processes}", "--"] if processes else []
     arguments = [sys.executable, *launcher, str(EXAMPLES / name), *flags]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -137,6 +137,7 @@ BLUNT = """
 """
 
 
+@pytest.mark.slow  # of the tool alone: it runs pytest on a tree of its own
 def test_a_sharp_test_finds_and_a_blunt_one_is_told(tmp_path, capsys):
     sharp = tree(tmp_path / "sharp", SHARP)
     before = (sharp / "src" / "toy" / "core.py").read_text()
@@ -169,6 +170,7 @@ COUNTS = """
 """
 
 
+@pytest.mark.slow  # of the tool alone: it runs pytest on a tree of its own
 def test_what_hangs_is_found_and_what_fails_anyway_tells_nothing(tmp_path):
     hangs = tree(tmp_path / "hangs", COUNTS, HANGING)
     found = runner.sites(hangs, TABLE)["core"]
@@ -191,6 +193,7 @@ def test_what_does_not_import_is_not_counted(tmp_path):
     assert runner.Copy(made, tmp_path / "copy").tried(beyond).verdict == "uncounted"
 
 
+@pytest.mark.slow  # of the tool alone: it runs pytest on a tree of its own
 def test_what_names_the_module_and_what_is_quick_comes_first(tmp_path):
     """The three of them find each mistake; the order is that of the time they take, not of their names."""
     bodies = {"test_a": "import time\nfrom toy import other\n", "test_b": "from toy import core as other\n"}

@@ -400,3 +400,27 @@ def test_an_own_network_with_batchnorm_loader_processes_own_sgd_and_schedule(tmp
     assert [rate for *_, rate in alone[0]] == pytest.approx([0.1 * max(0.05, 1 - abs(1 - k / 5)) for k in range(10)])
     assert alone[2].metrics["accuracy"] > 0.8
     assert run(convolved, 2, tmp_path / "two", 2) == [alone, alone]  # the same bits, loader processes and all
+
+
+def test_a_stop_in_the_last_step_is_the_plans_end(tmp_path):
+    session = lockstep.Run(config(tmp_path), task())
+    for step in session:
+        if step.global_step == 6:
+            session.stop()
+    assert (session.status, session.result.exit_code) == ("finished", 0)
+
+
+def test_an_error_in_the_body_is_saved_and_the_summary_is_shown_once(tmp_path, capsys):
+    session = lockstep.Run(config(tmp_path), task())
+
+    def body():
+        with session:
+            for step in session:
+                print(1 / (step.global_step - 3))
+
+    with pytest.raises(ZeroDivisionError):
+        body()
+    assert checkpoint.list_steps(tmp_path / "r") == [3]
+    shown = capsys.readouterr().out
+    assert shown.count("stopped: saved after step 3 of 6; the same command goes on from there") == 1
+    assert session.status == "stopped"

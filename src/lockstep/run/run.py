@@ -24,6 +24,7 @@ from lockstep import checkpoint
 from lockstep.config.config import Config
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
+from lockstep.launch import failure
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.run.session import Session, Training, training
 
@@ -90,7 +91,9 @@ class Run:
         next(steps)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            failure.note(error)  # of the loop's body; the run has noted its own
         if self._steps is not None:
             self._steps.close()
             self._steps = None

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from lockstep import checkpoint
 from lockstep.clock import make_clock
 from lockstep.config import options
 from lockstep.config.config import Config
+from lockstep.data.batches import StepLoader
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, note_end
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, STOP, BusySeconds, StepExchange
 from lockstep.distributed.world import World, on_all_ranks
@@ -34,7 +35,7 @@ from lockstep.guards.told import Told, all_do, read_alone, waited_for
 from lockstep.launch import failure
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import StepControl, seeder, steps
-from lockstep.records import Best, EvaluationRecord, Step
+from lockstep.records import Best, EvaluationRecord, Step, StepRecord
 from lockstep.run.build import Built, build, notify
 from lockstep.run.defaults import described_optimizer, described_step, warnings
 from lockstep.run.guarding import Guards
@@ -49,7 +50,7 @@ __all__ = ["Session", "training"]
 
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
-_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted", STOP: "stopped"}
+_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
 _PATIENCE = 10.0  # seconds for the others to leave the loop too
 
 Training = Generator[Step | None, None, None]
@@ -193,13 +194,22 @@ def _in_folder(session: Session, built: Built) -> Training:
         built.folder.release()
 
 
-def _follow(session: Session, built: Built) -> Training:
-    """The run itself: after each step, in this order, the record, the checkpoint, the evaluation, the caller's body."""
+class _Works(NamedTuple):
+    """What goes on beside the steps."""
+
+    step_loader: StepLoader
+    exchange: StepExchange
+    meter: Meter
+    recorder: RunRecorder
+    guards: Guards
+    control: StepControl
+
+
+def _works(session: Session, built: Built) -> _Works:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
-    first = built.start  # a save moves it
-    step_loader = built.batches.from_step(first)
+    step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
-    if each is None and first < step_plan.steps and not sum(world.gather(step_loader.items(first))):  # collective
+    if each is None and built.start < step_plan.steps and not sum(world.gather(step_loader.items(built.start))):
         raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
     clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
 
@@ -207,86 +217,103 @@ def _follow(session: Session, built: Built) -> Training:
         spent = clock.spent()
         return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
 
-    exchange = StepExchange(
-        world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None, step_plan.steps, busy
-    )
+    constant = (lambda step: each * step_plan.samples(step)) if each else None
+    exchange = StepExchange(world, step_loader.items, constant, step_plan.steps, busy)
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
     recorder = RunRecorder(built, meter, session.sinks, exchange)
     guards = Guards(built, exchange, step_loader, seed)
-    control = StepControl(built.rate, seed, clock, guards.limit)
-    stop_request = 0
-    watch = HangWatchdog(world, exchange, built.folder.path, failure.note)
-    signals = Preemption(exchange)
-    with signals, closing(step_loader), _rolled_back(exchange), watch, recorder, explained(built.engine, world):
-        told = watch.connect()
+    return _Works(step_loader, exchange, meter, recorder, guards, StepControl(built.rate, seed, clock, guards.limit))
+
+
+def _follow(session: Session, built: Built) -> Training:
+    """The run itself: after each step, in this order, the record, the checkpoint, the evaluation, the caller's body."""
+    first, world, works = built.start, built.world, _works(session, built)  # a save moves the start
+    exchange, recorder, stop_request = works.exchange, works.recorder, 0
+    watchdog, signals = HangWatchdog(world, exchange, built.folder.path, failure.note), Preemption(exchange)
+    rolled_back, loading = _rolled_back(exchange), closing(works.step_loader)
+    with signals, loading, rolled_back, watchdog, recorder, explained(built.engine, world):
+        told = watchdog.connect()
         session.reader = _reader(exchange, world, told)
-        if state.pop("evaluation_due", False):  # a signal came before it, or a kill
+        if built.state.pop("evaluation_due", False):  # a signal came before it, or a kill
             session.evaluation = recorder.evaluate(first)
             _note_best(session)
-        for record in steps(built.engine, built.task, step_loader, exchange, control):
-            done, stop_request = record.step + 1, record.stop_agreed
-            ending = done == built.last or bool(stop_request)
-            meter.add(record)
-            session.sinks.progress(done)
-            guards.after(record)
+        for record in steps(built.engine, built.task, works.step_loader, exchange, works.control):
+            stop_request = record.stop_agreed
+            ending = record.step + 1 == built.last or bool(stop_request)
+            step = _recorded(session, built, works, record)
             if record.step == first:
                 _report(built)
-            if done % config.log_freq == 0:
-                recorder.log(record)
-            step = Step(record, built.run_plan.epochs(done), built.lr * record.factor, session.read_loss)
-            due = done == step_plan.steps or bool(config.eval_freq and done % config.eval_freq == 0)
-            due = due and built.evaluation is not None
-            saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
-            if due:
-                state["evaluation_due"] = True
-            late = bool(session.kept)  # the body of this step has yet to bring them up to it
-            if saves and not late:
-                _save(guards, recorder, done)
-            if due and (
-                not stop_request or done == built.last
-            ):  # whoever sent a signal waits for none: the next start makes it
-                del state["evaluation_due"]
-                step.evaluation = session.evaluation = recorder.evaluate(done)
-                saves = saves or recorder.is_best
-                if saves and not late:
-                    _save(guards, recorder, done)
-            session.present, session.global_step = step, done
-            _note_best(session)
+            saves = _saved_and_evaluated(session, built, works, step, ending)
             exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
             except GeneratorExit:
-                _leave_early(session, guards, recorder, told, signals.ends_now)
+                _leave_early(session, works, told, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             if saves:
-                _save(guards, recorder, done)
+                _save(works, step.global_step)
             if ending:
                 break
             if session.wants_stop:
                 session.wants_stop, stop_request = False, STOP
                 if all_do(told, world.rank, "stop", record.step, lambda: world.timeout):
-                    _save(guards, recorder, done)
+                    _save(works, step.global_step)
                     break
                 exchange.stop(STOP)  # others go on: all end after the next exchange
         session.status, session.exit_code = _end(built, stop_request, recorder.saved)
         recorder.close(_EXIT_CODES.get(stop_request, 0))
 
 
-def _save(guards: Guards, recorder: RunRecorder, done: int) -> None:
-    if recorder.saved != done:
-        guards.settle()
-        recorder.save(done)
+def _recorded(session: Session, built: Built, works: _Works, record: StepRecord) -> Step:
+    """The step as the caller gets it, once it has been recorded and looked at."""
+    done = record.step + 1
+    works.meter.add(record)
+    session.sinks.progress(done)
+    works.guards.after(record)
+    if done % built.config.log_freq == 0:
+        works.recorder.log(record)
+    return Step(record, built.run_plan.epochs(done), built.lr * record.factor, session.read_loss)
 
 
-def _leave_early(session: Session, guards: Guards, recorder: RunRecorder, told: Told | None, now: bool) -> None:
+def _saved_and_evaluated(session: Session, built: Built, works: _Works, step: Step, ending: bool) -> bool:
+    """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
+    config, state, done = built.config, built.state, step.global_step
+    whole = done == built.run_plan.step_plan.steps
+    due = whole or bool(config.eval_freq and done % config.eval_freq == 0)
+    saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
+    late = bool(session.kept)  # the body of this step has yet to bring them up to it
+    if due and built.evaluation is not None:
+        state["evaluation_due"] = True
+    if saves and not late:
+        _save(works, done)
+    cut_short = ending and done < built.last  # whoever sent a signal waits for no evaluation: the next start makes it
+    if "evaluation_due" in state and not cut_short:
+        del state["evaluation_due"]
+        step.evaluation = session.evaluation = works.recorder.evaluate(done)
+        saves = saves or works.recorder.is_best
+        if saves and not late:
+            _save(works, done)
+    session.present, session.global_step = step, done
+    _note_best(session)
+    return saves
+
+
+def _save(works: _Works, done: int) -> None:
+    if works.recorder.saved != done:
+        works.guards.settle()
+        works.recorder.save(done)
+
+
+def _leave_early(session: Session, works: _Works, told: Told | None, now: bool) -> None:
     """The caller left the loop in the body of a step. It is saved, where all ranks do so after the same step."""
     built, session.status = session.built, "interrupted" if now else "stopped"
     if built is None or now or sys.is_finalizing():
         return
     if all_do(told, built.world.rank, "leave", session.global_step - 1, lambda: _PATIENCE):
-        _save(guards, recorder, session.global_step)
-        recorder.close(0, sample=False)
+        _save(works, session.global_step)
+        works.recorder.close(0, sample=False)
+        session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
     else:
         session.status = "failed"
         _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
