@@ -210,6 +210,8 @@ def compete(rank, world, port, folder, name, accumulation, rounds):
         steppers["bare fused again"] = make(fused=True)  # A/A: what the method itself makes of no difference
         wait = dist.barrier if world > 1 else (lambda: None)
         results = contest(steppers, rounds=rounds, steps=steps, barrier=wait)
+        if world == 1:
+            del ours, steppers  # the run ends here, where nothing is shown
     if rank == 0:
         title = f"{name}, {world} process{'es' * (world > 1)}, accumulation {accumulation}"
         show(title, results, model=name, processes=world, accumulation=accumulation)

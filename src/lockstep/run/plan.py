@@ -55,10 +55,6 @@ class RunPlan:
                 coming -= coming % last
         return StepPlan(config.batch_size, micro_size, origin.position + coming, origin)
 
-    def epochs(self, done: int) -> float:
-        """Passes over the training data after `done` steps: 1.25 is a quarter into the second."""
-        return self.step_plan.start(done) / self.samples
-
     def place(self, done: int) -> dict[str, Any]:
         """Where the run stands after `done` steps: epochs are counted in samples, so a step may lie across two."""
         size = self.config.batch_size

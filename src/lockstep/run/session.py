@@ -20,7 +20,7 @@ from lockstep import checkpoint
 from lockstep.clock import make_clock
 from lockstep.config import options
 from lockstep.config.config import Config
-from lockstep.data.batches import StepLoader
+from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, note_end
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, STOP, BusySeconds, StepExchange
 from lockstep.distributed.world import World, on_all_ranks
@@ -203,6 +203,9 @@ class _Works(NamedTuple):
     recorder: RunRecorder
     guards: Guards
     control: StepControl
+    step_plan: StepPlan
+    whole: int  # steps of the plan
+    last: int  # of this start
 
 
 def _works(session: Session, built: Built) -> _Works:
@@ -222,7 +225,8 @@ def _works(session: Session, built: Built) -> _Works:
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
     recorder = RunRecorder(built, meter, session.sinks, exchange)
     guards = Guards(built, exchange, step_loader, seed)
-    return _Works(step_loader, exchange, meter, recorder, guards, StepControl(built.rate, seed, clock, guards.limit))
+    control = StepControl(built.rate, seed, clock, guards.limit)
+    return _Works(step_loader, exchange, meter, recorder, guards, control, step_plan, step_plan.steps, built.last)
 
 
 def _follow(session: Session, built: Built) -> Training:
@@ -239,7 +243,7 @@ def _follow(session: Session, built: Built) -> Training:
             _note_best(session)
         for record in steps(built.engine, built.task, works.step_loader, exchange, works.control):
             stop_request = record.stop_agreed
-            ending = record.step + 1 == built.last or bool(stop_request)
+            ending = record.step + 1 == works.last or bool(stop_request)
             step = _recorded(session, built, works, record)
             if record.step == first:
                 _report(built)
@@ -273,29 +277,30 @@ def _recorded(session: Session, built: Built, works: _Works, record: StepRecord)
     works.guards.after(record)
     if done % built.config.log_freq == 0:
         works.recorder.log(record)
-    return Step(record, built.run_plan.epochs(done), built.lr * record.factor, session.read_loss)
+    return Step(
+        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_loss
+    )
 
 
 def _saved_and_evaluated(session: Session, built: Built, works: _Works, step: Step, ending: bool) -> bool:
     """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
     config, state, done = built.config, built.state, step.global_step
-    whole = done == built.run_plan.step_plan.steps
-    due = whole or bool(config.eval_freq and done % config.eval_freq == 0)
+    due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
     saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
     late = bool(session.kept)  # the body of this step has yet to bring them up to it
     if due and built.evaluation is not None:
         state["evaluation_due"] = True
     if saves and not late:
         _save(works, done)
-    cut_short = ending and done < built.last  # whoever sent a signal waits for no evaluation: the next start makes it
+    cut_short = ending and done < works.last  # whoever sent a signal waits for no evaluation: the next start makes it
     if "evaluation_due" in state and not cut_short:
         del state["evaluation_due"]
         step.evaluation = session.evaluation = works.recorder.evaluate(done)
         saves = saves or works.recorder.is_best
         if saves and not late:
             _save(works, done)
+        _note_best(session)
     session.present, session.global_step = step, done
-    _note_best(session)
     return saves
 
 
