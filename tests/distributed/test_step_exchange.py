@@ -165,3 +165,20 @@ def test_a_rank_that_waits_reports_no_busy_time():
         for one, other in heard[5:]:
             assert one == pytest.approx((0.25, 0.5, 0.125), rel=1e-6)
             assert other == pytest.approx((0.5, 1.0, 0.25), rel=1e-6)
+
+
+def _counted(world, steps):
+    exchange = StepExchange(world, lambda step: world.rank + 1 if step < steps else 0, None, steps)
+    found = []
+    for step in range(steps):
+        found.append(exchange.global_items(step))
+        time.sleep(0.03)  # long enough for an exchange in every step
+        exchange.send(step)
+        exchange.receive()
+    return found, exchange.count
+
+
+def test_a_step_is_exchanged_once():
+    for items, count in run(_counted, 2, 8):
+        assert items == [3] * 8
+        assert count <= 8 + 1  # one for each step, and one before the first

@@ -22,7 +22,7 @@ from lockstep.engines import engine
 from lockstep.engines.base import StepResult
 from lockstep.engines.shared.buffers import with_buffers
 from lockstep.errors import DataError, DifferenceError, LockstepError
-from lockstep.guards import desync
+from lockstep.guards import desync, start
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.nonfinite import origin
 from lockstep.guards.reading import Reader, ReadStep
@@ -433,3 +433,9 @@ def test_another_thread_sees_that_an_exchange_failed():
         run(broken, 2, timeout=20.0)
     assert caught.value.rank == 1
     assert "rank 0 saw it" in str(caught.value)
+
+
+def test_the_codes_mark_does_not_depend_on_the_order_of_a_folder(monkeypatch):
+    before, rglob = start._code(), Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda *given: sorted(rglob(*given), reverse=True))
+    assert start._code() == before
