@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toys import Partial
+from toys import Partial, Ragged
 
+import lockstep
 from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Shuffled
@@ -241,3 +242,13 @@ def test_a_task_without_collate_and_count_gets_torchs_own_and_counts_samples():
     assert Bare().count({"image": torch.zeros(3, 4), "label": torch.zeros(3)}) == 3
     Bare.items_per_sample = 2
     assert next(feed(torch.arange(12), Bare()).from_step(0))[1][0].items == 4
+
+
+def test_an_evaluation_set_is_held_to_the_same(tmp_path):
+    class Streamed(Ragged):
+        def dataset(self, split):
+            return super().dataset(split) if split == "train" else iter([1])
+
+    config = lockstep.Config(save_dir=str(tmp_path), batch_size=8, max_steps=1, device="cpu")
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned list_iterator, which has no __len__"):
+        lockstep.train(config, Streamed(dtype=torch.float32))

@@ -1,5 +1,7 @@
 """Whatever an engine cannot do is one line, before training, that names the flag and the way out."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -261,3 +263,10 @@ def test_every_engine_says_which_options_it_has():
     for name, entry in ENGINES.items():
         if name != "deepspeed":
             assert set(getattr(importlib.import_module(entry.module), entry.kind).options) <= known
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_backward_without_a_weight_counts_once(name):
+    entry = ENGINES[name]
+    kind = getattr(importlib.import_module(entry.module), entry.kind)
+    assert inspect.signature(kind.backward).parameters["weight"].default == 1.0

@@ -466,3 +466,11 @@ def test_a_file_that_may_not_be_read_is_named(folder, tmp_path):
 def test_an_empty_token_file_has_no_samples(tmp_path):
     (tmp_path / "none.bin").touch()
     assert len(Windows(tmp_path / "none.bin", 300, 4)) == 0
+
+
+def test_which_files_are_kept_aside_does_not_depend_on_the_order_of_a_folder():
+    files = [sources.Source(name, Path(name), 100, "", True) for name in "abcdefgh"]
+    chosen = sources._chosen(files, 300.0, 5)
+    assert len(chosen) == 3
+    assert sources._chosen(files[::-1], 300.0, 5) == chosen
+    assert {source.name for source in chosen} != {"a", "b", "c"}
