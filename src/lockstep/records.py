@@ -20,7 +20,7 @@ class StepRecord:
         norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
         factor: what the base learning rate was multiplied by.
         applied: whether the update was made, on all ranks alike; None where the device alone knows yet.
-        agreed: what the ranks agreed to do after this step: heartbeat.CONTINUE, or a wish to stop.
+        stop_agreed: what the ranks agreed to do after this step: step_exchange.CONTINUE, or a request to stop.
         limit: what the norm had to stay below.
     """
 

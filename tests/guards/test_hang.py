@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from lockstep.config.config import Config
 from lockstep.distributed.step_exchange import CONTINUE, SAVE_AND_END, StepExchange
 from lockstep.distributed.world import World
 from lockstep.guards.hang_watchdog import HangWatchdog
+from lockstep.guards.stacks import where_main
 
 
 @pytest.fixture
@@ -98,3 +100,19 @@ def _hanging_loader(world, folder):
     world.timeout = 3.0
     config = Config(save_dir=folder, batch_size=8, micro_batch_size=2, max_steps=4, device="cpu", ckpt_freq=1)
     return [step.global_step for step in lockstep.Run(config, Hanging(dtype=torch.float32), world)]
+
+
+def _where_a_rank_waits(world):
+    exchange, seen = StepExchange(world, lambda step: 1, None, 3), []
+    if world.is_main:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.4, lambda: seen.append(where_main())).start()
+    exchange.global_items(0)
+    return seen
+
+
+def test_a_rank_in_the_exchange_is_known_to_wait_and_not_to_be_late():
+    [(line, waits)] = run(_where_a_rank_waits, 2)[1]
+    assert line.startswith("step_exchange.py:")
+    assert waits

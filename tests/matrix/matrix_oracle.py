@@ -20,7 +20,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @cache
 def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO):
-    """{"model/NAME", "optimizer/NAME/KEY", "scaler/...": tensor} and {NAME: buffer} after `steps` steps.
+    """{"model/NAME", "optimizer/NAME/KEY", "scaler/...", "kept.average/NAME": tensor} and {NAME: buffer} then.
 
     Args:
         left_out: the bad step's update is not made, and what its forwards did to buffers is undone.
@@ -31,6 +31,7 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
     optimizer = torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, BETA2), eps=1e-8)
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
+    average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
     for step in range(steps):
         chosen = places[step * BATCH : (step + 1) * BATCH]
         micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
@@ -56,7 +57,9 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
         if precision == "fp16" and (applied or not math.isfinite(norm)):  # a spike left out says nothing of the scale
             scale, good = (scale, good + 1) if applied else (scale / 2, 0)
         optimizer.zero_grad()
-    return _state(net, optimizer, precision == "fp16", scale, good), _copies(net)
+        for name, parameter in net.named_parameters():
+            average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
+    return _state(net, optimizer, precision == "fp16", scale, good) | average, _copies(net)
 
 
 def _groups(net):

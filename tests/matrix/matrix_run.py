@@ -160,16 +160,38 @@ def _one(world, start, folder):
     task = Subject(case.model, case.fault, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     try:
-        for step in lockstep.Run(settings(start, folder), task, world):
-            taken.append(step.record.step)
-            if start.kills and step.record.step == BAD and world.rank == world.size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step.record.step == STEPS - 1:
-                buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
-                torch.save(buffers, folder / f"buffers-{world.rank}.pt")
+        with lockstep.Run(settings(start, folder), task, world) as session:
+            average = Average(session.model)
+            session.keep("average", average)
+            for step in session:
+                taken.append(step.record.step)
+                if start.kills and step.record.step == BAD and world.rank == world.size - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                average.update(session.model)
+                if step.record.step == STEPS - 1:
+                    buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
+                    torch.save(buffers, folder / f"buffers-{world.rank}.pt")
     except LockstepError as problem:
         error = f"{type(problem).__name__}: {problem}"
     return {"taken": taken, "error": error, "seconds": time.monotonic() - began}
+
+
+class Average:
+    """A user's own average of the weights, of which checkpoints know by `run.keep`."""
+
+    def __init__(self, model):
+        self.held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.held[name].mul_(0.75).add_(parameter, alpha=0.25)
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state):
+        assert all(state[name] is tensor for name, tensor in self.held.items())  # filled in place
 
 
 def settings(start: Start, folder: Path) -> Config:

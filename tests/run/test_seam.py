@@ -549,3 +549,44 @@ def test_an_overflow_is_no_fault_and_no_spike(tmp_path, monkeypatch):
     go(None, settings, Overflowing())
     assert not (tmp_path / "r" / "checkpoints" / "skips.json").exists()
     assert float(checkpoint_tensors(tmp_path / "r")["scaler/scale"]) < 2.0**16
+
+
+class Summed(Regress):
+    """A task with a tensor of its own, which each forward moves."""
+
+    def __init__(self, bad=None):
+        super().__init__(bad)
+        self.total = torch.ones(1)
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if model.training:
+            self.total += 1
+        return loss
+
+    def state_dict(self):
+        return {"total": self.total}
+
+
+class Counter:
+    def __init__(self):
+        self.steps = torch.zeros(1)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_a_rollback_to_the_very_start_takes_own_tensors_along(tmp_path):
+    settings = config(tmp_path, guards={"nonfinite": "rollback"}, ckpt_freq=0, exact=False)
+    with lockstep.Run(settings, Summed(BAD)) as session:
+        counter = Counter()
+        session.keep("counter", counter)
+        for _ in session:
+            counter.steps += 1
+    assert left_out(tmp_path) == [5]
+    tensors = checkpoint_tensors(tmp_path / "r")
+    assert float(tensors["kept.counter/steps"]) == 12  # of the second way alone
+    assert float(tensors["task/total"]) == 1 + 12 * 4

@@ -299,6 +299,7 @@ def test_an_own_optimizer_goes_with_every_engine(tmp_path, engine):
         ),
         ("optimizer", lambda self, model, config: 1 / 0, "the task's `optimizer` failed at the start.*ZeroDivision"),
         ("schedule", lambda self, step, steps: math.nan, "the task's `schedule` returned nan for step 0 of 6"),
+        ("schedule", lambda self, step, steps: 1 / step, r"the task's `schedule` failed at step 0 of 6: ZeroDivision"),
         ("schedule", lambda self, step, steps: "no", "the task's `schedule` returned 'no' for step 0 of 6"),
     ],
 )
@@ -424,3 +425,16 @@ def test_an_error_in_the_body_is_saved_and_the_summary_is_shown_once(tmp_path, c
     shown = capsys.readouterr().out
     assert shown.count("stopped: saved after step 3 of 6; the same command goes on from there") == 1
     assert session.status == "stopped"
+
+
+class Half(Own):
+    """Its own schedule for the first steps, and what the flags say for the rest."""
+
+    def schedule(self, step, steps):
+        return 0.25 if step < 3 else None
+
+
+def test_a_schedule_that_says_nothing_leaves_it_to_the_flags(tmp_path):
+    settings = config(tmp_path, optim={"schedule": "constant", "warmup_steps": 0})
+    rates = [step.lr for step in lockstep.Run(settings, Half(dtype=torch.float32))]
+    assert rates == pytest.approx([0.125] * 3 + [0.5] * 3)

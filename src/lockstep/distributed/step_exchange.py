@@ -1,17 +1,17 @@
-"""The heartbeat: the one small, regular exchange of all ranks.
+"""The step exchange: the one small, regular exchange of all ranks.
 
     exchange = StepExchange(world, ahead=step_loader.items, constant=None)
-    items = exchange.global_items(step)        # of the whole step, over all ranks
-    ...                             # forward, backward
-    exchange.send(step)                 # of the steps to come, and the wish to stop
-    ...                             # the optimizer's step, meanwhile
-    stop_request = exchange.receive()           # what all ranks do after this step
+    items = exchange.global_items(step)     # of the whole step, over all ranks
+    ...                                     # forward, backward
+    exchange.send(step)                     # of the steps to come, and the request to stop
+    ...                                     # the optimizer's step, meanwhile
+    stop_agreed = exchange.receive()        # what all ranks do after this step
 
 One all-gather of a few numbers on a CPU group of its own, under way while the optimizer steps. It carries the items of
-the coming steps, how many steps there are, the wish to stop, and the seconds in which this rank was busy itself. It
-beats every step where items are ragged and steps are long enough for it to cost nothing, else every few steps; how
-many, all ranks derive from the same exchanged numbers. A wish that comes before the last backward of a long step ends
-the run after that step.
+the coming steps, how many steps there are, the request to stop, and the seconds in which this rank was busy itself. It
+takes place every step where items are ragged and steps are long enough for it to cost nothing, else every few steps;
+how many, all ranks derive from the same exchanged numbers. A request that comes before the last backward of a long step
+ends the run after that step.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from lockstep.errors import LockstepError, PeerError
 
 __all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "STOP", "BusySeconds", "StepExchange"]
 
-# A beat wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
+# An exchange wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
 RAGGED_SECONDS = 0.02
 # Where it carries no items it is only to agree on stopping.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
-_HEADER = 6  # wish to stop, seconds per step, the run's last step as this rank sees it, and its vitals
+_HEADER = 6  # request to stop, seconds per step, the run's last step as this rank sees it, and its busy seconds
 
 
-CONTINUE, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(5)  # wishes, in order of urgency
+CONTINUE, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(5)  # requests to stop, in order of urgency
 
 
 class BusySeconds(NamedTuple):
-    """Seconds a step in which a rank was busy itself, not waiting: with data, with computing, with writing."""
+    """Seconds per step in which a rank was busy itself, not waiting: with data, with computing, with writing."""
 
     data: float = 0.0
     computing: float = 0.0
@@ -105,7 +105,7 @@ class StepExchange:
         self._stop_request = self._stop_agreed = CONTINUE
         self._flight: _Flight | None = None
         self._received = _Received(0, 0, [], 1)
-        self._busy, self._steps = 0.0, 0  # of the steps since the last beat
+        self._busy, self._steps = 0.0, 0  # of the steps since the last exchange
         self._since: float | None = None
 
     def global_items(self, step: int) -> int:
@@ -136,7 +136,7 @@ class StepExchange:
             self._flight = self._issue(step + 1, self._received.next_length)
 
     def receive(self) -> int:
-        """What all ranks do after the present step: CONTINUE, or the largest wish to stop. Waits for what was sent.
+        """What all ranks do after the present step: CONTINUE, or the most urgent request. Waits for what was sent.
 
         Raises:
             PeerError: another rank did not answer within the timeout.
@@ -152,7 +152,7 @@ class StepExchange:
         return self._stop_agreed
 
     def stop(self, stop_request: int) -> None:
-        """Asks all ranks to end; safe in a signal handler. `receive` returns the largest wish on all in one step."""
+        """Asks all ranks to end; safe in a signal handler. `receive` returns the most urgent, on all in one step."""
         self._stop_request = max(self._stop_request, stop_request)
 
     def totals(self, values: list[float]) -> list[float]:
@@ -169,7 +169,7 @@ class StepExchange:
     def _issue(self, due: int, length: int) -> "_Flight":
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy, self._steps = 0.0, 0
-        row = [float(self._stop_request), busy, float(self._last), *self._vitals()]
+        row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
         if not self._constant:
             row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
         rows = self._buffers(len(row))
@@ -177,7 +177,7 @@ class StepExchange:
         work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
         return _Flight(due, length, work, rows)
 
-    def _vitals(self) -> BusySeconds:
+    def _busy_seconds(self) -> BusySeconds:
         """Busy seconds per step since this was told last; to wait for the others is no work."""
         now, step = self._spent(), self.progress.step
         now = now._replace(data=now.data - self.waited)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.sections import EngineOptions
 
-__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult"]
+__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest"]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -89,3 +89,14 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes a state over; tensors that `state_dict()` itself handed out are in place already."""
+
+
+def at_rest(model: nn.Module) -> None:
+    """After forwards that no backward follows: fsdp keeps its outermost unit gathered for one, and splits it here.
+
+    Who looks at the parameters then finds them as the optimizer has them.
+    """
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()

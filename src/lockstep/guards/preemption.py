@@ -1,4 +1,4 @@
-"""Signals -> a wish in the heartbeat: the ranks agree on the step after which they save and end.
+"""Signals -> a request in the step exchange: the ranks agree on the step after which they save and end.
 
 with Preemption(exchange): ...
 """

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
+from lockstep.distributed import step_exchange, world
+from lockstep.guards import told
+
 __all__ = ["dump", "where_main"]
 
 _COLLECTIVES = 20  # the last ones of the flight recorder
-_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", "lockstep/heartbeat.py", "lockstep/world.py")
+_OURS = tuple(str(module.__file__) for module in (step_exchange, world, told))  # what waits for the other ranks
+_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_OURS)
 _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
 
 

@@ -3,7 +3,7 @@
     straggler = Straggler(ratio=1.2)
     line = straggler.after(step, exchange)      # "rank 3 is slow: 41 ms per step of computing, the others 31 ms", or ""
 
-A rank's own busy seconds travel in the heartbeat: loading data, computing (the forward, which under ddp waits for
+A rank's own busy seconds travel in the step exchange: loading data, computing (the forward, which under ddp waits for
 nobody; under fsdp it gathers weights, so there a slow rank hides), and writing. A rank is called slow when it is so in
 three windows in a row of five steps or more.
 """

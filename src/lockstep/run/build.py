@@ -148,10 +148,8 @@ class Built:
     def rate(self) -> Callable[[int], float]:
         """step -> what the base learning rate is multiplied by."""
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
-        if has_own(self.task, "schedule") and self.task.schedule(0, whole) is not None:
-            return lambda step: own_factor(self.task, step, whole)
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
-        return partial(
+        said = partial(
             factor,
             horizon=horizon,
             warmup=optim.warmup_steps,
@@ -159,6 +157,7 @@ class Built:
             shape=optim.schedule,
             cooldown=optim.cooldown,
         )
+        return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
 
 def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Built:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import Batches, MicroBatch, StepPlan
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Engine, at_rest
 from lockstep.errors import LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
@@ -56,6 +56,7 @@ def evaluate(
     finally:
         for module, mode in modes:
             module.training = mode
+        at_rest(engine.model)
     parts = world.gather([own.rows, own.states])  # collective
     gathered = [row for rows, _ in parts for row in rows]
     sums = [math.fsum(column) for column in zip(*gathered, strict=True)] if gathered else [0.0, 0.0]

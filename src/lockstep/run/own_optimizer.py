@@ -1,10 +1,11 @@
 """A task's own optimizer and schedule, held to what they must be: a mistake in them is one line before step 1.
 
 optimizer = own_optimizer(config, task, model)          # None: what --optim says
-factor = own_factor(task, step, steps)
+factor = own_factor(task, step, steps, otherwise)
 """
 
 import math
+from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,19 +18,31 @@ from lockstep.task import Task
 __all__ = ["own_factor", "own_optimizer"]
 
 
-def own_factor(task: Task, step: int, steps: int) -> float:
-    """What the task's `schedule` says. Raises ConfigError for what is no finite number from 0."""
+def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
+    """What the task's `schedule` says, or `otherwise` where that is None.
+
+    Raises:
+        ConfigError: it is no finite number from 0.
+        DataError: the method failed.
+    """
     try:
-        factor = task.schedule(step, steps)
-        held = math.isfinite(factor) and factor >= 0  # type: ignore[arg-type, operator]
-    except TypeError:
-        held = False
-    if not held:
+        said = task.schedule(step, steps)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("schedule", error, f"step {step} of {steps}") from error
+    if said is None:
+        return otherwise(step)
+    try:
+        factor = float(said)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"the task's `schedule` returned {factor!r} for step {step} of {steps}: it must return what the base rates "
-            "are multiplied by, a finite number from 0"
+            f"the task's `schedule` returned {said!r} for step {step} of {steps}: it must return what the base rates "
+            "are multiplied by, a finite number from 0, or None for what --optim.schedule says"
         )
-    return float(factor)  # type: ignore[arg-type]
+    return factor
 
 
 def own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:

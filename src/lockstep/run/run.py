@@ -149,8 +149,10 @@ class Run:
         if built is None or self._session.present is not None:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
-        if built.source:
-            own = built.own_of(name)
+        own = built.own_of(name)
+        if built.source is None:
+            self._session.note_first(own)
+        else:
             checkpoint.load(built.source, own, built.world, verified=True)  # collective
             built.load_state_dict(own)
 

@@ -14,7 +14,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
@@ -63,7 +64,7 @@ class Session:
     Attributes:
         given, world: the task and the world that the caller gave, or None.
         built: the run as it is built now; None before and after.
-        kept: the caller's own objects with tensors that a checkpoint keeps, by name.
+        kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
         present: the step whose body runs, and `reader`, which reads its loss.
         wants_stop: the caller asked for the end in the present body.
     """
@@ -77,6 +78,7 @@ class Session:
     sinks: Sinks = field(default_factory=lambda: Sinks([]))
     model: nn.Module | None = None
     kept: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
     present: Step | None = None
     reader: Callable[[Step], float] | None = None
     wants_stop: bool = False
@@ -84,6 +86,19 @@ class Session:
     global_step: int = 0
     evaluation: EvaluationRecord | None = None
     best: Best | None = None
+
+    def note_first(self, own: dict[str, Tensor]) -> None:
+        """Notes what the task's tensors, or those of what is kept, begin with, where a run may go back to its start."""
+        if "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
+            self.first |= {name: tensor.detach().clone() for name, tensor in own.items()}
+
+    def go_back_to_first(self, built: Built) -> None:
+        """Gives them these values again: everything else is made anew, where there is no checkpoint to go back to."""
+        own = built.own
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(self.first[name])
+        built.load_state_dict(own)
 
     def read_loss(self, step: Step) -> float:
         """The loss of `step` while its body runs. A step that is kept must not keep the run: it has this alone.
@@ -144,6 +159,10 @@ def _attempts(session: Session, world: World) -> Training:
             built = build(session.config, session.given, world, session.kept)
         session.built, session.model, session.config = built, built.model, built.config
         session.global_step = built.start
+        if built.source is None and session.status == "running":
+            session.go_back_to_first(built)
+        elif built.source is None:
+            session.note_first(built.own)
         _note_best(session)
         if built.start >= built.last and not built.state.get("evaluation_due"):
             load_state(built)  # collective

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
 from lockstep.run.stateful_metrics import is_metric, merged, taken
@@ -198,6 +199,7 @@ def _as_it_was(model: nn.Module, task: Task, device: torch.device) -> Iterator[N
     finally:
         for module, mode in modes:
             module.training = mode
+        at_rest(model)
         with torch.no_grad():
             for tensor, before in held:
                 tensor.copy_(before)
