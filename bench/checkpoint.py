@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.distributed.world import World
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 
 
 def step(made, data):

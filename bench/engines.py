@@ -19,7 +19,7 @@ from group import together
 from loop import SmallGpt
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 from lockstep.optim.optimizers import adamw, groups
 
 NAMES = ("ddp", "zero", "fsdp")

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.config.sections import EngineOptions
 from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
-from lockstep.engines import engine
+from lockstep.engines.make import engine
+from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.memory import footprint
 from lockstep.optim.optimizers import adamw
 from lockstep.run.evaluate import evaluate, one_step

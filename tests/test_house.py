@@ -13,6 +13,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
+from lockstep.engines.options import ENGINES
 from lockstep.errors import LockstepError, UsageError
 
 ROOT = Path(lockstep.__file__).parent
@@ -23,13 +24,13 @@ TABLE = ROOT.parents[1] / "docs" / "architecture.md"
 def floors():
     """The table of docs/architecture.md: each top-level module or package -> (floor, place on it from the left).
 
-    What stands apart has the floor -1.
+    What stands apart has the floor -1. A module in a package that has a place of its own is "package/module".
     """
     found = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         row = re.match(r"\| (?:F(\d)|apart) \| ([^|]+) \|", line)
         if row:
-            names = re.findall(r"`([a-z_]+)/?`", row[2])
+            names = re.findall(r"`([a-z_/]+?)/?`", row[2])
             assert not found.keys() & names, line
             found |= {name: (int(row[1] or -1), place) for place, name in enumerate(names)}
     return found
@@ -42,8 +43,14 @@ def modules():
     return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
+def home(parts):
+    """What the floors call the module of these parts of a path or a dotted name."""
+    within = "/".join(parts[:2])
+    return within if within in FLOORS else parts[0]
+
+
 def imported(path):
-    """(line, top-level part of lockstep, deferred?) of each import of the package's own modules."""
+    """(line, its name on the floors, deferred?) of each import of the package's own modules."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = [
         node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -59,12 +66,12 @@ def imported(path):
             names = [f"lockstep.{alias.name}" for alias in node.names] if own else [node.module]
         for name in names:
             if name.split(".")[0] == "lockstep" and "." in name:
-                yield node.lineno, name.split(".")[1], node not in top
+                yield node.lineno, home(name.split(".")[1:]), node not in top
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    own = home(path.relative_to(ROOT).with_suffix("").parts)
     for line, name, deferred in imported(path):
         assert not deferred, f"{path}:{line}: an import inside a function hides where it leads"
         if -1 in (FLOORS[own][0], FLOORS[name][0]):
@@ -74,8 +81,19 @@ def test_imports_go_down(path):
 
 
 def test_every_module_has_its_floor():
-    found = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in modules()} - {"__init__"}
+    paths = [path.relative_to(ROOT).with_suffix("").parts for path in modules()]
+    found = {parts[0] for parts in paths} | {home(parts) for parts in paths}
     assert found == FLOORS.keys()
+
+
+def test_engines_are_named_in_their_own_room_alone():
+    """But for the formats of an export, what a person may call an engine (hints), and the linter's own list."""
+    elsewhere = ("lint/", "checkpoint/export/", "commands/export.py", "config/hints.py")
+    for path in modules():
+        where = path.relative_to(ROOT).as_posix()
+        if not where.startswith(("engines/", *elsewhere)):
+            words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not words & ENGINES.keys(), where
 
 
 def test_public_names_are_sorted_and_exist():

@@ -12,7 +12,7 @@ from lockstep.clock import make_clock
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
 from lockstep.distributed.step_exchange import StepExchange
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.optim.optimizers import adamw
 from lockstep.optim.schedule import factor

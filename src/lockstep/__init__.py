@@ -10,9 +10,10 @@ from lockstep.verify import verify  # here, so that the name is the function and
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
     from lockstep.config.config import Config
-    from lockstep.config.sections import Checkpoint, Data, EngineOptions, Guards, Model, Optim
+    from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
     from lockstep.distributed.world import World
-    from lockstep.engines import engine
+    from lockstep.engines.make import engine
+    from lockstep.engines.options import EngineOptions
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run.load import load
     from lockstep.run.run import Result, Run, train
@@ -24,8 +25,9 @@ __version__ = "0.1.0"
 # The modules of the public names.
 _MODULES = {
     "lockstep.config.config": ("Config",),
-    "lockstep.config.sections": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),
-    "lockstep.engines": ("engine",),
+    "lockstep.config.sections": ("Checkpoint", "Data", "Guards", "Model", "Optim"),
+    "lockstep.engines.make": ("engine",),
+    "lockstep.engines.options": ("EngineOptions",),
     "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),
     "lockstep.run.run": ("Result", "Run", "train"),

@@ -10,10 +10,10 @@ from torch import distributed as dist
 from toys import train
 
 from lockstep import checkpoint
-from lockstep.config.sections import EngineOptions
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
-from lockstep.engines import engine
+from lockstep.engines.make import engine
+from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.model_init import init_context
 from lockstep.errors import LockstepError
 from lockstep.optim.optimizers import adamw

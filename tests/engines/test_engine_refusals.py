@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from toys import Network, Ragged
 
 from lockstep.config.config import Config
 from lockstep.config.options import parse, read, to_toml
-from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines import ENGINES, engine, model_init
+from lockstep.engines.make import engine, model_init, options_for
+from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.engines.shared.memory import Footprint
 from lockstep.engines.shared.oom import Device, explained, out_of_memory
@@ -254,15 +255,19 @@ def test_out_of_memory_of_the_host_is_one_line_with_its_bytes():
         torch.nn.Linear(10**7, 10**8)
 
 
-def test_every_engine_says_which_options_it_has():
-    import importlib
-    from dataclasses import fields
-
-    known = {spec.name for spec in fields(EngineOptions)}
+def test_every_option_is_of_engines_that_there_are():
+    for spec in fields(EngineOptions):
+        assert set() < set(spec.metadata["engines"]) <= ENGINES.keys(), spec.name
+        assert spec.metadata["help"].startswith(", ".join(spec.metadata["engines"])), spec.name
     assert Footprint(1, 2, 3).states == 3
-    for name, entry in ENGINES.items():
-        if name != "deepspeed":
-            assert set(getattr(importlib.import_module(entry.module), entry.kind).options) <= known
+    assert own_options("single") == ["find_unused_parameters"]
+    assert own_options("deepspeed") == ["broadcast_buffers", "cpu_offload", "config", "zero_stage"]
+    assert set(own_options("ddp")) == set(own_options("zero"))
+    for name in ENGINES:
+        assert options_for(name, EngineOptions()) == EngineOptions()
+    given = EngineOptions(prefetch=2, bucket_cap_mb=1, zero_stage=3)
+    assert options_for("fsdp", given) == EngineOptions(prefetch=2)
+    assert options_for("ddp", given) == EngineOptions(bucket_cap_mb=1)
 
 
 @pytest.mark.parametrize("name", ENGINES)

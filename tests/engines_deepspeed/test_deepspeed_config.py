@@ -8,9 +8,9 @@ import torch
 from lockstep import cli
 from lockstep.config import options
 from lockstep.distributed.world import World
-from lockstep.engines import engine
 from lockstep.engines.deepspeed import engine as module
 from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
+from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.optim.optimizers import adamw
 

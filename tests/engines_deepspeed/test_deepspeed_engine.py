@@ -16,9 +16,9 @@ from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines import engine
+from lockstep.engines.make import engine
+from lockstep.engines.options import EngineOptions
 from lockstep.errors import ConfigError
 from lockstep.transforms import autocast
 

@@ -18,8 +18,8 @@ from torch import nn
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.step_exchange import BusySeconds, StepExchange
 from lockstep.distributed.world import World
-from lockstep.engines import engine
 from lockstep.engines.base import StepResult
+from lockstep.engines.make import engine
 from lockstep.engines.shared.buffers import with_buffers
 from lockstep.errors import DataError, DifferenceError, LockstepError
 from lockstep.guards import desync, start

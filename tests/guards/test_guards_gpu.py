@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.distributed.world import World
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 from lockstep.guards import desync
 from lockstep.guards.reading import Reader
 from lockstep.records import StepRecord

@@ -21,7 +21,7 @@ from lockstep.config.config import Config
 from lockstep.config.sections import Data, Guards, Optim
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader

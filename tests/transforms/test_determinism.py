@@ -9,7 +9,7 @@ from ranks import run
 from torch import nn
 
 from lockstep.distributed.world import World
-from lockstep.engines import engine
+from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.transforms import Chosen, prepare
 from lockstep.transforms.determinism import pin

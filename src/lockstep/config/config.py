@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 from lockstep.config.fields import FieldError, FieldName, named, option
-from lockstep.config.sections import LATER, Checkpoint, Data, EngineOptions, Guards, Model, Optim, auto
+from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Model, Optim, auto
+from lockstep.engines.options import BOUNDS, ENGINES, EngineOptions
 from lockstep.errors import ConfigError
 
 __all__ = ["Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
@@ -59,17 +60,7 @@ class Config:
     log_freq: int = option(10, "steps between records")
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
-    engine: str = option(
-        "auto",
-        "auto: ddp under a launcher, else single",
-        "auto",
-        "single",
-        "ddp",
-        "fsdp",
-        "zero",
-        "deepspeed",
-        "data-parallel",
-    )
+    engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
         "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
     )
@@ -218,10 +209,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
     "guards.retries": (0, 1000, "a number from 0 to 1000"),
     "guards.bad_samples": (0, 10**9, "a number of samples"),
-    "engine_options.bucket_cap_mb": (0.001, 10**6, "a number of MiB above 0"),
-    "engine_options.shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
-    "engine_options.prefetch": (0, 1000, "a number of blocks, or 0"),
-    "engine_options.zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for the configuration's"),
+    **{f"engine_options.{name}": bounds for name, bounds in BOUNDS.items()},
 }
 
 

@@ -22,6 +22,7 @@ from lockstep.config.config import Config, flag, is_auto, sections
 from lockstep.config.fields import FieldError
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN, hint
+from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
 
 __all__ = ["add_flags", "build", "flat", "option_list", "parse", "read", "to_toml", "told"]
@@ -62,19 +63,9 @@ def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
 def told(given: dict[str, Any]) -> dict[str, Any]:
     """What the file and the flags say, by dotted name; the flags win. `given`: what a parser read, see `add_flags`."""
     values = {name: value for name, value in given.items() if name in _DESTINATIONS}
-    _launched_by_deepspeed(values)
+    from_launcher(values)
     path = values.pop("config", None)
     return {**(read(Path(path)) if path else {}), **values}
-
-
-def _launched_by_deepspeed(given: dict[str, Any]) -> None:
-    """Turns the flags that the `deepspeed` launcher and scripts written for it bring into ours."""
-    given.pop("local_rank", None)  # the environment says the same
-    wanted, file = given.pop("deepspeed", False), given.pop("deepspeed_config", None)
-    if (wanted or file) and given.setdefault("engine", "deepspeed") != "deepspeed":
-        raise ConfigError(f"--deepspeed and --engine {given['engine']} contradict each other; leave one out")
-    if file and given.setdefault("engine_options.config", file) != file:
-        raise ConfigError("--deepspeed_config and --engine.config name two files; leave one out")
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -182,9 +173,8 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
         shown: whether its help lists them.
     """
     add = parser.add_argument
-    add("--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--deepspeed", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--deepspeed-config", metavar="FILE", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, settings in LAUNCHER_FLAGS.items():
+        add(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
     text = "a TOML file with these options; flags override it" if shown else argparse.SUPPRESS
     add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     titles = {name: title for title, names in _GROUPS.items() for name in names}
@@ -223,4 +213,4 @@ class _Switch(argparse.BooleanOptionalAction):
         return self.option_strings[0]
 
 
-_DESTINATIONS = {*option_list(), "config", "local_rank", "deepspeed", "deepspeed_config"}
+_DESTINATIONS = {*option_list(), "config", *LAUNCHER_FLAGS}

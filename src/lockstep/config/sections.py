@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config.fields import named, option
 
-__all__ = ["LATER", "Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim", "auto"]
+__all__ = ["LATER", "Checkpoint", "Data", "Guards", "Model", "Optim", "auto"]
 
 
 def auto(default: Any, text: str) -> Any:
@@ -111,36 +111,3 @@ class Guards:
     straggler: float = option(1.2, "times the others' busy time from which a rank is called slow; 0: never")
     retries: int = option(2, "times that a sample, or a loader process that died, is tried again")
     bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
-
-
-@named()
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
-
-    An engine refuses the options that it does not have, where they are set away from their default.
-    """
-
-    find_unused_parameters: str = option(
-        "auto", "parameters that a backward may leave out; auto: the first step finds out", "auto", "true", "false"
-    )
-    static_graph: bool = option(False, "ddp, zero: every step has the same graph")
-    gradient_as_bucket_view: bool = option(True, "ddp, zero: gradients lie in the buffers that are exchanged")
-    bucket_cap_mb: float = option(25.0, "ddp, zero: size of these buffers, MiB")
-    broadcast_buffers: bool = option(True, "rank 0's values of buffers that a forward writes go to all after each step")
-    compression: str = option("none", "ddp, zero: dtype in which gradients are exchanged", "none", "bf16", "fp16")
-    sharding: str = option("full", "fsdp: what is split, and among whom", "full", "grad-op", "hybrid", "none")
-    shard_size: int = option(0, "fsdp, hybrid: processes that share one copy of the model; 0: those of a node")
-    accumulate: str = option(
-        "nosync", "fsdp: keep full gradients until the last micro-batch, or scatter each one's", "nosync", "shard"
-    )
-    cpu_offload: bool = option(
-        False, "fsdp: parameters, gradients and optimizer states lie in host memory; deepspeed: the states"
-    )
-    param_dtype: str = option("same", "fsdp: dtype of gathered parameters", "same", "bf16", "fp16", "float32")
-    reduce_dtype: str = option("same", "fsdp: dtype in which gradients are summed", "same", "bf16", "fp16", "float32")
-    output_dtype: str = option("same", "fsdp: dtype of the model's output", "same", "bf16", "fp16", "float32")
-    prefetch: int = option(0, "fsdp: blocks gathered ahead; 0: the next one, by itself")
-    meta_init: bool = option(False, "fsdp: rank 0 alone draws the weights, the others receive their shards")
-    config: str = option("", "deepspeed: a DeepSpeed JSON file; what contradicts a flag is refused")
-    zero_stage: int = option(-1, "deepspeed: ZeRO stage, 0 to 3; -1: the file's, else 2")

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.sections import EngineOptions
+from lockstep.engines.options import EngineOptions
 
 __all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest"]
 

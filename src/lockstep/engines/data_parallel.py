@@ -2,7 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ class DataParallel:
         ConfigError: fewer than two GPUs, more than one process, `--exact`, or a model whose `forward` was replaced
             (autocast, compile), which copies of it would not follow.
     """
-
-    options: ClassVar[tuple[str, ...]] = ("find_unused_parameters",)
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         count = torch.cuda.device_count()

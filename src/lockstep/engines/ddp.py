@@ -2,13 +2,13 @@
 
 import math
 from contextlib import AbstractContextManager
-from typing import ClassVar, final
+from typing import final
 
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
-from lockstep.engines.shared.ddp_common import OPTIONS, ReplicatedEngine
+from lockstep.engines.shared.ddp_common import ReplicatedEngine
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 
 __all__ = ["DDP"]
@@ -17,8 +17,6 @@ __all__ = ["DDP"]
 @final
 class DDP:
     """The engine `ddp`. Raises ConfigError without a launcher."""
-
-    options: ClassVar[tuple[str, ...]] = OPTIONS
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         self._module = model

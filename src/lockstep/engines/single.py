@@ -2,7 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager
-from typing import ClassVar, final
+from typing import final
 
 from torch import Tensor, nn
 
@@ -19,8 +19,6 @@ __all__ = ["Single"]
 @final
 class Single:
     """The engine of a world of one. Raises ConfigError where there are more ranks."""
-
-    options: ClassVar[tuple[str, ...]] = ("find_unused_parameters",)  # any parameter may be unused here
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         if world.size > 1:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from inspect import signature
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import MakeOptimizer, Settings, StepResult
-from lockstep.engines.shared.ddp_common import OPTIONS, ReplicatedEngine, check_launched
+from lockstep.engines.shared.ddp_common import ReplicatedEngine, check_launched
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 from lockstep.engines.shared.state_dict import materialise
@@ -36,8 +36,6 @@ class Zero:
     After the update each parameter is broadcast by its owner. A state's tensor is whole, so that the largest
     parameter's share bounds what more ranks can save. In `state_dict()` it is a DTensor that only its owner has.
     """
-
-    options: ClassVar[tuple[str, ...]] = OPTIONS
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("zero", world)

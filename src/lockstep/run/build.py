@@ -25,8 +25,9 @@ from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Sequential, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines import Engine, engine, model_init
+from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed.config import check_batches
+from lockstep.engines.make import engine, model_init
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import DataError, ResumeError, UsageError

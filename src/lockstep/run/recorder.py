@@ -16,7 +16,7 @@ from lockstep.checkpoint.layout import Share
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.world import World
-from lockstep.engines import name_of
+from lockstep.engines.make import name_of
 from lockstep.errors import PeerError
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord

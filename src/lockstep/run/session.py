@@ -25,7 +25,7 @@ from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, note_end
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, STOP, BusySeconds, StepExchange
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines import name_of
+from lockstep.engines.make import name_of
 from lockstep.engines.shared.memory import described, footprint
 from lockstep.engines.shared.oom import explained
 from lockstep.errors import DataError, LockstepError, PeerError, UsageError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.config import Config
-from lockstep.engines import ENGINES, PLAIN
+from lockstep.engines.options import ENGINES, PLAIN
 from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import ConfigError
 from lockstep.verify.fault import Fault

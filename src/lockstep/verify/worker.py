@@ -22,7 +22,8 @@ from lockstep.config.config import Config
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines import Engine, options_for
+from lockstep.engines.base import Engine
+from lockstep.engines.make import options_for
 from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ class DeepSpeed:
         ConfigError: no launcher, no package, `--exact`, float64, or a configuration that contradicts a flag, has a key
             that is not served, or that DeepSpeed itself refuses.
     """
-
-    options: ClassVar[tuple[str, ...]] = ("config", "zero_stage", "cpu_offload", "broadcast_buffers")
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("deepspeed", world)

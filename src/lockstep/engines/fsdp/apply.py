@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
+from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.blocks import Blocks, find_blocks
 from lockstep.engines.shared.model_init import check_placeable, place
 from lockstep.errors import ConfigError

@@ -40,19 +40,6 @@ class FSDP:
     """
 
     places: ClassVar[bool] = True  # the model on the device, block by block
-    options: ClassVar[tuple[str, ...]] = (
-        "find_unused_parameters",
-        "broadcast_buffers",
-        "sharding",
-        "shard_size",
-        "accumulate",
-        "cpu_offload",
-        "param_dtype",
-        "reduce_dtype",
-        "output_dtype",
-        "prefetch",
-        "meta_init",
-    )
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("fsdp", world)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Settings
+from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.compress import HALVES, averaged
 from lockstep.engines.shared.exact import Tree
 from lockstep.engines.shared.model_init import unexpanded
@@ -25,17 +25,7 @@ from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.engines.shared.unused import Usage, listed
 from lockstep.errors import ConfigError, LockstepError
 
-__all__ = ["OPTIONS", "ReplicatedEngine"]
-
-OPTIONS = (
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "bucket_cap_mb",
-    "broadcast_buffers",
-    "compression",
-)
-
+__all__ = ["ReplicatedEngine"]
 
 # What DDP calls its own exchange of buffers: renamed in torch 2.13, where the old name warns.
 # A size given, be it the default one, loses DDP's smaller first buffer, which is on its way while the backward goes on.

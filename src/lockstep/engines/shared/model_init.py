@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.sections import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING
+from lockstep.engines.options import EngineOptions
 from lockstep.errors import ConfigError
 
 __all__ = ["check_placeable", "init_context", "place", "unexpanded"]

@@ -1,0 +1,124 @@
+"""An engine by its name, around a model: `engine(...)`; and how the model for it is to be made."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config.config import flag
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine, MakeOptimizer, Settings
+from lockstep.engines.options import ENGINES, EngineOptions, own_options
+from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.shared.exact import check_servable, chunk_of
+from lockstep.engines.shared.model_init import init_context
+from lockstep.engines.shared.optimizers import check_optimizer
+from lockstep.errors import ConfigError
+
+__all__ = ["ModelInit", "engine", "model_init", "name_of", "options_for"]
+
+
+def engine(
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer | MakeOptimizer,
+    world: World,
+    *,
+    clip: float = 0.0,
+    exact_micro_batches: int = 0,
+    loss_scaling: bool = False,
+    blocks: Iterable[nn.Module] = (),
+    options: EngineOptions | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Engine:
+    """The engine `name` around a model, for the built-in loop or one of your own.
+
+        made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
+        for batch in micro_batches:
+            with made.accumulate(last=batch is micro_batches[-1]):
+                made.backward(loss(made.model, batch), 1 / items)       # items of the whole step, over all ranks
+        norm, applied = made.step()             # a scheduler of your own sets the rates; step(factor) does it here
+
+    Args:
+        name: a key of ENGINES, or "auto": ddp where a launcher started this process, else single.
+        model: on `world.device`; fsdp takes it from anywhere, and puts it there block by block.
+        optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it;
+            fsdp needs the function.
+        world: see `World.join`.
+        clip: largest 2-norm of the gradient; 0 does not clip.
+        exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
+            Each rank then has M / world backwards in every step, those of empty slots with weight 0.
+        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast.
+        blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
+        options: the engine's own; None: the defaults.
+        say: takes one line for the person, on every rank; None: the log.
+
+    Raises:
+        ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
+            that does not go with it.
+    """
+    name = name_of(name, world)
+    chunk = slots = 0
+    if exact_micro_batches:
+        check_servable(exact_micro_batches, world.size)
+        chunk, slots = chunk_of(exact_micro_batches), exact_micro_batches // world.size
+    options = options or EngineOptions()
+    kind = _kind(name, options)
+    settings = Settings(clip, chunk, slots, loss_scaling, tuple(blocks), options)
+    settings = dataclasses.replace(settings, say=say) if say else settings
+
+    def make(held: nn.Module) -> Optimizer:
+        made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
+        check_optimizer(name, made, exact=bool(chunk) and world.size > 1)
+        return made
+
+    made = cast(Engine, kind(model, make, world, settings))
+    return with_buffers(made, model, world, exact=bool(chunk), shared=options.broadcast_buffers)
+
+
+def name_of(name: str, world: World) -> str:
+    """The engine's name with "auto" resolved. Raises ConfigError for an unknown one."""
+    if name == "auto":
+        name = "single" if world.control is None else "ddp"
+    if name not in ENGINES:
+        raise ConfigError(f"--engine is '{name}': choose one of auto, {', '.join(ENGINES)}")
+    return name
+
+
+class ModelInit(NamedTuple):
+    """How a model is to be made for an engine.
+
+    Attributes:
+        where: the context to make it in.
+        moves: whether it then is to be put on the device; else the engine does that.
+    """
+
+    where: AbstractContextManager[object]
+    moves: bool
+
+
+def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
+    """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
+    kind = _kind(name_of(name, world), options)
+    return ModelInit(init_context(options, world), not getattr(kind, "places", False))
+
+
+def options_for(name: str, options: EngineOptions) -> EngineOptions:
+    """Of these options those that the engine has; the others keep their default."""
+    return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
+
+
+def _kind(name: str, options: EngineOptions) -> Any:
+    """The engine's class, which has these options."""
+    has = own_options(name)
+    for spec in dataclasses.fields(options):
+        if spec.name not in has and getattr(options, spec.name) != spec.default:
+            own = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
+            raise ConfigError(
+                f"{flag(f'engine_options.{spec.name}')} is no option of --engine {name}; leave it out (its own: {own})"
+            )
+    return getattr(importlib.import_module(ENGINES[name].module), ENGINES[name].kind)
