@@ -1,7 +1,11 @@
 """Settings for all tests."""
 
 import gc
+import os
+import sys
 
+import hub_files
+import pytest
 from hypothesis import settings
 
 # No deadline: a machine that is busy with something else is not a failure. pytest's own timeout ends what hangs.
@@ -13,3 +17,39 @@ def pytest_collection_finish():
     """Every run ends with a collection, which need not look at all that was imported: a third of a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """The hub's address is a port of this machine at which nobody listens, and its folders are the test's own."""
+    for name in (
+        "HF_HUB_OFFLINE",
+        "HF_TOKEN",
+        "HF_HUB_CACHE",
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    held = [name for name in ("datasets.config", "huggingface_hub.constants") if name in sys.modules]
+    offline = {name: sys.modules[name].HF_HUB_OFFLINE for name in held}
+    yield
+    os.environ.pop("HF_HUB_OFFLINE", None)  # set by `reach`, which monkeypatch did not see
+    for name, value in offline.items():
+        sys.modules[name].HF_HUB_OFFLINE = value
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Config and tokenizer, without weights."""
+    return hub_files.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def weights_folder(tmp_path_factory):
+    """The same with weights."""
+    return hub_files.write_model(tmp_path_factory.mktemp("weights"), weights=True)

@@ -39,9 +39,9 @@ TABLE = [
     ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
     ("data", "data/order.py", "test_order.py test_batches*.py"),
     ("data", "data/batches*.py", f"test_batches*.py test_loading.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
-    ("data", "text/*.py", "test_text.py hf/test_hub_data.py"),
+    ("data", "text/*.py", "test_text.py text/test_hub_data.py"),
     ("data", "data/*.py", "test_batches*.py test_loading.py"),
-    ("engines", "engines/deepspeed/*.py", "engines_deepspeed/*.py"),
+    ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
     ("batchnorm", "engines/shared/batchnorm.py", "test_batchnorm*.py test_seam*.py"),
     (
         "engines",
@@ -56,7 +56,7 @@ TABLE = [
     ),
     ("guards", "guards/*.py run/guarding.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
     ("launch", "launch/*.py", "launch/test_launch*.py test_environment.py"),
-    ("verify", "verify/*.py distributed/spawn.py", "verify/test_comparison.py verify/*.py faults/*.py"),
+    ("verify", "verify/*.py distributed/spawn.py", "verify/test_comparison.py verify/*.py"),
     ("exchange", "step_exchange.py", f"test_step_exchange*.py {GUARDS} test_worlds.py {WHOLE}"),
     ("recorder", "run/recorder.py run/meter.py", f"test_run_recorder*.py {WHOLE}"),
     (

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 
+import hub_files
 import pytest
 import torch
 from ranks import run
 
 import lockstep
-from hf import made
 from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.errors import LockstepError
 from lockstep.sinks.jsonl import read as records
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 COMMIT = "c" * 40
 NAMED = ["--dataset-name", "tatsu-lab/alpaca", "--model-name", "openai-community/gpt2"]
@@ -44,7 +46,7 @@ def home(tmp_path, weights_folder):
     home = tmp_path / "hf"
     shutil.copytree(weights_folder, held(home, "model", "openai-community/gpt2"), dirs_exist_ok=True)
     folder = held(home, "dataset", "tatsu-lab/alpaca")
-    made.write_parquet(folder / "train-00000-of-00001.parquet", made.rows(120))
+    hub_files.write_parquet(folder / "train-00000-of-00001.parquet", hub_files.rows(120))
     return home
 
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import time
 
+import hub_files
 import pytest
 import torch
 
-from hf import made
 from lockstep.config.config import Config
 from lockstep.config.sections import Data
 from lockstep.data.batches import Batches, StepPlan
@@ -22,6 +22,8 @@ from lockstep.tasks.named import named_task
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_corpus import Trained
 from lockstep.text.hub_rows import reader
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed=0, **data):
@@ -51,9 +53,9 @@ def documents(found):
 
 
 def test_every_kind_of_table_gives_the_same_documents(tmp_path):
-    records = [{"text": text} for text in made.texts(30)]
-    made.write_jsonl(tmp_path / "a.jsonl", records)
-    made.write_parquet(tmp_path / "a.parquet", records)
+    records = [{"text": text} for text in hub_files.texts(30)]
+    hub_files.write_jsonl(tmp_path / "a.jsonl", records)
+    hub_files.write_parquet(tmp_path / "a.parquet", records)
     (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{record["text"]}"\n' for record in records))
     (tmp_path / "a.json").write_text("[" + ",".join(f'{{"text": "{record["text"]}"}}' for record in records) + "]")
     found = [documents(corpus(tmp_path / f"a.{kind}")) for kind in ("jsonl", "parquet", "csv", "json")]
@@ -66,8 +68,8 @@ def test_instructions_become_prompts(tmp_path):
     read = reader({"instruction": True, "input": True, "output": True}, "", "x")
     assert read(with_input).endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
     assert read({**without, "input": None}).endswith("request.\n\n### Instruction:\nGo.\n\n### Response:\nok")
-    texts = documents(corpus(made.write_jsonl(tmp_path / "a.jsonl", made.rows(12))))
-    assert sorted(texts) == sorted(map(read, made.rows(12)))
+    texts = documents(corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(12))))
+    assert sorted(texts) == sorted(map(read, hub_files.rows(12)))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_the_text_column_is_found_or_named(columns, wanted, expected):
     ("wanted", "problem"), [("body", "no column 'body'"), ("", "no column 'text'"), ("n", "no text")]
 )
 def test_a_missing_column_lists_those_that_there_are(tmp_path, wanted, problem):
-    path = made.write_jsonl(tmp_path / "a.jsonl", [{"title": "a", "story": "b", "n": 1}] * 4)
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", [{"title": "a", "story": "b", "n": 1}] * 4)
     with pytest.raises(DataError, match=rf"{problem}.*its columns: title, story, n;"):
         corpus(path, text_column=wanted)
     assert not list((tmp_path / "cache").glob("tokens-*/"))
@@ -111,8 +113,8 @@ def test_a_folder_has_the_splits_that_its_files_are_named_after(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "README.md").write_text("about")
-    made.write_parquet(folder / "train-00000-of-00001.parquet", [{"text": f"add {n}"} for n in range(30)])
-    made.write_parquet(folder / "validation-00000-of-00001.parquet", [{"text": f"rivers {n}"} for n in range(9)])
+    hub_files.write_parquet(folder / "train-00000-of-00001.parquet", [{"text": f"add {n}"} for n in range(30)])
+    hub_files.write_parquet(folder / "validation-00000-of-00001.parquet", [{"text": f"rivers {n}"} for n in range(9)])
     found = corpus(folder, seq_len=4)
     assert sum("add" in text for text in documents(found)) == 30
     assert documents(found)[-9:] == [f"rivers {n}" for n in range(9)]
@@ -123,14 +125,14 @@ def test_a_folder_has_the_splits_that_its_files_are_named_after(tmp_path):
 
 def test_a_folder_of_text_stays_text(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    made.write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
+    hub_files.write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
     assert table_files(str(tmp_path)) == []
     assert table_files(str(tmp_path / "b.jsonl")) == [tmp_path / "b.jsonl"]
     assert table_files("builtin:stdlib") == table_files(str(tmp_path / "a.py")) == []
 
 
 def test_the_evaluation_part_is_the_same_for_every_seed_of_a_run(tmp_path):
-    path = made.write_jsonl(tmp_path / "a.jsonl", [{"text": f"name {number}"} for number in range(40)])
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", [{"text": f"name {number}"} for number in range(40)])
     parts = {seed: corpus(path, seed=seed, evaluation=0.2, seq_len=4) for seed in (0, 1)}
     assert parts[0].fingerprint == parts[1].fingerprint
     assert len(documents(parts[0])) == len(set(documents(parts[0]))) == 40
@@ -148,11 +150,11 @@ def grouped(tokenized, size):
 
 
 def test_blocks_are_those_of_the_source_script(tmp_path, model_folder):
-    texts = made.texts(1234)
+    texts = hub_files.texts(1234)
     folder = tmp_path / "data"
     folder.mkdir()
-    made.write_parquet(folder / "train.parquet", [{"text": text} for text in texts])
-    made.write_parquet(folder / "test.parquet", [{"text": text} for text in texts[:20]])
+    hub_files.write_parquet(folder / "train.parquet", [{"text": text} for text in texts])
+    hub_files.write_parquet(folder / "test.parquet", [{"text": text} for text in texts[:20]])
     found = corpus(folder, tokenizer=model_folder, packing="blocks", seq_len=32)
     tokenizer = HubTokenizer(str(model_folder), cache=tmp_path, say=print)
     expected = grouped(tokenizer.encode_all(texts), 32)
@@ -165,7 +167,7 @@ def test_blocks_are_those_of_the_source_script(tmp_path, model_folder):
 
 
 def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(61))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(61))
     samples = corpus(path, seq_len=32).train
     config = Config(dataset_name=str(path), seq_len=32, batch_size=6, micro_batch_size=1, data=Data(vocab_size=300))
     task = named_task(config, lambda line: None)
@@ -182,7 +184,7 @@ def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
 
 
 def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     said = []
     first = corpus(path, say=said.append)
     assert said[0].startswith("preparing")
@@ -194,7 +196,7 @@ def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
     assert (said, again.folder, again.fingerprint) == ([], first.folder, first.fingerprint)
     monkeypatch.undo()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    made.write_jsonl(path, made.rows(40, seed=1))
+    hub_files.write_jsonl(path, hub_files.rows(40, seed=1))
     assert corpus(path).fingerprint != first.fingerprint
 
 
@@ -216,7 +218,7 @@ corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: hub_corpus.Trai
 
 
 def test_an_interruption_leaves_nothing_that_is_taken_for_the_result(tmp_path):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     killed = subprocess.Popen([sys.executable, "-c", SLOW, str(path)], stdout=subprocess.PIPE, text=True)
     assert killed.stdout.readline() == "half\n"
     killed.send_signal(signal.SIGKILL)
@@ -230,7 +232,7 @@ def test_an_interruption_leaves_nothing_that_is_taken_for_the_result(tmp_path):
 
 
 def test_many_processes_prepare_once(tmp_path):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     code = SLOW.replace("time.sleep(60)", "time.sleep(0.5)").replace("lambda line: None", "print")
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
@@ -242,23 +244,23 @@ def test_many_processes_prepare_once(tmp_path):
 
 def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "notes.md").write_text("\n".join(made.texts(60)))
+    (tmp_path / "notes.md").write_text("\n".join(hub_files.texts(60)))
     config = Config(dataset_name=str(tmp_path / "notes.md"), model_name=str(model_folder), seq_len=16)
     assert len(named_task(config, lambda line: None).dataset("train")) > 10
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     with pytest.raises(DataError, match=r"pip install 'torch-lockstep\[hf\]'"):
         corpus(path)
 
 
 def test_tokenizers_by_name(tmp_path, model_folder):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(60))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(60))
     config = Config(dataset_name=str(path), seq_len=16, model_name=str(model_folder), tokenizer="train:280")
     task = named_task(config, print)
     assert task.corpus.vocab_size <= 280
     torch.manual_seed(0)
     assert task.model().config.vocab_size == task.corpus.vocab_size
     assert corpus(path, tokenizer=model_folder).vocab_size == 300
-    (tmp_path / "t.txt").write_text("\n".join(made.texts(60)))
+    (tmp_path / "t.txt").write_text("\n".join(hub_files.texts(60)))
     plain = named_task(Config(dataset_name=str(tmp_path / "t.txt"), seq_len=16, tokenizer="train:290"), lambda _: None)
     assert plain.corpus.vocab_size == 290
     for tokenizer, problem in (("train:12", "from 257"), ("train:x", "from 257"), ("nowhere", "no such folder")):
@@ -267,16 +269,16 @@ def test_tokenizers_by_name(tmp_path, model_folder):
 
 
 def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_folder):
-    path = made.write_jsonl(tmp_path / "a.jsonl", made.rows(40))
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     base = {"dataset_name": str(path), "model_name": str(model_folder)}
     with pytest.raises(ConfigError, match="--seq-len 65 is longer than the context"):
         hub_task(Config(**base, seq_len=65), print)
     with pytest.raises(ConfigError, match="leaves a block nothing to predict"):
         hub_task(Config(**base, seq_len=1, data=Data(packing="blocks")), print)
     with pytest.raises(DataError, match=r"evaluation split has \d+ tokens, fewer than one window of --seq-len 64 \+ 1"):
-        corpus(made.write_jsonl(tmp_path / "b.jsonl", [{"text": "add"}] * 40), seq_len=64)
+        corpus(hub_files.write_jsonl(tmp_path / "b.jsonl", [{"text": "add"}] * 40), seq_len=64)
     with pytest.raises(DataError, match="1 row, and an evaluation needs one more"):
-        corpus(made.write_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))
+        corpus(hub_files.write_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))
 
 
 def test_a_hub_name_without_a_network_ends_at_once():

@@ -1,4 +1,4 @@
-"""What the tests of this folder train on: a small GPT-2, its tokenizer, and data like Alpaca's, all made here."""
+"""What tests of hub models and data train on: a small GPT-2, its tokenizer, and data like Alpaca's, all made here."""
 
 import json
 import random

@@ -4,16 +4,18 @@ import json
 import subprocess
 import sys
 
+import hub_files
 import pytest
 import torch
 from ranks import run
 
-from hf import made
 from lockstep import checkpoint
 from lockstep.errors import ConfigError
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.tasks.causal_lm import summed_cross_entropy
 from lockstep.transforms import prepare
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 IDS = torch.arange(24).reshape(2, 12) * 11 % 300
 
@@ -112,7 +114,7 @@ print((peak - before) / size, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrs
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_are_in_a_ranks_memory_once(tmp_path):
-    made.write_model(tmp_path, weights=True, n_embd=512, n_layer=12)
+    hub_files.write_model(tmp_path, weights=True, n_embd=512, n_layer=12)
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
     private = float(done.stdout.split()[0])
     assert private < 1.3, done.stdout  # of the parameters' size; the file's own pages belong to all ranks of the node
@@ -135,7 +137,7 @@ class OddModel(GPT2LMHeadModel):
 def odd_folder(tmp_path, monkeypatch):
     """A model that brings code, which leaves a file behind when it runs."""
     folder = tmp_path / "odd"
-    made.write_model(folder)
+    hub_files.write_model(folder)
     values = json.loads((folder / "config.json").read_text())
     auto = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddModel"}
     (folder / "config.json").write_text(json.dumps({**values, "model_type": "odd", "auto_map": auto}))
@@ -154,7 +156,7 @@ def test_code_that_a_model_brings_runs_only_when_asked_for(odd_folder, tmp_path)
 
 
 def test_weights_that_could_hold_code_are_not_read(tmp_path, model_folder):
-    folder = made.write_model(tmp_path / "pickled")
+    folder = hub_files.write_model(tmp_path / "pickled")
     source = opened(model_folder, tmp_path)
     torch.save(source.build(vocab_size=300, dtype=torch.float32).state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="no safetensors weights there"):
