@@ -99,6 +99,18 @@ def test_what_is_unread_of_a_step_holds_no_tensor_on_a_cpu():
     assert math.isnan(meter.settle())
 
 
+def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
+    """Nor in that of the window after, which begins anew; a window of such steps alone has none."""
+    exchange = SimpleNamespace(totals=lambda values: values)
+    meter = Meter(exchange, make_clock(torch.device("cpu")), torch.device("cpu"))
+    for losses, mean in (([2.0, math.nan, 4.0, math.inf, 9.0], 5.0), ([1.0, 2.0, 3.0, 4.0, 5.0], 3.0)):
+        for step, loss in enumerate(losses):
+            meter.add(StepRecord(step, 1, [torch.tensor(loss)], torch.tensor(1.0), 1.0))
+        assert meter.read(5)["running_loss"] == mean
+    meter.add(StepRecord(0, 1, [torch.tensor(math.nan)], torch.tensor(1.0), 1.0))
+    assert math.isnan(meter.read(1)["running_loss"])
+
+
 class Once(Ragged):
     """Loss and metrics from one forward."""
 

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import time
 import warnings
 
 import pytest
@@ -103,9 +104,10 @@ def test_a_stop_that_one_rank_asks_for_is_agreed_on(tmp_path):
     assert checkpoint.list_steps(tmp_path / "r") == [first[1]]
 
 
-def leaving(world, folder, alike):
+def leaving(world, folder, alike, seconds=0.0):
     for step in lockstep.Run(config(folder), task(), world):
         if step.global_step == 2 and (alike or world.rank == 0):
+            time.sleep(seconds * world.rank)
             break
     return True
 
@@ -114,6 +116,11 @@ def test_leaving_the_loop_saves_where_all_ranks_do(tmp_path):
     assert run(leaving, 2, tmp_path, True) == [True, True]
     assert checkpoint.list_steps(tmp_path / "r") == [2]
     assert run(taking, 2, tmp_path) == [([2, 3, 4, 5], 0)] * 2
+
+
+def test_leaving_the_loop_waits_for_ranks_that_do_so_later(tmp_path):
+    assert run(leaving, 2, tmp_path, True, 1.3) == [True, True]
+    assert checkpoint.list_steps(tmp_path / "r") == [2]
 
 
 def taking(world, folder):

@@ -1,0 +1,36 @@
+"""What ranks tell each other in their meeting point: who waits asks the others gently, and does not wait for ever."""
+
+import time
+
+from lockstep.guards.told import Told, all_do
+
+
+class Store:
+    """A meeting point in which the others say it after so many seconds; counts what it is asked."""
+
+    def __init__(self, after, places=()):
+        self.when, self.held = time.monotonic() + after, {f"k/at/{rank}": place for rank, place in enumerate(places)}
+        self.asked = 0
+
+    def set(self, key, value):
+        self.held[key] = value
+
+    def get(self, key):
+        self.asked += 1
+        return self.held[key].encode()
+
+    def check(self, keys):
+        return all(key in self.held or ("/at/" not in key and time.monotonic() >= self.when) for key in keys)
+
+
+def test_who_waits_for_the_others_asks_now_and_then_where_they_stand():
+    store = Store(after=1.2, places=("step 7 a", "step 7 b"))
+    assert all_do(Told(store, "k", 2), 0, "stop", 7, lambda: 30.0)
+    assert store.asked == 2 * 2  # of two ranks, after half a second and after one
+
+
+def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():
+    began = time.monotonic()
+    assert not all_do(Told(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), 0, "stop", 7, lambda: 30.0)
+    assert not all_do(Told(Store(after=60.0), "k", 2), 0, "stop", 7, lambda: 0.2)
+    assert time.monotonic() - began < 15.0
