@@ -64,7 +64,11 @@ TABLE = [
         "run/run.py run/session.py run/opening.py run/load.py task.py",
         f"{WHOLE} test_user.py test_task*.py test_command.py {GUARDS}",
     ),
-    ("build", "run/build.py run/plan.py", f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py"),
+    (
+        "build",
+        "run/build.py run/plan.py",
+        f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py sinks/test_sinks_remote.py",
+    ),
 ]
 
 

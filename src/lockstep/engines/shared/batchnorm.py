@@ -57,7 +57,6 @@ class Replay:
     def finish(self) -> None:
         """The step's last micro-batch is over: updates the running statistics. One gather; does not wait."""
         rows = torch.stack(self._rows)
-        self._rows = []
         if self._world.size > 1:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
             dist.all_gather(parts, rows)  # collective
