@@ -1,5 +1,7 @@
 """The task's base class: what it gives to whom, and which mistakes it names."""
 
+import sys
+
 import pytest
 import torch
 from toys import Partial, Ragged
@@ -99,6 +101,16 @@ def test_helpers_are_let_be(name):
 def test_the_class_itself_is_not_a_task():
     with pytest.raises(ConfigError, match=r"the task is the class Plain itself; give an object of it: Plain\(\)"):
         adapted(Plain)
+
+
+def test_a_task_imports_its_own_neighbours_before_others_of_that_name(tmp_path, monkeypatch):
+    for folder, value in (("mine", 1), ("other", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "neighbour_of_a_task.py").write_text(f"VALUE = {value}\n")
+    code = "from neighbour_of_a_task import VALUE\nfrom toys import Ragged\nclass Mine(Ragged):\n    value = VALUE\n"
+    (tmp_path / "mine" / "tasked.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
+    assert load_task(f"{tmp_path}/mine/tasked.py:Mine").value == 1
 
 
 def test_a_task_from_a_file(tmp_path):

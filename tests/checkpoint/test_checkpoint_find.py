@@ -175,7 +175,8 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path):
 def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     lines = []
     reading = find._Reading(tmp_path / "step-00000007", World(), lines.append)
-    reading._whole = 840 * 10**9
+    files = {name: {"size": 420 * 10**9, "xxh3_64": ""} for name in ("a.safetensors", "b.safetensors")}
+    reading.begin(Manifest(1, 4, "ddp", 0, files))
     reading.heard([10**9, 0])
     assert lines == []  # not yet long
     monkeypatch.setattr(find, "_TELL", -1.0)

@@ -65,12 +65,15 @@ def test_another_seed_is_another_order():
 
 
 PINNED = [652377025031, 475608598562, 267912954272, 426766085608]
+PINNED_EDGES = {64: [63, 18, 8], 1024: [1021, 378, 399], 4096: [1045, 476, 465]}  # sizes that fill their domain
 PINNED_SMALL = [5, 8, 0, 6, 7, 3, 2, 1, 4, 9]
 
 
 def test_the_order_is_pinned():
     # A change here changes the data of every run that is resumed: raise the checkpoint's format with it.
     assert Shuffled(10**12, seed=0).at(10**12 - 2, 10**12 + 2)[1].tolist() == PINNED
+    for size, images in PINNED_EDGES.items():
+        assert Shuffled(size, seed=0).at(0, 3)[1].tolist() == images
     assert Shuffled(10, seed=0).at(0, 10)[1].tolist() == PINNED_SMALL
 
 

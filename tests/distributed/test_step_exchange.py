@@ -2,6 +2,7 @@
 
 import os
 import re
+import statistics
 import time
 
 import pytest
@@ -165,6 +166,25 @@ def test_a_rank_that_waits_reports_no_busy_time():
         for one, other in heard[5:]:
             assert one == pytest.approx((0.25, 0.5, 0.125), rel=1e-6)
             assert other == pytest.approx((0.5, 1.0, 0.25), rel=1e-6)
+
+
+def _told(world, constant):
+    """How many steps each exchange was for, of steps that take 30 ms."""
+    exchange, found = StepExchange(world, lambda step: 1, (lambda step: 1) if constant else None), []
+    for step in range(40):
+        exchange.global_items(step)
+        found.append(exchange.count)
+        time.sleep(0.03)
+        exchange.send(step)
+        exchange.receive()
+    return found
+
+
+def test_how_often_it_beats_is_by_the_mean_length_of_a_step_and_not_of_what_passed_since():
+    """Every quarter of a second: after eight steps of 30 ms, one is 30 ms and not eight times as long."""
+    counts = run(_told, 2, True)[0]
+    lengths = [counts.count(value) for value in sorted(set(counts))]
+    assert statistics.median(lengths) >= 4  # the first ones know no length yet
 
 
 def _counted(world, steps):

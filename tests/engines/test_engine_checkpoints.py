@@ -152,6 +152,8 @@ def _clones(world, name):
     same = digest(made, world) == digest(again, world)
     with pytest.raises(CheckpointError, match="the state does not fit the model: model/other on one side only"):
         again.load_state_dict(state | {"model/other": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="does not fit the model: model/a, model/b, model/c on one side only"):
+        again.load_state_dict(state | {f"model/{key}": torch.zeros(1) for key in "bedac"})
     return same
 
 

@@ -66,6 +66,33 @@ def test_it_is_the_mean_over_all_items_each_counted_once():
     assert record.metrics == {"accuracy": right / items}
 
 
+class Shares(Ragged):
+    """Several sums and counts in one forward, of numbers that are known."""
+
+    def evaluate(self, model, batch):
+        items = self.count(batch)
+        found = {
+            "half": (0.5 * items, items),
+            "sevenths": (2.0, 7.0),
+            "none": (3.0, 0.0),
+            "third": (items, 3.0 * items),
+        }
+        return self.loss(model, batch), found
+
+
+def shares(world):
+    task = Shares(samples=30)
+    made, _ = parts(world, task)
+    dataset = task.dataset("evaluation")
+    batches = Batches(task, dataset, Sequential(len(dataset)), one_step(len(dataset), 3), world, seed=0)
+    return evaluate(made, task, batches, world, step=0, seed=0).metrics
+
+
+def test_each_of_several_metrics_is_its_own_sum_over_its_own_count():
+    for found in (shares(World()), *run(shares, 2)):
+        assert found == pytest.approx({"half": 0.5, "sevenths": 2 / 7, "none": 3.0 * 4, "third": 1 / 3})
+
+
 def test_more_ranks_than_samples():
     alone = found(World(), 2, 1)
     assert run(found, 4, 2, 1) == [alone] * 4

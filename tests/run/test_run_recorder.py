@@ -21,9 +21,11 @@ from lockstep.config.config import Config
 from lockstep.config.sections import Checkpoint, Optim
 from lockstep.data.order import Shuffled
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
+from lockstep.errors import LockstepError, PeerError
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
 from lockstep.run.meter import Meter, memory
+from lockstep.run.recorder import RunRecorder
 from lockstep.sinks.jsonl import read
 
 SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
@@ -159,6 +161,16 @@ def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path)
         assert record["evaluation/loss"] == pytest.approx((place + 1) ** 2 + 3, rel=1e-9)
         assert record["evaluation/items"] == 5
         assert record["evaluation/mean"] == 3.0
+
+
+def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_without():
+    given = []
+    recorder = SimpleNamespace(
+        saver=SimpleNamespace(abandon=given.append), _built=SimpleNamespace(world=SimpleNamespace(timeout=600.0))
+    )
+    for error in (None, LockstepError("a"), PeerError("rank 0 lost the other ranks")):
+        RunRecorder.__exit__(recorder, None, error, None)
+    assert given == [600.0, 600.0, 1.0]
 
 
 def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):
