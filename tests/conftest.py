@@ -8,9 +8,18 @@ import hub_files
 import pytest
 from hypothesis import settings
 
+from lockstep.errors import SETTINGS
+
 # No deadline: a machine that is busy with something else is not a failure. pytest's own timeout ends what hangs.
 settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")
+
+
+@pytest.fixture(autouse=True)
+def by_flags(monkeypatch):
+    """Messages are read as they are written, with flags, whichever tests came before; tests/config/test_said.py has
+    those for Python."""
+    monkeypatch.setattr(SETTINGS, "flags", True)
 
 
 def pytest_collection_finish():

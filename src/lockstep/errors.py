@@ -8,9 +8,16 @@ LockstepError                   exit 1   a failed run
 │   └── CheckpointError                  no checkpoint, or none that is whole
 ├── DifferenceError             exit 3   a check found a difference
 └── PeerError                   exit 1   another rank failed or did not answer in time
+
+Lines are written with flags, as the command has them. A person who makes the configuration in Python reads fields:
+
+    said("--engine.prefetch 2 is no option of --engine ddp")      # engine_options.prefetch 2 is no option of engine ddp
 """
 
+import re
+
 __all__ = [
+    "SETTINGS",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -19,7 +26,32 @@ __all__ = [
     "PeerError",
     "ResumeError",
     "UsageError",
+    "said",
 ]
+
+
+class _Settings:
+    """How this process names settings to the person; every line and error of it asks here.
+
+    Attributes:
+        flags: as flags. A process does so from when it first reads some: under a command, or with `Config.from_args`.
+        fields: each setting's flag -> what it is in Python. Who has settings adds theirs.
+    """
+
+    def __init__(self) -> None:
+        self.flags = False
+        self.fields: dict[str, str] = {}
+
+
+SETTINGS = _Settings()
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
+
+
+def said(line: str) -> str:
+    """`line`, written with flags, as this process says it; what is no flag of a setting stays."""
+    if SETTINGS.flags:
+        return line
+    return _FLAG.sub(lambda found: SETTINGS.fields.get(found[0], found[0]), line)
 
 
 class LockstepError(Exception):
@@ -32,6 +64,9 @@ class LockstepError(Exception):
 
     exit_code = 1
     relayed = False
+
+    def __str__(self) -> str:
+        return said(super().__str__())
 
 
 class UsageError(LockstepError):

@@ -159,7 +159,7 @@ def test_what_is_warned_of():
     ]
     small = chosen(Config(max_steps=60, batch_size=4), Ragged(), NORMED)
     assert warnings(small, NORMED)[0].endswith(
-        "over the 4 samples of a forward, and 16 or more train better: give --batch-size 16 --micro-batch-size 16"
+        "over the 4 samples of a forward, and 16 or more train better: give --batch-size 16 and --micro-batch-size 16"
     )
     assert warnings(chosen(Config(max_steps=60, batch_size=64), Ragged(), NORMED), NORMED) == []
     assert warnings(chosen(Config(max_steps=60, batch_size=64, batchnorm="sync"), Ragged(), NORMED), NORMED) == []

@@ -113,7 +113,7 @@ def test_one_micro_batch_over_two_ranks_is_explained(tmp_path, home, places):
         "--batch-size 1 is the whole step's, over all ranks: 1 micro-batch of 1 for 2 ranks leaves 1 of them without"
     )
     assert said.count(expected) == 1
-    assert "--batch-size 2 --micro-batch-size 1" in said
+    assert "--batch-size 2 and --micro-batch-size 1" in said
 
 
 def test_without_a_network_no_rank_waits_and_nothing_is_written(tmp_path, places):

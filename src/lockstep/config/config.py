@@ -21,7 +21,7 @@ from typing import Any, Self, cast
 from lockstep.config.fields import FieldError, FieldName, named, option
 from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Model, Optim, auto
 from lockstep.engines.options import BOUNDS, ENGINES, EngineOptions
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = ["Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
 
@@ -239,6 +239,19 @@ def flag(name: str) -> str:
     return "--" + name.replace("engine_options.", "engine.").replace("_", "-")
 
 
+def _names() -> dict[str, str]:
+    """The flag of each field -> its dotted name; `--no-exact` is `exact False`."""
+    found = {}
+    for owner, prefix in sections(Config()):
+        for spec in dataclasses.fields(owner):
+            name = prefix + spec.name
+            if not dataclasses.is_dataclass(spec.type):
+                found[flag(name)] = name
+            if spec.type is bool:
+                found[flag(name).replace("--", "--no-")] = f"{name} False"
+    return found
+
+
 def is_auto(config: Config, name: str) -> bool:
     """Whether the field of a dotted name is still to be chosen."""
     return name in _PLACES and bool(lookup(config, name) == _PLACES[name])
@@ -304,3 +317,6 @@ def _check_name(name: str) -> None:
         out = [FieldName("save_dir")] if problem.endswith(" of ") else []
         use = ": use letters, digits, '-', '_' and '.'"
         raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)
+
+
+SETTINGS.fields |= _names()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lockstep.config.hints import hint
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = ["Parser"]
 
@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown flag, with the nearest known one, or a value of the wrong kind.
         """
+        SETTINGS.flags = True  # which the person writes, and so reads from here on
         return self.parse_args([_dashed(word) for word in argv])
 
     def error(self, message: str) -> NoReturn:

@@ -33,7 +33,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
 __all__ = ["RankFailed", "start"]
 
@@ -68,6 +68,7 @@ class _Rank(NamedTuple):
     folder: Path
     logged: bool
     before: Callable[[], None] | None
+    flags: bool  # how the calling process names settings
 
 
 class _Failure(NamedTuple):
@@ -124,7 +125,9 @@ def start(
             for rank in range(size):
                 mine, theirs = context.Pipe(duplex=False)
                 variables = _environment(rank, size, port)
-                given = _Rank(function, args, variables, device, patience, place, folder is not None, before)
+                given = _Rank(
+                    function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags
+                )
                 process = context.Process(target=_live, args=(theirs, given))  # no daemon: it may have loader processes
                 ranks.append((process, mine))
                 _launch(process, what)
@@ -247,6 +250,7 @@ def _live(pipe: Connection, given: _Rank) -> None:
     """The life of one process. It leaves without Python's teardown, which could wait for a dead peer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= given.environment
+    SETTINGS.flags = given.flags
     rank, size = int(given.environment["RANK"]), int(given.environment["WORLD_SIZE"])
     if not given.folder.exists():  # the caller was interrupted while it asked for this process
         os._exit(1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engines.options import EngineOptions
+from lockstep.errors import said
 
 __all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest"]
 
@@ -32,6 +33,10 @@ class StepResult(NamedTuple):
 
     norm: Tensor
     applied: bool | None
+
+
+def _log(line: str) -> None:
+    logging.getLogger("lockstep").info(said(line))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Settings:
     loss_scaling: bool = False
     blocks: tuple[nn.Module, ...] = ()
     options: EngineOptions = field(default_factory=EngineOptions)
-    say: Callable[[str], None] = logging.getLogger("lockstep").info
+    say: Callable[[str], None] = _log
 
 
 class Engine(Protocol):

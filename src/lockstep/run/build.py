@@ -30,7 +30,7 @@ from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.make import engine, model_init
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.engines.shared.exact import check_servable
-from lockstep.errors import DataError, ResumeError, UsageError
+from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.optimizers import make_optimizer
@@ -250,7 +250,7 @@ def _idle(config: Config, ranks: int) -> str:
     return (
         f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
         f"for {ranks} ranks leave{'s' * (held == 1)} {ranks - held} of them without work; for {batch} on each device: "
-        f"--batch-size {batch * ranks} --micro-batch-size {batch}"
+        f"--batch-size {batch * ranks} and --micro-batch-size {batch}"
     )
 
 
@@ -371,4 +371,4 @@ def _evaluation(config: Config, task: Task, dataset: Any, world: World) -> Batch
 
 def notify(world: World) -> Callable[[str], None]:
     """Rank 0's word to the person, before the log is open."""
-    return lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None
+    return lambda line: print(said(line), file=sys.stderr, flush=True) if world.is_main else None

@@ -114,7 +114,7 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
     norms, micro_size = _norms(model), config.micro_batch_size
     if norms and micro_size < _FEW and config.batchnorm != "sync":
         size = default_micro_batch_size(max(config.batch_size, _FEW), _FEW)
-        more = f"--batch-size {_FEW} " if config.batch_size < _FEW else ""
+        more = f"--batch-size {_FEW} and " if config.batch_size < _FEW else ""
         which = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
         found.append(
             f"BatchNorm ({which}) normalises over the {micro_size} sample{'s' * (micro_size > 1)} of a forward, and "

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.config.secrets import mask, printable
+from lockstep.errors import said
 
 __all__ = ["close_log", "open_log"]
 
@@ -65,7 +66,7 @@ class _FileLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        lines = [printable(mask(record.getMessage()))]
+        lines = [printable(mask(said(record.getMessage())))]
         if record.exc_info:
             lines += [printable(line) for line in mask(self.formatException(record.exc_info)).split("\n")]
         if record.stack_info:
@@ -82,7 +83,7 @@ class _PersonLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        return f"{self._rank}{level}{printable(mask(record.getMessage()))}"
+        return f"{self._rank}{level}{printable(mask(said(record.getMessage())))}"
 
 
 class _File(logging.FileHandler):

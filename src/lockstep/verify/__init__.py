@@ -14,6 +14,8 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import SETTINGS
+
 if TYPE_CHECKING:
     from lockstep.config.config import Config
     from lockstep.verify.table import Table
@@ -96,3 +98,6 @@ def verify(
     )
     table: Table = importlib.import_module("lockstep.verify.verification").prove(request)
     return table
+
+
+SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}

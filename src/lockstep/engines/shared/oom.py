@@ -87,7 +87,7 @@ def _advice(engine: Engine | None, device: Device) -> str:
     if engine is None:
         return (
             f"the model is not made yet ({shown(device.own)} of {shown(device.total)} held); --engine fsdp "
-            "--engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
+            "with --engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
         )
     held = _held(engine)
     kept = sum(held)
