@@ -161,10 +161,11 @@ def gpt(**changed):
     return model
 
 
-def test_the_built_in_gpt_is_a_gpt2_in_transformers(tmp_path):
+@pytest.mark.parametrize("named", ['model_name = "builtin:nano"\n', ""])  # left out where the task is one's own
+def test_the_built_in_gpt_is_a_gpt2_in_transformers(tmp_path, named):
     transformers = pytest.importorskip("transformers")
     model = gpt(dropout=0.1).eval()
-    path = saved(tmp_path / "run", model, config='model_name = "builtin:nano"\n[model]\ndropout = 0.1\n')
+    path = saved(tmp_path / "run", model, config=f"{named}[model]\ndropout = 0.1\n")
     out = export(path, tmp_path / "hf", "hf")
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()

@@ -280,6 +280,23 @@ def test_help_names_every_option(capsys):
     assert [name for name in option_list() if flag(name) not in shown] == []
 
 
+@pytest.mark.parametrize("argv", [["--task", "f.py:C", "--help"], ["--help", "--task=f.py:C"]])
+def test_with_a_task_of_ones_own_the_help_leaves_out_what_only_the_built_in_ones_have(argv, capsys):
+    with pytest.raises(SystemExit):
+        parse(argv)
+    own = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        Config.from_args(["--help"], task="f.py:C")
+    assert capsys.readouterr().out == own
+    shown = {name for name in option_list() if f"  {flag(name)} " in own or f"  {flag(name)}\n" in own}
+    left_out = {name for name in option_list() if name not in shown and f"  {flag(name)}, --no-" not in own}
+    assert {"model_name", "dataset_name", "seq_len", "tokenizer", "data.vocab_size", "model.dropout"} <= left_out
+    assert {name.partition(".")[0] for name in left_out if "." in name} == {"data", "model"}
+    assert {"data.workers", "data.prefetch", "lr", "task", "engine_options.prefetch"} <= shown
+    assert "model:" not in own.splitlines()  # nothing of it is left
+    assert parse(["--task", "f.py:C", "--seq-len", "64", "--model.dropout", "0.1"]).seq_len == 64
+
+
 def test_a_scripts_own_defaults_stand_below_its_flags():
     own = {"batch_size": 64, "optim": {"clip": 0.5, "floor": 0.2}}
     config = Config.from_args(["--batch-size", "32", "--optim.floor", "0.3"], lr=0.01, **own)

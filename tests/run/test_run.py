@@ -10,9 +10,11 @@ from ranks import run
 from small_runs import config, mark
 from toys import Ragged, taken
 
+import lockstep
 from lockstep import checkpoint
+from lockstep.checkpoint.export.export import export
 from lockstep.config.config import Config
-from lockstep.config.options import flat, read
+from lockstep.config.options import flat, parse, read
 from lockstep.config.sections import Checkpoint
 from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
 from lockstep.run.defaults import settled
@@ -66,7 +68,43 @@ def test_the_written_config_is_one_that_config_reads(tmp_path):
     settings = config(tmp_path, experiment_name='a "quoted" näme')
     go(None, settings)
     chosen = settled(settings, Ragged(), Ragged().model(), 40).config
-    assert read(tmp_path / settings.experiment_name / "config.toml") == flat(chosen)
+    assert read(tmp_path / settings.experiment_name / "config.toml") == flat(chosen, own_task=True)
+    assert parse(["--config", str(tmp_path / settings.experiment_name / "config.toml")]) == chosen
+
+
+BUILTIN = {"model_name", "dataset_name", "seq_len", "tokenizer", "preset", "model.dropout", "data.text_column"}
+
+
+def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_path):
+    """But for what was changed. The run resumes, loads and exports as ever, and another value is told on a resume."""
+    model = {"dropout": 0.25}  # such as a task may be made from
+    common = {"model": model, "ckpt_freq": 2, "max_steps": 4}
+    go(None, config(tmp_path, stop_at=2, **common))
+    path = tmp_path / "r"
+    written = read(path / "config.toml")
+    assert not written.keys() & (BUILTIN - {"model.dropout"})
+    assert written["model.dropout"] == 0.25
+    assert "data.workers" in written
+    log = (path / "logs" / "rank-00000.log").read_text()
+    assert '"model.dropout": 0.25' in log
+    assert "seq_len" not in log
+    with pytest.raises(ResumeError, match=r"seq_len \(128 before, 64 now\)"):
+        go(None, config(tmp_path, seq_len=64, **common))
+    assert go(None, parse(["--config", str(path / "config.toml"), "--stop-at", "0"]))[0] == [2, 3]
+    go(None, config(tmp_path, experiment_name="whole", **common))
+    assert mark(tmp_path) == mark(tmp_path, "whole")
+    assert lockstep.load(path, Ragged(), "last").training is False
+    export(checkpoint.newest(path, say=print), tmp_path / "out.safetensors", "safetensors")
+    with pytest.raises(CheckpointError, match="neither the built-in GPT nor one that came from transformers"):
+        export(checkpoint.newest(path, say=print), tmp_path / "hf", "hf")
+
+
+def test_a_task_that_is_named_keeps_all_fields(tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four " * 400)
+    common = {"save_dir": str(tmp_path), "max_steps": 1, "batch_size": 2, "device": "cpu"}
+    data = {"cache": str(tmp_path / "cache"), "vocab_size": 300}
+    lockstep.train(Config(dataset_name=str(tmp_path / "text.txt"), seq_len=16, data=data, **common))
+    assert read(tmp_path / "default" / "config.toml").keys() == flat(Config()).keys()
 
 
 @pytest.mark.parametrize("leave_at", [4, 7, 11])

@@ -39,8 +39,12 @@ class Config:
     """
 
     experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
-    dataset_name: str = option("builtin:stdlib", "this Python's own library, a text file, or a folder of them")
-    model_name: str = option("builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+    dataset_name: str = option(
+        "builtin:stdlib", "this Python's own library, a text file, or a folder of them", builtin=True
+    )
+    model_name: str = option(
+        "builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl", builtin=True
+    )
     task: str = option("", "FILE.py:CLASS, a task of your own, made without arguments; else model and data are named")
     save_dir: str = option("outputs", "where run folders lie")
     seed: int = option(0, "fixes weights, order and dropout")
@@ -56,7 +60,7 @@ class Config:
         0,
         "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
     )
-    seq_len: int = option(128, "tokens in a sample")
+    seq_len: int = option(128, "tokens in a sample", builtin=True)
     log_freq: int = option(10, "steps between records")
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
@@ -90,9 +94,16 @@ class Config:
     init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
     resume_anyway: bool = option(False, "resume although the plan differs, saying what changes")
     preset: str = option(
-        "auto", "a set of defaults; auto: source where model and data are both on the hub", "auto", "none", "source"
+        "auto",
+        "a set of defaults; auto: source where model and data are both on the hub",
+        "auto",
+        "none",
+        "source",
+        builtin=True,
     )
-    tokenizer: str = option("", "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)")
+    tokenizer: str = option(
+        "", "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)", builtin=True
+    )
     tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")

@@ -22,9 +22,13 @@ __all__ = ["FieldError", "FieldName", "UnknownField", "named", "option"]
 T = TypeVar("T")
 
 
-def option(default: Any, text: str, *choices: str) -> Any:
-    """A field with its help text, and the values it may take where these are few."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def option(default: Any, text: str, *choices: str, builtin: bool = False) -> Any:
+    """A field with its help text, and the values it may take where these are few.
+
+    Args:
+        builtin: the built-in tasks alone have it: who trains a task of their own need not see it.
+    """
+    return field(default=default, metadata={"help": text, "choices": choices, "builtin": builtin})
 
 
 class FieldName(str):

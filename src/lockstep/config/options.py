@@ -39,13 +39,15 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
     """
+    own_task = bool(defaults and defaults.get("task")) or any(word.partition("=")[0] == "--task" for word in argv)
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
         description="Trains a model. The same --experiment-name resumes, on any number of processes.",
+        epilog="Without --task the help also has what belongs to the built-in tasks." if own_task else None,
         foreign=FOREIGN,
     )
-    add_flags(parser)
+    add_flags(parser, own_task=own_task)
     return build(presets.applied({**_dotted(defaults or {}), **told(vars(parser.read(argv)))}))
 
 
@@ -122,20 +124,25 @@ def option_list() -> list[str]:
     ]
 
 
-def flat(config: Config) -> dict[str, Any]:
-    """Every option and its value by dotted name; "auto" where it is still to be chosen."""
+def flat(config: Config, *, own_task: bool = False) -> dict[str, Any]:
+    """Every option and its value by dotted name; "auto" where it is still to be chosen.
+
+    Args:
+        own_task: the task is the user's: without what the built-in ones alone have, where it stands at its default.
+    """
     return {
         prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
         for owner, prefix in sections(config)
         for spec in dataclasses.fields(owner)
         if not dataclasses.is_dataclass(spec.type)
+        and not (own_task and spec.metadata.get("builtin") and getattr(owner, spec.name) == spec.default)
     }
 
 
-def to_toml(config: Config) -> str:
-    """The merged configuration as a file that `--config` reads back to an equal one."""
+def to_toml(config: Config, *, own_task: bool = False) -> str:
+    """The merged configuration as a file that `--config` reads back to an equal one; `own_task` as for `flat`."""
     lines, seen = [], ""
-    for name, value in flat(config).items():
+    for name, value in flat(config, own_task=own_task).items():
         section, _, key = name.rpartition(".")
         if section != seen:
             lines += ["", f"[{section}]"]
@@ -165,12 +172,13 @@ _GROUPS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
+def add_flags(parser: argparse.ArgumentParser, shown: bool = True, own_task: bool = False) -> None:
     """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
 
     Args:
         parser: of a command that takes the options.
         shown: whether its help lists them.
+        own_task: the task is the user's: the help is without what the built-in ones alone have.
     """
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():
@@ -180,13 +188,16 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool = True) -> None:
     titles = {name: title for title, names in _GROUPS.items() for name in names}
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in ("the run", *_GROUPS)}
     for owner, prefix in sections(Config()):
-        if prefix:
-            section = prefix.rstrip(".")
-            groups[section] = parser.add_argument_group(section, (type(owner).__doc__ or "").splitlines()[0])
         for spec in dataclasses.fields(owner):
-            if not dataclasses.is_dataclass(spec.type):
-                title = prefix.rstrip(".") or titles.get(spec.name, "the run")
-                _add(groups[title], prefix + spec.name, spec, shown)
+            if dataclasses.is_dataclass(spec.type):
+                continue
+            if not shown or (own_task and spec.metadata.get("builtin")):
+                _add(parser, prefix + spec.name, spec, shown=False)  # in no group: an empty one would have its title
+                continue
+            title = prefix.rstrip(".") or titles.get(spec.name, "the run")
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
+            _add(groups[title], prefix + spec.name, spec, shown=True)
 
 
 def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> None:

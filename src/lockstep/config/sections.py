@@ -29,19 +29,28 @@ class Data:
 
     workers: int = option(0, "loader processes a rank; 0 loads in the training process")
     prefetch: int = option(4, "micro-batches that each loader process keeps ready")
-    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation")
-    vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split")
-    cache: str = option("", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)")
-    subset: str = option("", "subset (configuration) of a hub dataset")
-    split: str = option("train", "split to train on; the evaluation takes validation or test, or a part split off")
-    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)")
-    text_column: str = option("", "column that holds the text (default: text, or instruction/input/output, or the one)")
-    encoding: str = option("", "encoding of csv and json files (default: utf-8, or what a byte order mark says)")
+    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation", builtin=True)
+    vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split", builtin=True)
+    cache: str = option(
+        "", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)", builtin=True
+    )
+    subset: str = option("", "subset (configuration) of a hub dataset", builtin=True)
+    split: str = option(
+        "train", "split to train on; the evaluation takes validation or test, or a part split off", builtin=True
+    )
+    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)", builtin=True)
+    text_column: str = option(
+        "", "column that holds the text (default: text, or instruction/input/output, or the one)", builtin=True
+    )
+    encoding: str = option(
+        "", "encoding of csv and json files (default: utf-8, or what a byte order mark says)", builtin=True
+    )
     packing: str = option(
         "stream",
         "stream: a separator after each document; blocks: none, and every 1000 examples cut into blocks, the rest left",
         "stream",
         "blocks",
+        builtin=True,
     )
     drop_last: bool = option(False, "leave out the last step of a run where it would be short of samples")
 
@@ -51,10 +60,12 @@ class Data:
 class Model:
     """The model's own settings."""
 
-    dropout: float = option(0.0, "dropout probability of the built-in models")
-    pretrained: bool = option(False, "begin with the weights of the hub model or folder that --model-name names")
-    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)")
-    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it")
+    dropout: float = option(0.0, "dropout probability of the built-in models", builtin=True)
+    pretrained: bool = option(
+        False, "begin with the weights of the hub model or folder that --model-name names", builtin=True
+    )
+    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)", builtin=True)
+    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it", builtin=True)
 
 
 @named()

@@ -58,7 +58,7 @@ class Built:
     """What a run is made of.
 
     Attributes:
-        horizon: the plan's steps.
+        own_task: `task` is the user's own, and not one of the built-in ones that the configuration names.
         model: the plain module that `engine` holds.
         batches, evaluation: the training stream and the evaluation set (None where the task has none).
         plan: what a resume must find unchanged.
@@ -72,6 +72,7 @@ class Built:
     world: World
     folder: RunFolder
     task: Task
+    own_task: bool
     run_plan: RunPlan
     model: nn.Module
     engine: Engine
@@ -133,6 +134,11 @@ class Built:
             self.engine.load_state_dict(engine)
         for group, state in own.items():
             owners[group].load_state_dict(state)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The configuration as it is shown and kept, by dotted name."""
+        return options.flat(self.config, own_task=self.own_task)
 
     @property
     def start(self) -> int:
@@ -204,6 +210,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
         world,
         folder,
         task,
+        given is not None or bool(config.task),
         run_plan,
         model,
         made,

@@ -47,7 +47,7 @@ def open_sinks(built: Built) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
     folder.forget_end()
-    folder.write("config.toml", options.to_toml(config))
+    folder.write("config.toml", options.to_toml(config, own_task=built.own_task))
     environment.write(folder.environment, environment.describe() | {"sources": dict(built.task.sources)})
     metrics = JsonLines(folder.metrics, built.start, evaluated=not built.state.get("evaluation_due"))
     earlier = read(folder.metrics) if built.start else []
@@ -63,7 +63,7 @@ def _described(built: Built) -> dict[str, Any]:
     return masked(
         {
             "experiment": config.experiment_name,
-            "args": options.flat(config),
+            "args": built.arguments,
             "training_data_size": samples,
             "num_batches": -(-samples // config.batch_size),
             "world_size": built.world.size,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
-from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, note_end
@@ -192,7 +191,7 @@ def _in_folder(session: Session, built: Built) -> Training:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
         count_restarts(built.state)
         _announce(built)
-        _LOG.info("arguments: %s", json.dumps(options.flat(built.config)), extra={"only_file": True})
+        _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
         if world.is_main:
             session.sinks = open_sinks(built)
         load_state(built)

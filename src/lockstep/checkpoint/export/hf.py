@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.config import Config
 from lockstep.errors import CheckpointError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
@@ -51,7 +52,7 @@ def write_hub(options: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renam
         CheckpointError: the run's model is not one that transformers knows.
         ConfigError: the hub's model is not to be had any more, or transformers is not installed.
     """
-    name = str(options.get("model_name", ""))
+    name = str(options.get("model_name", Config().model_name if options else ""))  # what is left out is the default
     if name in PRESETS and {"tokens.weight", "positions.weight"} <= shapes.keys():
         _write(folder, _gpt2(name, options, shapes))
         return _as_gpt2
