@@ -204,7 +204,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     made = _engine(config, task, model, world, rates)
     held_out = _evaluation(config, task, evaluation, world)
     if source is None:
-        check_task(made.model, task, stream, held_out, world)  # collective
+        check_task(made.model, model, task, stream, held_out, world)  # collective
     built = Built(
         config,
         world,

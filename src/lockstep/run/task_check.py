@@ -1,6 +1,6 @@
 """The user's task, tried once before the first step: a mistake in it is one line then, and not a lost run later.
 
-    check_task(engine.model, task, batches, evaluation, world)  # each method, on one micro-batch of each rank
+    check_task(engine.model, model, task, batches, evaluation, world)   # each method, on one micro-batch of each rank
 
 Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused
 is what cannot be right whatever the task is; what only looks odd (a loss that is not finite yet, one that depends on
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
@@ -50,21 +51,26 @@ class _Trial:
     evaluation: MicroBatch | None
 
 
-def check_task(model: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World) -> None:
+def check_task(
+    model: nn.Module, plain: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World
+) -> None:
     """Runs `loss`, `count` and `metrics` (or `evaluate`) once, on every rank alike. Collective.
 
     Args:
         model: what an engine holds; its forward may have collectives.
+        plain: what the engine was made from, whose layers have the names that the user knows.
 
     Raises:
         DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
-            no mean; a `count` that does not add up. The same on every rank, or a PeerError that names the first.
+            no mean; a `count` that does not add up; a BatchNorm that gets one value a channel. The same on every rank,
+            or a PeerError that names the first.
     """
     trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
+    norms = _norms(plain, world)  # before eval mode
     with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
         reseed = seeder(0, "check", world.device)
-        losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed))
+        losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
         on_all_ranks(world, lambda: _check_sums(task, trial, losses))
         on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
 
@@ -81,14 +87,54 @@ def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
     return _Trial(whole, halves, (half, samples - half), drew, seen)
 
 
-def _losses(model: nn.Module, task: Task, trial: _Trial, both: bool, reseed: Callable[[int, int], None]) -> list[float]:
+def _losses(
+    model: nn.Module,
+    task: Task,
+    trial: _Trial,
+    both: bool,
+    reseed: Callable[[int, int], None],
+    norms: list[tuple[str, nn.Module]],
+) -> list[float]:
     """The losses of the micro-batch and, where every rank can, of its halves."""
     found = []
     for batch in (trial.whole, *(trial.halves if both else ())):
         reseed(0, 0)
-        loss = _called("loss", lambda data: task.loss(model, data), batch.data)
+        with _watched(norms if batch is trial.whole else [], trial):  # halves are never trained on
+            loss = _called("loss", lambda data: task.loss(model, data), batch.data)
         found.append(float(scalar(loss)))  # waits for the device
     return found
+
+
+def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
+    """The BatchNorm layers that will normalise by what one forward on one rank gives them, with their names."""
+    return [
+        (name or type(layer).__name__, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and layer.training
+        and not (isinstance(layer, nn.SyncBatchNorm) and world.size > 1)
+    ]
+
+
+@contextlib.contextmanager
+def _watched(norms: list[tuple[str, nn.Module]], trial: _Trial) -> Iterator[None]:
+    """Within it a layer of `norms` that gets one value a channel raises ConfigError: in eval mode torch takes that."""
+    samples = sum(trial.samples)
+
+    def look(name: str, given: Tensor | None = None) -> None:
+        if given is not None and given.ndim > 1 and given.numel() == given.shape[1]:
+            raise ConfigError(
+                f"BatchNorm ({name}) gets one value a channel from a forward of {samples} sample{'s' * (samples > 1)}, "
+                "and cannot normalise by one: give a larger --micro-batch-size (16 or more train better), with a "
+                "--batch-size that is a multiple of it, or use another norm, such as GroupNorm or LayerNorm"
+            )
+
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs, name=name: look(name, *inputs)) for name, layer in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_sums(task: Task, trial: _Trial, losses: list[float]) -> None:
