@@ -12,6 +12,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.config.config import Config
 from lockstep.config.sections import Optim
+from lockstep.errors import ConfigError
 
 ENGINES = ("ddp", "fsdp", "zero")
 CLIPPED = Optim(warmup_steps=1, clip=0.5)
@@ -37,11 +38,23 @@ class Blocked(Ragged):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["batchnorm", "activation checkpointing"])
 def test_bits_with_what_replays_and_recomputes(case):
-    task, changes = tasks.Images(), {}
+    task, changes = tasks.Images(), {"micro_batch_size": 2}  # the default would be all 8 at once
     if case != "batchnorm":
         task, changes = Blocked(samples=60, dropout=0.2), {"activation_checkpointing": "full"}
     table = lockstep.verify(task, config(**changes), engines=ENGINES, world_sizes=(2, 4), steps=3)
     assert {row.verdict for row in table.rows} == {"equal"}, str(table)
+
+
+def test_whether_a_world_can_be_served_is_asked_of_the_micro_batch_that_the_run_has():
+    """With BatchNorm it is another: 2 of 17 samples and not 17 of 2, 2 of 16 and not 8 of 4."""
+    asked = {"engines": ("ddp",), "steps": 2, "resume_at": 0}
+    table = lockstep.verify(tasks.Images(), config(batch_size=34), world_sizes=(2,), **asked)
+    assert {row.verdict for row in table.rows} == {"equal"}, str(table)
+    assert "34 samples in 2 micro-batches" in table.title
+    with pytest.raises(
+        ConfigError, match="ddp x4 cannot run here: --exact cannot serve 4 processes with 2 micro-batches"
+    ):
+        lockstep.verify(tasks.Images(), config(batch_size=32), world_sizes=(4,), **asked)
 
 
 @pytest.mark.slow

@@ -147,8 +147,12 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
 
 
 def refusal(one: Combination, config: Config) -> str | None:
-    """Why this combination cannot run, as far as that can be said without starting it; else None."""
-    if config.exact:
+    """Why this combination cannot run, as far as that can be said without starting it; else None.
+
+    Args:
+        config: where its micro-batch is still "auto" the model decides how a step is cut: then nothing is said yet.
+    """
+    if config.exact and config.micro_batch_size:
         try:
             check_servable(config.micro_batches, one.world_size)
         except ConfigError as error:

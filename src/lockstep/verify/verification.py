@@ -63,6 +63,7 @@ class Verification:
         """Makes all runs and compares them. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
+        self._refuse(combinations)  # again, now that the micro-batch is known
         table = Table(_title(self._request), notes=self._notes())
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
@@ -86,16 +87,19 @@ class Verification:
         found = combine(request.engines, [own] if own else request.world_sizes, request.compile)
         if own:  # of one process there is only what needs no launcher
             found = [one for one in found if one.world_size > 1 or one.engine == REFERENCE.engine]
-        for one in found:
-            reason = refusal(one, request.config)
-            if reason:
-                self._rows[one] = Row(one, "unavailable", reason=reason)
-        self._check_available()
+        self._refuse(found)
         if request.plant:
             self._fault.check(request.config, request.steps, request.resume)
             if all(one.world_size == 1 for one in found):
                 raise ConfigError(f"--plant {request.plant} goes wrong on one of several ranks: add --world-sizes 2")
         return found
+
+    def _refuse(self, combinations: list[Combination]) -> None:
+        for one in combinations:
+            reason = refusal(one, self._request.config)
+            if reason:
+                self._rows[one] = Row(one, "unavailable", reason=reason)
+        self._check_available()
 
     def _check_available(self) -> None:
         missing = [row for row in self._rows.values() if row.verdict == "unavailable"]
