@@ -19,6 +19,7 @@ from lockstep.config.sections import Checkpoint
 from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
 from lockstep.run.defaults import settled
 from lockstep.run.folder import RunFolder
+from lockstep.run.plan import differences
 from lockstep.sinks.jsonl import read as records
 
 
@@ -90,6 +91,11 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     assert "seq_len" not in log
     with pytest.raises(ResumeError, match=r"seq_len \(128 before, 64 now\)"):
         go(None, config(tmp_path, seq_len=64, **common))
+    plan = json.loads((path / "state.json").read_text())["plan"]
+    assert plan.keys() & BUILTIN == {"model.dropout"}
+    with pytest.raises(ResumeError, match=r"model.dropout \(0.25 before, 0.0 now\)"):
+        go(None, config(tmp_path, ckpt_freq=2, max_steps=4))
+    assert differences(plan | {"seq_len": 128}, plan) == differences(plan, plan | {"seq_len": 128}) == []
     assert go(None, parse(["--config", str(path / "config.toml"), "--stop-at", "0"]))[0] == [2, 3]
     go(None, config(tmp_path, experiment_name="whole", **common))
     assert mark(tmp_path) == mark(tmp_path, "whole")

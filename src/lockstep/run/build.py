@@ -195,7 +195,8 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
         _check_cut(config, world)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
-    plan = plan_of(config, run_plan, task, model)
+    own_task = given is not None or bool(config.task)
+    plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
     on_all_ranks(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
     stream = _training(config, task, training, run_plan, world)
@@ -210,7 +211,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
         world,
         folder,
         task,
-        given is not None or bool(config.task),
+        own_task,
         run_plan,
         model,
         made,

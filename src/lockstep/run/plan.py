@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.data.batches import START, Origin, StepPlan
 from lockstep.task import Task, written
@@ -19,7 +20,7 @@ __all__ = ["RunPlan", "differences", "origin_of", "plan_of"]
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
-    *("precision", "batchnorm", "model_name", "dataset_name"),
+    *("precision", "batchnorm", "model_name", "dataset_name", "model.dropout"),
 )
 
 
@@ -89,23 +90,32 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
     return Origin(*state.get("origin", START))
 
 
-def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module) -> dict[str, Any]:
-    """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content."""
+def plan_of(
+    config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool = False
+) -> dict[str, Any]:
+    """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content.
+
+    Args:
+        own_task: the task is the user's: without the built-in ones' options that stand at their default.
+    """
+    said = options.flat(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
     return {
-        **{name: getattr(config, name) for name in _FIXED},
+        **{name: said[name] for name in _FIXED if name in said},
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
         "data": task.fingerprint,
         "task": type(written(task)).__qualname__,
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
-        "model.dropout": config.model.dropout,
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys that differ, each with both values: `seed (0 before, 1 now)`."""
+    """The keys that differ, each with both values: `seed (0 before, 1 now)`. What was left out is at its default."""
+    plain = options.flat(Config())
+    left_out = {name: plain[name] for name in _FIXED if name not in options.flat(Config(), own_task=True)}
+    before, now = left_out | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]
     return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]
