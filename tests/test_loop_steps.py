@@ -43,7 +43,7 @@ class Told:
     def backward(self, loss, weight):
         self.said.append(f"backward {float(loss.detach()):g} {weight:g}")
 
-    def step(self, factor, limit):
+    def step(self, factor, limit, momentum=None):
         self.said.append(f"step {factor} {limit}")
         return StepResult(torch.tensor(2.0), limit > 0)
 

@@ -30,6 +30,7 @@ class StepControl:
 
     Attributes:
         factor: step -> what the base learning rate is multiplied by.
+        momentum: step -> that of every parameter group; None: as it is.
         limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
         clock: adds up where the time goes.
@@ -39,6 +40,7 @@ class StepControl:
     seed: Callable[[int, int], None]
     clock: Clock
     limit: Callable[[int], float] = lambda step: math.inf
+    momentum: Callable[[int], float | None] = lambda step: None
 
 
 def steps(
@@ -67,7 +69,7 @@ def steps(
         clock.lap("data")
         factor = control.factor(step)
         limit = control.limit(step)
-        result = engine.step(factor, limit)
+        result = engine.step(factor, limit, control.momentum(step))
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")

@@ -208,7 +208,7 @@ class Recorder:
     def backward(self, loss, weight=1.0):
         pass
 
-    def step(self, factor=None, limit=math.inf):
+    def step(self, factor=None, limit=math.inf, momentum=None):
         return StepResult(torch.zeros(()), limit > 0.0)
 
 

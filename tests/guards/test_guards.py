@@ -267,8 +267,8 @@ def test_buffers_are_put_back_where_a_step_is_not_applied(known):
         def backward(self, loss, weight=1.0):
             self.inner.backward(loss, weight)
 
-        def step(self, factor=None, limit=math.inf):
-            norm, applied = self.inner.step(factor, limit)
+        def step(self, factor=None, limit=math.inf, momentum=None):
+            norm, applied = self.inner.step(factor, limit, momentum)
             return StepResult(norm, applied if known else None)
 
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))

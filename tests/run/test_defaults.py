@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import fields
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lockstep.config.options import flat, parse, read, to_toml
 from lockstep.config.sections import Data, Optim
 from lockstep.data.batches import Origin
 from lockstep.errors import ConfigError, DataError
+from lockstep.optim.schedule import SHAPES
 from lockstep.run.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
 from lockstep.tasks.causal_lm import CausalLM
 
@@ -58,7 +60,9 @@ def test_a_language_models_are_what_they_were():
 
 
 def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
-    given = Config(lr=0.5, micro_batch_size=8, optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0), max_steps=100)
+    given = Config(
+        lr=0.5, micro_batch_size=8, optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2), max_steps=100
+    )
     assert chosen(given, Language(), NORMED).config == given
     (tmp_path / "a.toml").write_text('lr = "auto"\nmicro_batch_size = 8\n[optim]\nwarmup_steps = "auto"\nbeta2 = 0.5\n')
     config = parse(["--config", str(tmp_path / "a.toml"), "--micro-batch-size", "auto", "--max-steps", "40"])
@@ -112,6 +116,21 @@ def test_an_unknown_kind_is_refused():
 def test_the_warm_up_is_at_most_a_twentieth_and_at_most_50(steps):
     assert 0 <= warm_up(steps) <= min(50, steps / 20)
     assert warm_up(steps) == 0 or warm_up(steps) > min(50, steps / 20) - 1
+
+
+def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
+    assert set(SHAPES) == set(next(spec for spec in fields(Optim) if spec.name == "schedule").metadata["choices"])
+    found = {}
+    for shape in SHAPES:
+        optim = chosen(Config(max_steps=100, optim=Optim(schedule=shape))).config.optim
+        found[shape] = (optim.warmup_steps, optim.floor)
+    special = {"one-cycle": (30, 4e-6), "inverse-sqrt": (5, 0.0), "step": (5, 0.0)}
+    assert found == dict.fromkeys(SHAPES, (5, 0.1)) | special
+    given = chosen(Config(max_steps=100, optim=Optim(schedule="one-cycle", warmup_steps=7, floor=0.5))).config.optim
+    assert (given.warmup_steps, given.floor) == (7, 0.5)
+    for optim, meant in (({"gamma": 0.5}, "step"), ({"power": 2.0}, "polynomial")):
+        with pytest.raises(ConfigError, match=rf"is no option of optim.schedule cosine, but of {meant}: leave it out"):
+            Config(optim=optim)
 
 
 @given(st.integers(1, 5000))

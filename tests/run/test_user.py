@@ -1,10 +1,12 @@
 """What a user holds, as users use it: the loop's body, the end of a run, and what they bring of their own."""
 
+import dataclasses
 import math
 import os
 import signal
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -233,6 +235,53 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
         with pytest.raises(UsageError, match=r"'state' of its state_dict\(\) is no tensor"):
             session.keep("a", optimizer)
+
+
+def cycled(world, folder, engine, exact, name):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    settings = config(folder, engine=engine, exact=exact, max_steps=10, experiment_name="exact" if exact else "plain")
+    optim = lockstep.Optim(name=name, schedule="one-cycle", clip=0.0, weight_decay=0.0)
+    session = lockstep.Run(dataclasses.replace(settings, optim=optim), Ragged(dtype=torch.float32), world)
+    rates = [step.lr for step in session]
+    return rates, [parameter.tolist() for parameter in session.model.parameters()] if engine != "fsdp" else None
+
+
+def by_torchs_cycle(name, steps=10):
+    """A plain loop over the same micro-batches with torch's scheduler, which cycles the momentum too."""
+    own = Ragged(dtype=torch.float32)
+    torch.manual_seed(derive(0, "model"))
+    model, data = own.model(), own.dataset("train")
+    made = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": partial(torch.optim.AdamW, weight_decay=0.0)}[name]
+    optimizer = made(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
+    rates = []
+    for step, micro in Batches(own, data, Shuffled(len(data), 0), StepPlan(8, 2, 8 * steps), World()).from_step(0):
+        items = sum(batch.items for batch in micro)
+        for batch in micro:
+            (own.loss(model, batch.data) / items).backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 < steps:
+            schedule.step()
+    return rates, [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_one_cycle_is_torchs_with_its_momentum_on_any_engine(tmp_path, name):
+    rates, wanted = by_torchs_cycle(name)
+    found = [cycled(None, tmp_path / "single", "single", False, name)]
+    for engine in ("ddp", "zero", "fsdp"):
+        found += [run(cycled, 2, tmp_path / engine, engine, exact, name)[0] for exact in (False, True)]
+    for mine, weights in found:
+        assert mine == pytest.approx(rates)
+        for one, other in zip(weights or [], wanted, strict=weights is not None):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=2e-4, atol=1e-5)
+    last = [record["running_loss"] for record in records(tmp_path / "single", "plain") if "lr" in record][-1]
+    for engine in ("ddp", "zero", "fsdp"):
+        for how in ("plain", "exact"):
+            lines = [record["running_loss"] for record in records(tmp_path / engine, how) if "lr" in record]
+            assert lines[-1] == pytest.approx(last, rel=1e-4)
 
 
 class Own(Ragged):

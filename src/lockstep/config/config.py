@@ -212,6 +212,8 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.warmup_steps": (0, 10**12, "a number of steps, or auto"),
     "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),
     "optim.cooldown": (0, 1, "a share from 0 to 1"),
+    "optim.power": (0.001, 100, "a number from 0.001 to 100"),
+    "optim.gamma": (0, 1, "a share from 0 to 1"),
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
@@ -295,21 +297,25 @@ def _check_types(config: Config) -> None:
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
+# (field, value) of Optim -> the fields that go with this value alone
 _FIELDS_OF = {
-    "adamw": ("beta1", "beta2", "eps"),
-    "sgd": ("momentum", "nesterov"),
-}  # those of Optim that one optimizer has alone
+    ("name", "adamw"): ("beta1", "beta2", "eps"),
+    ("name", "sgd"): ("momentum", "nesterov"),
+    ("schedule", "polynomial"): ("power",),
+    ("schedule", "step"): ("gamma",),
+}
 
 
 def _check_optimizer(optim: Optim) -> None:
     """Refuses what is set away from its default and would have no effect."""
     defaults = {spec.name: spec.default for spec in dataclasses.fields(optim)}
-    for name, fields in _FIELDS_OF.items():
+    for (chooser, value), fields in _FIELDS_OF.items():
+        chosen = getattr(optim, chooser)
         for key in fields:
-            if name != optim.name and getattr(optim, key) != defaults[key]:
+            if value != chosen and getattr(optim, key) != defaults[key]:
                 raise FieldError(
-                    *(FieldName(f"optim.{key}"), " is no option of ", FieldName("optim.name"), f" {optim.name}, "),
-                    f"but of {name}: leave it out",
+                    *(FieldName(f"optim.{key}"), " is no option of ", FieldName(f"optim.{chooser}"), f" {chosen}, "),
+                    f"but of {value}: leave it out",
                 )
 
 

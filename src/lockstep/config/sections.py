@@ -87,12 +87,21 @@ class Optim:
     schedule: str = option(
         "cosine",
         "shape of the rate after the warm-up; wsd: constant, then down over --optim.cooldown",
-        *("cosine", "cosine-periodic", "linear", "wsd", "constant"),
+        *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
+        *("inverse-sqrt", "step", "one-cycle"),
     )
-    period: int = option(0, "steps from peak to floor, and back, of cosine-periodic; 0: the whole plan")
-    warmup_steps: int = auto(-1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50")
+    period: int = option(
+        0, "cosine-periodic: steps from peak to floor, and back; step: from drop to drop; 0: the plan, a third of it"
+    )
+    warmup_steps: int = auto(
+        -1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50; one-cycle: the rise, 0.3 of the plan"
+    )
     cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
-    floor: float = option(0.1, "last learning rate, as a share of --lr")
+    power: float = option(1.0, "polynomial: exponent of the fall")
+    gamma: float = option(0.1, "step: what the rate is multiplied by at each drop")
+    floor: float = auto(
+        LATER, "last (inverse-sqrt, step: least) rate, as a share of --lr; auto: 0.1, 0 for these two, one-cycle 4e-6"
+    )
 
 
 @named()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lockstep.engines.options import EngineOptions
 from lockstep.errors import said
 
-__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest"]
+__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -80,13 +80,14 @@ class Engine(Protocol):
         A weight of 0 is an empty slot, which is there only so that collectives line up.
         """
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         """Ends the step: clips, updates, clears the gradients and whatever else was gathered over the step.
 
         Args:
             factor: of each parameter group's base rate; None leaves the groups' `lr` as they are.
             limit: a norm that is not finite or not below it is not applied: parameters, optimizer states and buffers
                 stay as they were before the step. -inf leaves the step out whatever its norm.
+            momentum: of every parameter group, adam's first beta; None leaves the groups' own.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -94,6 +95,14 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes a state over; tensors that `state_dict()` itself handed out are in place already."""
+
+
+def set_momentum(group: dict[str, Any], momentum: float) -> None:
+    """Gives a parameter group its momentum, under the name that torch's optimizers have for it, where it has one."""
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    elif "momentum" in group:
+        group["momentum"] = momentum
 
 
 def at_rest(model: nn.Module) -> None:

@@ -50,8 +50,8 @@ class DataParallel:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        return self._update(factor, limit)
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        return self._update(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

@@ -32,9 +32,9 @@ class DDP:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         self._replicas.finish()
-        return self._update(factor, limit)
+        return self._update(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

@@ -38,10 +38,10 @@ class Single:
         if self._tree:
             self._tree.push()
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         if self._tree:
             self._tree.finish()
-        return self._update(factor, limit)
+        return self._update(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)

@@ -55,12 +55,12 @@ class Zero:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         self._replicas.finish()
         self._check_groups()
         if factor is None:
             self._take_rates()
-        return self._update(factor, limit)  # collective: the owners broadcast
+        return self._update(factor, limit, momentum)  # collective: the owners broadcast
 
     def _check_groups(self) -> None:
         if len(self._plain.param_groups) != len(self._zero.param_groups):

@@ -5,11 +5,27 @@ Nothing is stepped and nothing is saved: a resume, a skipped step or another wor
 
 import math
 
-__all__ = ["factor"]
+__all__ = ["CYCLE_START", "SHAPES", "cycled_momentum", "factor"]
+
+SHAPES = (
+    *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
+    *("inverse-sqrt", "step", "one-cycle"),
+)
+CYCLE_START = 0.04  # one-cycle: the first rate, as a share of the peak; torch's div_factor is 25
+_MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
 
 
 def factor(
-    step: int, horizon: int, warmup: int, floor: float, shape: str = "cosine", *, cooldown: float = 0.2
+    step: int,
+    horizon: int,
+    warmup: int,
+    floor: float,
+    shape: str = "cosine",
+    *,
+    cooldown: float = 0.2,
+    power: float = 1.0,
+    period: int = 0,
+    gamma: float = 0.1,
 ) -> float:
     """What the base learning rate is multiplied by in `step` (0-based).
 
@@ -17,25 +33,55 @@ def factor(
 
     - "cosine" to `floor` at `horizon` (Loshchilov & Hutter, "SGDR", arXiv 1608.03983, without restarts);
     - "linear" to `floor` at `horizon` (Devlin et al., "BERT", arXiv 1810.04805; the default of the HF Trainer, to 0);
+    - "polynomial" to `floor` at `horizon` as (1 - x) ** `power`, torch's PolynomialLR where nothing warms up;
     - "wsd", warm-up, stable, decay (Hu et al., "MiniCPM", arXiv 2404.06395): 1, and over the last `cooldown` share of
       `horizon` down to `floor` as 1 - sqrt(x) (Haegele et al., arXiv 2405.18392, section 3);
     - "constant";
-    - "cosine-periodic", which after `horizon` rises again, the closed form of torch's CosineAnnealingLR.
+    - "inverse-sqrt", 1 / sqrt(step / warmup) (Vaswani et al., arXiv 1706.03762, section 5.3), never below `floor`;
+    - "step", times `gamma` after every `period` steps (0: a third of `horizon`), torch's StepLR, never below `floor`;
+    - "cosine-periodic", which after `horizon` rises again, the closed form of torch's CosineAnnealingLR;
+    - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` half a
+      cosine from CYCLE_START to 1, then half a cosine down to `floor` in the last step.
 
-    From `horizon` on it is `floor`, but 1 for "constant".
+    From `horizon` on it is `floor`, but 1 for "constant", and "inverse-sqrt" and "step" go on.
     """
+    if shape == "one-cycle":
+        place, falling = _in_cycle(step, horizon, warmup)
+        low = floor if falling else CYCLE_START
+        return low + (1.0 - low) * place
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if shape == "constant":
         return 1.0
+    if shape == "inverse-sqrt":
+        return max(floor, math.sqrt(max(warmup, 1) / max(step, 1)))
+    if shape == "step":
+        return max(floor, gamma ** ((step - warmup) // (period or max(1, horizon // 3))))
     if step >= horizon and shape != "cosine-periodic":
         return floor
     begin = max(warmup, horizon - round(cooldown * horizon)) if shape == "wsd" else warmup
     progress = max(0.0, (step - begin) / max(1, horizon - begin))
     if shape == "linear":
         share = 1.0 - progress
+    elif shape == "polynomial":
+        share = (1.0 - progress) ** power
     elif shape == "wsd":
         share = 1.0 - math.sqrt(progress)
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return floor + (1.0 - floor) * share
+
+
+def cycled_momentum(step: int, horizon: int, warmup: int) -> float:
+    """The momentum (adamw: beta1) of "one-cycle" in `step`: lowest where the rate is highest, as torch's OneCycleLR."""
+    low, high = _MOMENTUM
+    return high + (low - high) * _in_cycle(step, horizon, warmup)[0]
+
+
+def _in_cycle(step: int, horizon: int, warmup: int) -> tuple[float, bool]:
+    """How far up the cycle a step is, from 0 to 1 and back along half cosines; and whether it comes down."""
+    peak = warmup - 1  # the step of the highest rate
+    if step <= peak:
+        return 0.5 * (1.0 - math.cos(math.pi * step / peak)) if peak else 1.0, False
+    progress = min(1.0, (step - peak) / max(1, horizon - 1 - peak))
+    return 0.5 * (1.0 + math.cos(math.pi * progress)), True

@@ -34,7 +34,7 @@ from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.optimizers import make_optimizer
-from lockstep.optim.schedule import factor
+from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.defaults import settled
 from lockstep.run.evaluate import one_step
 from lockstep.run.folder import RunFolder
@@ -163,8 +163,19 @@ class Built:
             floor=optim.floor,
             shape=optim.schedule,
             cooldown=optim.cooldown,
+            power=optim.power,
+            period=optim.period,
+            gamma=optim.gamma,
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+
+    @property
+    def momentum(self) -> Callable[[int], float | None]:
+        """step -> the momentum of every parameter group where the schedule cycles it too; None: as it is."""
+        optim, whole = self.config.optim, self.run_plan.step_plan.steps
+        if optim.schedule != "one-cycle" or has_own(self.task, "schedule"):
+            return lambda step: None
+        return lambda step: cycled_momentum(step, whole, optim.warmup_steps)
 
 
 def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Built:

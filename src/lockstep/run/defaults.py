@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, float]] = {
 SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
 
 _SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
+_RISE = 0.3  # one-cycle: share of the plan in which the rate rises, torch's pct_start
+_FLOOR = 0.1
+_FLOORS = {"one-cycle": 4e-6, "inverse-sqrt": 0.0, "step": 0.0}  # torch's final rate of a cycle; no bound
 _FEW = 16  # samples below which BatchNorm's statistics cost quality (Wu & He, arXiv 1803.08494, figure 1)
 
 
@@ -54,7 +57,12 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
     steps = run_plan.step_plan.steps
     if not steps:
         _refuse(run_plan)
-    chosen: dict[str, Any] = {**_suited(config, task), "optim.warmup_steps": warm_up(steps)}
+    shape = config.optim.schedule
+    chosen: dict[str, Any] = {
+        **_suited(config, task),
+        "optim.warmup_steps": warm_up(steps, shape),
+        "optim.floor": _FLOORS.get(shape, _FLOOR),
+    }
     values = {name: value for name, value in chosen.items() if is_auto(config, name)}
     return dataclasses.replace(run_plan, config=options.build({**options.flat(run_plan.config), **values}))
 
@@ -70,9 +78,10 @@ def _suited(config: Config, task: Task) -> dict[str, float]:
     return KINDS[kind]
 
 
-def warm_up(steps: int) -> int:
-    """The default warm-up of a plan of `steps`: 5%, at most 50, and none where that is less than a step."""
-    return min(_MOST, steps // _SHARE)
+def warm_up(steps: int, shape: str = "") -> int:
+    """The default warm-up of a plan of `steps`: 5%, at most 50, and none where that is less than a step; the rise of a
+    cycle is 30%."""
+    return round(_RISE * steps) if shape == "one-cycle" else min(_MOST, steps // _SHARE)
 
 
 def _refuse(run_plan: RunPlan) -> None:
@@ -94,7 +103,7 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
 def described_optimizer(run_plan: RunPlan) -> str:
     """What the configuration's optimizer is: `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`."""
     config, optim = run_plan.config, run_plan.config.optim
-    to = "" if optim.schedule == "constant" else f" to {optim.floor:.3g}"
+    to = "" if optim.schedule in ("constant", "inverse-sqrt", "step") else f" to {optim.floor:.3g}"
     numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name == "adamw" else f"momentum {optim.momentum:g}"
     return (
         f"{optim.name}: lr {config.lr:g}, {optim.schedule}{to} after {optim.warmup_steps} of "
@@ -109,7 +118,8 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
     if config.optim.warmup_steps >= steps:
         found.append(
             f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "
-            f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for {warm_up(steps)}"
+            f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for "
+            f"{warm_up(steps, config.optim.schedule)}"
         )
     norms, micro_size = _norms(model), config.micro_batch_size
     if norms and micro_size < _FEW and config.batchnorm != "sync":

@@ -243,7 +243,7 @@ def _works(session: Session, built: Built) -> _Works:
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
     recorder = RunRecorder(built, meter, session.sinks, exchange)
     guards = Guards(built, exchange, step_loader, seed)
-    control = StepControl(built.rate, seed, clock, guards.limit)
+    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum)
     return _Works(step_loader, exchange, meter, recorder, guards, control, step_plan, step_plan.steps, built.last)
 
 

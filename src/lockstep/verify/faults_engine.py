@@ -41,8 +41,8 @@ class _StepCounter(EngineWrapper):
         """Whether this is the step at which the fault is planted, on the rank that has it."""
         return self.context.is_target_rank and self.done == self.context.step
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        result = self.inner.step(factor, limit)
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        result = self.inner.step(factor, limit, momentum)
         self.done += 1
         return result
 
@@ -70,9 +70,9 @@ class OtherRate(Fault):
 
 
 class _OtherRate(_StepCounter):
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         late = self.context.is_target_rank and self.done >= self.context.step
-        return super().step(factor * 1.01 if late and factor is not None else factor, limit)
+        return super().step(factor * 1.01 if late and factor is not None else factor, limit, momentum)
 
 
 @final
@@ -85,16 +85,16 @@ class ExtraStep(Fault):
 
 
 class _Twice(_StepCounter):
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         if not self.here:
-            return super().step(factor, limit)
+            return super().step(factor, limit, momentum)
 
         def again(optimizer: Any, *_: Any) -> None:
             handle.remove()  # the innermost optimizer ends first; it alone goes on once more, without its peers
             optimizer.step()
 
         handle = register_optimizer_step_post_hook(again)
-        return super().step(factor, limit)
+        return super().step(factor, limit, momentum)
 
 
 @final
@@ -200,9 +200,9 @@ class _Scaled(EngineWrapper):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight * self._scale)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         self._reset()
-        norm, applied = self.inner.step(factor, limit)
+        norm, applied = self.inner.step(factor, limit, momentum)
         return StepResult(norm / self._scale, applied)
 
 

@@ -218,8 +218,8 @@ class _Probe(EngineWrapper):
         self._recorder.scaled(loss.detach() * weight)
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        return self._recorder.update(lambda: self.inner.step(factor, limit))
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        return self._recorder.update(lambda: self.inner.step(factor, limit, momentum))
 
 
 def _digests(data: Any, path: str = "") -> Iterator[tuple[str, str]]:

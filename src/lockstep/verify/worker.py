@@ -151,7 +151,8 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
-    return steps(engine, built.task, watched, exchange, StepControl(built.rate, seed, make_clock(built.world.device)))
+    control = StepControl(built.rate, seed, make_clock(built.world.device), momentum=built.momentum)
+    return steps(engine, built.task, watched, exchange, control)
 
 
 def _seed(built: Built) -> Seed:

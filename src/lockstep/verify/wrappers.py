@@ -113,8 +113,8 @@ class EngineWrapper:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
-        return self.inner.step(factor, limit)
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        return self.inner.step(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.inner.state_dict()

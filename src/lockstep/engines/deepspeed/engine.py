@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult, set_momentum
 from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
 from lockstep.engines.shared.ddp_common import check_launched
@@ -68,11 +68,11 @@ class DeepSpeed:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._ds.backward(loss * self._roots(loss, self._factor() * weight), scale_wrt_gas=False)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         if self._scaled and not self._split:
             gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, float(self._world.size))
-        result: StepResult = self._finish(factor, limit)
+        result: StepResult = self._finish(factor, limit, momentum)
         return result
 
     def _factor(self) -> float:
@@ -106,11 +106,14 @@ class _ZeroStep:
         setattr(self._zero, asked, self._limited_norm)
         self._scale()
 
-    def __call__(self, factor: float | None, limit: float) -> StepResult:
+    def __call__(self, factor: float | None, limit: float, momentum: float | None = None) -> StepResult:
         """One update. DeepSpeed skips a step whose gradients are not finite, in every precision: it waits to see."""
         if factor is not None:
             for group, rate in self._groups:
                 group["lr"] = rate * factor
+        if momentum is not None:
+            for group, _ in self._groups:
+                set_momentum(group, momentum)
         self._limit, self._seen = limit, math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow

@@ -79,7 +79,7 @@ class FSDP:
             for parameter in self._exchanged:  # zeros: the sums are in the trees until the last micro-batch
                 parameter.grad = None
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         made, self._backwards = self._backwards, 0
         if self._tree:
             self._tree.finish()
@@ -87,7 +87,7 @@ class FSDP:
             check_slots(made, self._settings.slots, self._world)
         if self._usage:
             self._drop_unused(self._usage, made)
-        return self._update(factor, limit)
+        return self._update(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)

@@ -65,12 +65,12 @@ class Buffered:
         if self._replay:  # after the backward, which may compute the forward again
             self._replay.take(weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf) -> StepResult:
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         told, self._within = self._within, False
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
-        result = self._engine.step(factor, limit)
+        result = self._engine.step(factor, limit, momentum)
         self._buffers.end(result, limit)  # collective
         if not told:  # a loop that does without `accumulate`: the next step begins here
             self._buffers.begin()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engines.base import Settings, StepResult
+from lockstep.engines.base import Settings, StepResult, set_momentum
 from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
 from lockstep.errors import LockstepError
 
@@ -73,7 +73,7 @@ class OptimizerStep:
         fused = all(group.get("fused") for group, _ in self._groups)
         self._by_kernel = fused and not self._scaler and any(parameter.is_cuda for parameter in self.parameters)
 
-    def __call__(self, factor: float | None, limit: float) -> StepResult:
+    def __call__(self, factor: float | None, limit: float, momentum: float | None = None) -> StepResult:
         """One update at base rate times `factor` (None: at the groups' own), left out unless the norm is below `limit`.
 
         On a CPU `applied` says so; with a fused optimizer on a device the device alone knows, and nothing here waits.
@@ -99,6 +99,9 @@ class OptimizerStep:
             if factor is not None:
                 for group, rate in self._groups:
                     group["lr"] = rate * factor
+            if momentum is not None:
+                for group, _ in self._groups:
+                    set_momentum(group, momentum)
             self.optimizer.step()
         if self._scaler:
             self._scaler.learn(norm, bool(applied))
