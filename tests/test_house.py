@@ -96,6 +96,11 @@ def test_engines_are_named_in_their_own_room_alone():
             assert not words & ENGINES.keys(), where
 
 
+def test_no_file_is_too_long_to_read():
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
+    assert {name: lines for name, lines in long.items() if lines > 400} == {}
+
+
 def test_public_names_are_sorted_and_exist():
     for info in pkgutil.walk_packages([str(ROOT)], "lockstep."):
         if info.name.endswith("__main__") or ".lint" in info.name:

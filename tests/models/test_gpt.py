@@ -123,7 +123,7 @@ def test_flops_per_token_of_gpt2():
     ("change", "message"),
     [
         ({"heads": 3}, "not a multiple"),
-        ({"layers": 0}, "--model.layers"),
+        ({"layers": 0}, "GPTConfig: layers is 0; give at least 1"),
         ({"dropout": 1.0}, "--model.dropout"),
         ({"dropout": math.nan}, "--model.dropout"),
     ],

@@ -61,7 +61,7 @@ TABLE = [
     ("recorder", "run/recorder.py run/meter.py", f"test_run_recorder*.py {WHOLE}"),
     (
         "run",
-        "run/run.py run/session.py run/opening.py run/load.py task.py",
+        "run/run.py run/session.py run/training.py run/opening.py run/load.py task.py",
         f"{WHOLE} test_user.py test_task*.py test_command.py {GUARDS}",
     ),
     (

@@ -47,9 +47,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocab_size", "context"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--model.{name}: {getattr(self, name)} is less than 1; give at least 1")
+                raise ConfigError(f"GPTConfig: {name} is {getattr(self, name)}; give at least 1")
         if self.width % self.heads:
-            raise ConfigError(f"--model.width: {self.width} is not a multiple of the {self.heads} heads; change either")
+            raise ConfigError(
+                f"GPTConfig: a width of {self.width} is not a multiple of {self.heads} heads; change either"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--model.dropout: {self.dropout} is no probability below 1; give 0 <= p < 1")
 

@@ -26,7 +26,8 @@ from lockstep.distributed.world import World
 from lockstep.errors import UsageError
 from lockstep.launch import failure
 from lockstep.records import Best, EvaluationRecord, Step
-from lockstep.run.session import Session, Training, training
+from lockstep.run.session import Session
+from lockstep.run.training import Training, training
 
 __all__ = ["Result", "Run", "train"]
 
