@@ -152,6 +152,22 @@ def test_mismatches_name_up_to_three_tensors_and_fill_nothing(tmp_path):
     assert untouched.sum() == 0
 
 
+def test_only_a_parameters_whole_optimizer_state_may_be_absent(tmp_path):
+    """That of a parameter which had no gradient; not a part of it, and not everybody's."""
+    a = {"optimizer/a/step": torch.tensor(1.0), "optimizer/a/moment": torch.ones(2)}
+    b = {"optimizer/b/step": torch.tensor(1.0), "optimizer/b/moment": torch.ones(2)}
+    path = checkpoint.save(tmp_path, 1, a, {}, World(), engine="single")
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in (a | b).items()}
+    checkpoint.load(path, wanted, None)
+    assert wanted.keys() == a.keys()
+    assert wanted["optimizer/a/moment"].sum() == 2
+    with pytest.raises(CheckpointError, match="has no optimizer/a/second"):
+        checkpoint.load(path, a | b | {"optimizer/a/second": torch.ones(2)}, None)
+    nobody = checkpoint.save(tmp_path, 2, {"model/a": torch.ones(2)}, {}, World(), engine="single")
+    with pytest.raises(CheckpointError, match="has no optimizer/b/moment"):
+        checkpoint.load(nobody, {"model/a": torch.ones(2)} | b, None)
+
+
 def test_a_whole_checkpoint_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path):
     path = checkpoint.save(tmp_path, 7, {"model/a": torch.ones(4)}, {"n": 1}, World(), engine="single")
     before = {file.name: (file.stat().st_ino, file.read_bytes()) for file in path.iterdir()}

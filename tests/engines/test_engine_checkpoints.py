@@ -89,6 +89,47 @@ def _saved_and_loaded(world, folder):
         assert digest(other, world) == digest(made, world)
 
 
+class Partly(Network):
+    """One layer is frozen, and one is used by no loss: the optimizer has both, and steps neither."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.unused = torch.nn.Linear(4, 4)
+        self.blocks[0][1].requires_grad_(False)
+
+
+class PartlyTrained(Ragged):
+    def model(self):
+        return Partly()
+
+
+def _momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _partly(world, folder):
+    task, found = PartlyTrained(dtype=torch.float32), []
+    for step, name in enumerate(("ddp", "zero", "fsdp"), start=1):
+        made, batches = build(world, task, name, make=_momentum)
+        train(world, made, batches, task)
+        checkpoint.save(folder, step, made.state_dict(), {}, world, engine=name)
+        wanted = digest(made, world)
+        for reader in ("ddp", "zero", "fsdp"):
+            other, _ = build(world, task, reader, make=_momentum)
+            state = other.state_dict()
+            assert "optimizer/unused.weight/momentum_buffer" in state
+            checkpoint.load(checkpoint.path_of(folder, step), state, world)
+            other.load_state_dict(state)
+            found.append(digest(other, world) == wanted)
+            stepped = {name for name in other.state_dict() if name.startswith("optimizer/")}
+            assert not [name for name in stepped if "unused" in name or "blocks.0.1" in name]
+    return found
+
+
+def test_what_had_no_gradient_has_no_state_after_a_resume_either(tmp_path):
+    assert run(_partly, 2, tmp_path) == [[True] * 9] * 2
+
+
 @pytest.mark.slow
 def test_every_crossing(tmp_path):
     writers = {4: [*SPLIT, ("fsdp", {"sharding": "hybrid", "shard_size": 2})], 3: SPLIT, 2: SPLIT, 1: SPLIT}

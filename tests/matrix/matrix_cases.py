@@ -1,7 +1,7 @@
 """The factors of the matrix, which combinations are runs, and sets of them that have every pair or triple.
 
     for case in covering(everything(), 2): ...      # each pair of two factors' values that a run can have is in one
-    case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after")
+    case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after-own")
 
 A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
 """
@@ -43,6 +43,7 @@ class Case(NamedTuple):
     precision: str
     reader: str
     resume: str
+    task: str
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in self)
@@ -73,6 +74,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
+    "task": ("default", "own", "drop_last"),
 }
 assert tuple(FACTORS) == Case._fields
 
@@ -98,7 +100,7 @@ def reference(case: Case) -> Case:
     """The exact run whose bits the exact run `case` must have: what is not to matter is at its simplest."""
     policy = "skip" if case.leaves_out else "stop"  # a step left out is left out, whether in its place or by a rollback
     fault = "none" if case.fault == "killed" else case.fault
-    return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none")
+    return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none", case.task)
 
 
 def parse(line: str) -> Case:
@@ -106,7 +108,7 @@ def parse(line: str) -> Case:
     words = line.strip().split("-")
     known = [{str(value): value for value in values} for values in FACTORS.values()]
     if len(words) != len(known) or any(word not in values for word, values in zip(words, known, strict=True)):
-        raise ValueError(f"{line!r} names no case: it is ten words, one of each of {FACTORS}")
+        raise ValueError(f"{line!r} names no case: it is eleven words, one of each of {FACTORS}")
     return Case(*(values[word] for word, values in zip(words, known, strict=True)))  # type: ignore[arg-type]
 
 

@@ -1,34 +1,67 @@
 """What a run must end in, from a plain PyTorch loop: one process, one micro-batch after the other, no lockstep.
 
-    state = oracle(model="batchnorm", fault="nan", left_out=True, precision="fp16", steps=10)
+    wanted = oracle(model="batchnorm", fault="nan", left_out=True, precision="fp16", task="own")
 
 It leaves the bad step out because it is told to. The order of the samples is lockstep's, which is documented.
 """
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from matrix_subject import BAD, BATCH, MICRO, STEPS, Samples, collate, loss_sum, make, order, seeded
+from matrix_subject import (
+    BAD,
+    BATCH,
+    EVALUATES,
+    HELD_OUT,
+    MICRO,
+    SILENT,
+    Samples,
+    collate,
+    loss_sum,
+    make,
+    order,
+    seeded,
+    steps_of,
+)
 from torch import nn
 
-__all__ = ["CLIP", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "oracle"]
+__all__ = ["CLIP", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "Wanted", "oracle"]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
+MOMENTUM = 0.8  # of the own optimizer
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Wanted(NamedTuple):
+    """What a run must end in.
+
+    Attributes:
+        state: {"model/NAME", "optimizer/NAME/KEY", "scaler/...", "kept.average/NAME", "task/NAME": tensor}.
+        buffers: {NAME: buffer}.
+        evaluations: {steps taken: {"loss", "items", metric: number}}.
+    """
+
+    state: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    evaluations: dict[int, dict[str, float]]
+
+
 @cache
-def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO):
-    """{"model/NAME", "optimizer/NAME/KEY", "scaler/...", "kept.average/NAME": tensor} and {NAME: buffer} then.
+def oracle(model, fault, left_out, precision, task="default", steps=None, moved=BATCH // MICRO):
+    """What a run is after so many steps; None: after all.
 
     Args:
         left_out: the bad step's update is not made, and what its forwards did to buffers is undone.
+        task: as in the case.
         moved: the first so many micro-batches of a step move the buffers of the model "buffer": those of rank 0, whose
             buffers are everybody's.
     """
     net, data, places = make(model), Samples(model, fault), order()
-    optimizer = torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, BETA2), eps=1e-8)
+    optimizer, whole, evaluations = _optimizer(net, task), steps_of(task), {}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    steps = whole if steps is None else steps
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
     average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
@@ -39,7 +72,7 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
         before = _copies(net)
         for index, batch in enumerate(micro):
             kept = _copies(net)
-            with torch.autocast("cpu", _HALF.get(precision), enabled=precision in _HALF):
+            with _autocast(precision):
                 loss = loss_sum(net, batch)
             (loss * (scale / items)).backward()
             if model == "buffer" and index >= moved:
@@ -49,8 +82,8 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
         norm = nn.utils.clip_grad_norm_(trained, CLIP)
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:
-            for group in optimizer.param_groups:
-                group["lr"] = LR * _factor(step)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * (_own_factor if task == "own" else _factor)(step, whole)
             optimizer.step()
         else:
             _put_back(net, before)
@@ -59,7 +92,43 @@ def oracle(model, fault, left_out, precision, steps=STEPS, moved=BATCH // MICRO)
         optimizer.zero_grad()
         for name, parameter in net.named_parameters():
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
-    return _state(net, optimizer, precision == "fp16", scale, good) | average, _copies(net)
+        if task == "own" and (step + 1 == whole or (step + 1) % EVALUATES == 0):
+            evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision)
+    state = _state(net, optimizer, precision == "fp16", scale, good) | average
+    return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
+
+
+def _autocast(precision):
+    return torch.autocast("cpu", _HALF.get(precision), enabled=precision in _HALF)
+
+
+def _optimizer(net, task):
+    if task != "own":
+        return torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, BETA2), eps=1e-8)
+    matrices = [p for p in net.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
+    return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 200 * LR}], lr=100 * LR, momentum=MOMENTUM)
+
+
+def _seen(steps):
+    """What the task's own loss notes of each step: of one that is left out too, and of each once."""
+    trace = sum((step + 1) * 0.5 ** (steps - 1 - step) for step in range(steps))
+    counts = {"task/times": torch.tensor(steps), "task/last": torch.tensor(steps - 1)}
+    return counts | {"task/trace": torch.tensor(trace, dtype=torch.float64)}
+
+
+def _evaluation(net, data, precision):
+    """Over all held-out samples at once."""
+    batch = collate([data[sample] for sample in range(HELD_OUT)])
+    net.eval()
+    with torch.no_grad(), _autocast(precision):
+        found = net(batch["x"], batch["token"]).double()[batch["kept"]]
+    net.train()
+    target = batch["target"].double()[batch["kept"]]
+    error, spread = found - target, target - target.mean()
+    r2 = 1 - float(error.square().sum() / spread.square().sum())
+    loss, absolute = 0.05 * float(error.square().mean()), float(error.abs().mean())
+    return {"loss": loss, "items": len(error), "absolute": absolute, "r2": r2}
 
 
 def _groups(net):
@@ -71,11 +140,15 @@ def _groups(net):
     return [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
 
 
-def _factor(step):
+def _own_factor(step, whole):
+    return _factor(step, whole) if step == SILENT else (step + 1) / whole
+
+
+def _factor(step, whole):
     """Warm-up, then half a cosine down to the floor at the end of the plan."""
     if step < WARMUP:
         return (step + 1) / (WARMUP + 1)
-    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (whole - WARMUP)))
 
 
 def _batch(data, samples):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from matrix_cases import Case
 from matrix_oracle import BETA2, CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
-from matrix_subject import BAD, BATCH, MICRO, STEPS, Subject
+from matrix_subject import BAD, BATCH, EVALUATES, MICRO, steps_of, subject
 from ranks import RankError, run
 
 import lockstep
@@ -157,7 +157,7 @@ def _one(world, start, folder):
     """One start: {"taken": steps, "error": line}; the model's buffers after the last step in buffers-RANK.pt."""
     case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
-    task = Subject(case.model, case.fault, folder)
+    task = subject(case.task, case.model, case.fault, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     try:
         with lockstep.Run(settings(start, folder), task, world) as session:
@@ -168,7 +168,7 @@ def _one(world, start, folder):
                 if start.kills and step.record.step == BAD and world.rank == world.size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 average.update(session.model)
-                if step.record.step == STEPS - 1:
+                if step.record.step == steps_of(case.task) - 1:
                     buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
                     torch.save(buffers, folder / f"buffers-{world.rank}.pt")
     except LockstepError as problem:
@@ -206,11 +206,12 @@ def settings(start: Start, folder: Path) -> Config:
         micro_batch_size=MICRO,
         log_freq=4,
         ckpt_freq=3,
+        eval_freq=EVALUATES,
         engine=start.engine,
         precision=case.precision,
         exact=case.exact,
         timeout=_SECONDS,
-        data=Data(workers=case.workers),
+        data=Data(workers=case.workers, drop_last=case.task == "drop_last"),
         optim=Optim(clip=CLIP, warmup_steps=WARMUP, floor=FLOOR, weight_decay=WEIGHT_DECAY, beta2=BETA2),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),

@@ -1,4 +1,4 @@
-"""What is trained in the matrix: five small models, one data set with one bad sample, and the loss.
+"""What is trained in the matrix: five small models, one data set with one bad sample, the loss, and the two tasks.
 
 Nothing in here knows of lockstep but `order`, its documented order of samples, and `noise`, its documented seed of a
 sample: the oracle trains the same models on the same samples in a loop of its own.
@@ -17,15 +17,39 @@ import lockstep
 from lockstep.data.order import Shuffled
 from lockstep.seeds import derive
 
-__all__ = ["BAD", "BATCH", "MICRO", "SAMPLES", "STEPS", "Subject", "loss_sum", "make", "order", "seeded"]
+__all__ = [
+    "BAD",
+    "BATCH",
+    "EVALUATES",
+    "HELD_OUT",
+    "MICRO",
+    "SAMPLES",
+    "SILENT",
+    "STEPS",
+    "Own",
+    "loss_sum",
+    "make",
+    "order",
+    "seeded",
+    "steps_of",
+    "subject",
+]
 
 BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
 STEPS = 10
 SAMPLES = STEPS * BATCH - MICRO  # the last step is short
 BAD = 7  # the step of the fault, 0-based
+HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
+EVALUATES = 4  # steps between evaluations: one is right after the step of the fault
+SILENT = 1  # the step in which the own schedule says nothing
 _BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
 _SPIKE = {"tied": 300.0}  # the bad sample's targets, else 60
 _INPUTS, _WIDTH, _OUTPUTS = 6, 8, 5
+
+
+def steps_of(task):
+    """The steps of the whole run: one less where the last, which is short, is left out."""
+    return STEPS - (task == "drop_last")
 
 
 def order():
@@ -147,6 +171,8 @@ class Samples(torch.utils.data.Dataset):
         self.kept = torch.arange(_OUTPUTS) < torch.randint(1, _OUTPUTS + 1, (SAMPLES, 1), generator=draw)
         self.bad = order()[BAD * BATCH + _BAD_MICRO[model] * MICRO + 2]
         self.kept[self.bad] = True
+        self.step = torch.empty(SAMPLES, dtype=torch.int64)  # that trains on the sample
+        self.step[order()] = torch.arange(SAMPLES) // BATCH
         self.draws_random, self.raised = fault == "error", raised
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
@@ -162,7 +188,8 @@ class Samples(torch.utils.data.Dataset):
             x = x + torch.randn(_INPUTS) + float(np.random.rand()) + random.random()
             if index == self.bad and self.raised and _first(self.raised):
                 raise OSError(5, "Input/output error", f"{index}.png")
-        return {"x": x, "token": self.token[index], "target": self.target[index], "kept": self.kept[index]}
+        fields = {name: getattr(self, name)[index] for name in ("token", "target", "kept", "step")}
+        return {"x": x} | fields
 
 
 def _first(path):
@@ -196,3 +223,57 @@ class Subject(lockstep.Task):
 
     def loss(self, model, batch):
         return loss_sum(model, batch)
+
+
+class Own(Subject):
+    """A task that has all of its own: optimizer, schedule, state and an evaluation."""
+
+    def __init__(self, model, fault, folder):
+        super().__init__(model, fault, folder)
+        from torchmetrics.regression import R2Score  # as long as torch: other tasks need not wait for it
+
+        self.r2 = R2Score()
+        self.times = 0  # steps seen: as a plain number, which only load_state_dict brings back
+        zero = torch.zeros((), dtype=torch.int64)
+        self.seen = {"times": zero, "last": zero - 1, "trace": torch.zeros((), dtype=torch.float64)}
+
+    def optimizer(self, model, config):
+        """Over all parameters, a frozen layer's too; vectors have twice the rate."""
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": vectors, "lr": 200 * config.lr}]
+        return torch.optim.SGD(groups, lr=100 * config.lr, momentum=0.8)
+
+    def schedule(self, step, steps):
+        return None if step == SILENT else (step + 1) / steps
+
+    def dataset(self, split):
+        samples = Samples(self.name, "none")
+        return super().dataset(split) if split == "train" else torch.utils.data.Subset(samples, range(HELD_OUT))
+
+    def loss(self, model, batch):
+        step, seen = batch["step"][0], self.seen
+        if step != seen["last"]:  # in a rank's first forward of a step: so alike on all, however many they are
+            self.times += model.training
+            seen["times"].fill_(self.times)
+            seen["last"].copy_(step)
+            seen["trace"].mul_(0.5).add_(step + 1)
+        return super().loss(model, batch)
+
+    def evaluate(self, model, batch):
+        kept = batch["kept"]
+        found, target = model(batch["x"], batch["token"]).float()[kept], batch["target"][kept]
+        self.r2.update(found, target)
+        error = found - target
+        return 0.05 * error.square().sum(), {"absolute": (error.abs().sum(), len(error)), "r2": self.r2}
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.times = int(state["times"])
+
+
+def subject(task, model, fault, folder):
+    """The task of a case."""
+    return (Own if task == "own" else Subject)(model, fault, folder)

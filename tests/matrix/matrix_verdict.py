@@ -10,19 +10,21 @@ from pathlib import Path
 
 import torch
 from matrix_cases import Case, reference
-from matrix_oracle import oracle
+from matrix_oracle import Wanted, oracle
 from matrix_run import NAME, Start, folder_of, starts
-from matrix_subject import BAD, BATCH, MICRO, STEPS
+from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError
 
-__all__ = ["verdict"]
+__all__ = ["compared", "compared_evaluations", "verdict"]
 
 # The largest difference, as a share of a tensor's largest element: of a weight or buffer, and of a moment. Measured
 # over the covering sets: 4e-7 in float32 and fp16, and in bf16, where a sum in another order now and then rounds an
 # activation to its neighbour, 1e-3 of a weight and 6e-3 of a moment. A step too many or too few is 1e-2 and 0.1.
 _TOLERANCE = {"float32": (2e-6, 2e-6), "fp16": (5e-4, 1e-3), "bf16": (4e-3, 2e-2)}
+# And of a number of an evaluation, as a share of it. Measured: 5e-7 in each precision.
+_EVALUATION = {"float32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}
 
 
 def verdict(case: Case, root: Path) -> list[str]:
@@ -35,12 +37,13 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems = [line for start, each in said.items() for line in _starts_well(start, each)]
     if problems:
         return problems
-    done = BAD - 1 if case.stops else STEPS  # the newest checkpoint before the fault is that after step 6
+    done = BAD - 1 if case.stops else steps_of(case.task)  # the newest checkpoint before the fault is that after step 6
     found, problems = _state(case, folder, done)
     if problems:
         return problems
-    problems = _compared(case, found, _wanted(case, done)[0])
+    problems = compared(case, found, _wanted(case, done).state)
     problems += [] if case.stops else _buffers(case, folder)
+    problems += _evaluations(case, root, done)
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -70,7 +73,7 @@ def _starts_well(start: Start, said: list[dict[str, object]]) -> list[str]:
         return [f"{where}: expected one line that names step {BAD}, found {bad or 'none'}"] if bad or not errors else []
     if errors != {""}:
         return [f"{where}: expected no error, found {sorted(errors)}"]
-    last = (start.stop_at or STEPS) - 1
+    last = (start.stop_at or steps_of(start.case.task)) - 1
     return [] if ends == {(last,)} else [f"{where}: ended in step {ends}, not in {last}"]
 
 
@@ -80,25 +83,26 @@ def _state(case: Case, folder: Path, done: int) -> tuple[dict[str, torch.Tensor]
     newest = checkpoint.newest(path, say=lines.append) if path.exists() else None
     if newest is None or newest != checkpoint.path_of(path, done):
         return {}, [f"the newest checkpoint is {newest and newest.name}, not that of step {done} {lines}"]
-    wanted = {name: torch.empty_like(tensor) for name, tensor in _wanted(case, done)[0].items()}
+    wanted = {name: torch.empty_like(tensor) for name, tensor in _wanted(case, done).state.items()}
     try:
         checkpoint.load(newest, wanted, None)
     except CheckpointError as error:
         return {}, [f"{type(error).__name__}: {error}"]
-    return wanted, []
+    absent = sorted(_wanted(case, done).state.keys() - wanted.keys())  # loading passes over what was never stepped
+    return wanted, [f"{newest.name} has no {', '.join(absent)}"] if absent else []
 
 
-def _wanted(case: Case, done: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _wanted(case: Case, done: int) -> Wanted:
     fault = "none" if case.fault == "killed" else case.fault
     moved = -(-(BATCH // MICRO) // case.world)  # the micro-batches of rank 0
-    return oracle(case.model, fault, case.leaves_out, case.precision, done, moved)
+    return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, moved)
 
 
-def _compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     """Tensors beyond the tolerance; counters and float16's scale must be equal."""
     problems = []
     for name, expected in wanted.items():
-        equal = name.startswith("scaler/") or name.endswith("/step") or not expected.is_floating_point()
+        equal = name.startswith(("scaler/", "task/")) or name.endswith("/step") or not expected.is_floating_point()
         size = float(expected.abs().max()) if expected.numel() else 0.0
         worst = _distance(found[name], expected)
         if not worst <= (0.0 if equal else _TOLERANCE[case.precision][name.startswith("optimizer/")] * size):
@@ -110,7 +114,7 @@ def _buffers(case: Case, folder: Path) -> list[str]:
     """Every rank's buffers, in the model itself: the same bits on all, and the oracle's but for rounding."""
     held = [torch.load(folder / f"buffers-{rank}.pt") for rank in range(case.world)]
     problems = []
-    for name, expected in _wanted(case, STEPS)[1].items():
+    for name, expected in _wanted(case, steps_of(case.task)).buffers.items():
         mine = held[0].get(name)
         if mine is None or mine.dtype != expected.dtype:
             problems.append(f"buffer {name} is {mine if mine is None else mine.dtype}, not {expected.dtype}")
@@ -121,6 +125,41 @@ def _buffers(case: Case, folder: Path) -> list[str]:
         if not worst <= _TOLERANCE[case.precision][0] * float(expected.abs().max()):
             problems.append(f"buffer {name} on rank 0 differs by {worst:.3g} of {float(expected.abs().max()):.3g}")
     return problems
+
+
+def _evaluations(case: Case, root: Path, done: int) -> list[str]:
+    """The evaluations up to the newest checkpoint; exact ones must have the reference's bits."""
+    found = _evaluated(folder_of(root, case), done)
+    problems = compared_evaluations(case, found, _wanted(case, done).evaluations)
+    if case.exact and not problems and found != _evaluated(folder_of(root, reference(case)), done):
+        problems.append(f"other bits than {reference(case)} in an evaluation")
+    return problems
+
+
+def compared_evaluations(
+    case: Case, found: list[tuple[int, dict[str, float]]], wanted: dict[int, dict[str, float]]
+) -> list[str]:
+    """Each evaluation must have been made once, and its numbers be the oracle's but for rounding."""
+    if [step for step, _ in found] != list(wanted):
+        return [f"evaluated after steps {[step for step, _ in found]}, not after {list(wanted)}"]
+    problems = []
+    for step, values in found:
+        expected = wanted[step]
+        if values.keys() != expected.keys() or values["items"] != expected["items"]:
+            problems.append(f"the evaluation after step {step} is {values}, not {expected}")
+            continue
+        for name, value in expected.items():
+            if not abs(values[name] - value) <= _EVALUATION[case.precision] * abs(value):
+                problems.append(f"evaluation/{name} after step {step} differs by {values[name] - value:.3g} of {value}")
+    return problems
+
+
+def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:
+    """(steps taken, values) of each record of an evaluation, in the file's order."""
+    records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
+    found = [record for record in records if "evaluation/loss" in record and record["global_step"] <= done]
+    values = [{n.removeprefix("evaluation/"): v for n, v in r.items() if n.startswith("evaluation/")} for r in found]
+    return list(zip([record["global_step"] for record in found], values, strict=True))
 
 
 def _silent(case: Case, folder: Path) -> list[str]:

@@ -4,19 +4,21 @@ The covering sets have each pair of two factors' values that a run can have, and
 `make test-full` draws more runs from all:
 
     MATRIX_SEED=7 MATRIX_COUNT=200 make test-full       the seed is printed, and drawn where none is given
-    MATRIX_CASES="ddp-exact-2-mlp-0-nan-skip-fp16-late-none" make matrix        these alone
+    MATRIX_CASES="ddp-exact-2-mlp-0-nan-skip-fp16-late-none-own" make matrix        these alone
 """
 
 import itertools
 import os
 from operator import itemgetter
 
+import matrix_oracle
 import pytest
+import torch
 from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
 from matrix_oracle import oracle
 from matrix_run import NAME, play, settings, starts
-from matrix_subject import BAD, STEPS, Subject
-from matrix_verdict import verdict
+from matrix_subject import BAD, STEPS, Own, subject
+from matrix_verdict import compared, compared_evaluations, verdict
 from ranks import run
 
 import lockstep
@@ -99,7 +101,8 @@ def refused(world, cases, root):
         folder = root / str(case)
         folder.mkdir(exist_ok=True)
         try:
-            lockstep.train(settings(starts(case)[0], folder), Subject(case.model, case.fault, folder), world)
+            task = subject(case.task, case.model, case.fault, folder)
+            lockstep.train(settings(starts(case)[0], folder), task, world)
             said.append("")
         except LockstepError as error:
             said.append(str(error))
@@ -108,7 +111,7 @@ def refused(world, cases, root):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
-    base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none")._replace(world=world)
+    base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default")._replace(world=world)
     cases = [base._replace(engine="single")] if world > 1 else []
     model = "mlp" if world == 3 else "buffer"
     cases += [base._replace(engine=engine, sums="exact", model=model) for engine in ("ddp", "zero", "fsdp")]
@@ -124,28 +127,88 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
 @pytest.mark.parametrize("model", FACTORS["model"])
 def test_the_oracle_sees_each_part_that_it_is_to_see(model):
     """A comparison with an oracle that is blind would always pass: what a mistake changes must be beyond rounding."""
-    plain, buffers = oracle(model, "none", False, "float32")
-    out, moved = oracle(model, "spike", True, "float32")
-    applied, _ = oracle(model, "spike", False, "float32")
+    plain, buffers, _ = oracle(model, "none", False, "float32")
+    out, moved, _ = oracle(model, "spike", True, "float32")
+    applied = oracle(model, "spike", False, "float32").state
     weight = "model/middle.weight" if model == "tied" else "model/last.weight"
     for other in (out, applied):
         assert float((plain[weight] - other[weight]).abs().max()) > 1e-3 * float(plain[weight].abs().max())
     assert float((applied[weight] - out[weight]).abs().max()) > 1e-3 * float(plain[weight].abs().max())
     assert float(plain[f"optimizer/{weight.removeprefix('model/')}/step"]) == STEPS
-    assert all(bool(other.isfinite().all()) for other in oracle(model, "nan", True, "float32")[0].values())
+    assert all(bool(other.isfinite().all()) for other in oracle(model, "nan", True, "float32").state.values())
     names = {"batchnorm": {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}}
     names |= {"buffer": {"seen", "count"}}
     for name in names.get(model, ()):
         assert not buffers[name].equal(moved[name]), "a step that is left out moves no buffer"
 
 
+OWN = parse("single-plain-1-mlp-0-none-stop-float32-now-none-own")
+
+
+def _after_a_resume(step, whole, own=matrix_oracle._own_factor):
+    return (own if step < BAD else matrix_oracle._factor)(step, whole)
+
+
+@pytest.mark.parametrize("precision", FACTORS["precision"])
+@pytest.mark.parametrize(
+    ("name", "mistaken"),
+    [("_own_factor", matrix_oracle._factor), ("_own_factor", _after_a_resume), ("SILENT", -1), ("MOMENTUM", 0.5)],
+    ids=["schedule ignored", "schedule ignored after a resume", "None taken for no schedule", "another momentum"],
+)
+def test_a_mistake_in_what_is_the_tasks_own_is_noticed(precision, name, mistaken, monkeypatch):
+    case = OWN._replace(precision=precision)
+    wanted = oracle("mlp", "none", False, precision, "own")
+    monkeypatch.setattr(matrix_oracle, name, mistaken)
+    other = oracle.__wrapped__("mlp", "none", False, precision, "own")
+    assert compared(case, other.state, wanted.state)
+    if precision == "float32":
+        assert compared_evaluations(case, list(other.evaluations.items()), wanted.evaluations)
+
+
+def test_an_evaluation_that_is_missed_or_made_twice_or_counts_a_repeat_is_noticed():
+    wanted = oracle("mlp", "none", False, "float32", "own").evaluations
+    found = list(wanted.items())
+    assert list(wanted) == [4, 8, STEPS]
+    assert not compared_evaluations(OWN, found, wanted)
+    assert all(compared_evaluations(OWN, other, wanted) for other in (found[1:], [*found, found[-1]]))
+    more = {"items": found[-1][1]["items"] + 1}
+    assert compared_evaluations(OWN, [*found[:-1], (STEPS, found[-1][1] | more)], wanted)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "all", "load_state_dict"])
+def test_the_tasks_state_that_is_lost_in_a_resume_is_noticed(lost):
+    """The task's own counters over all steps; before the last of them they go through a checkpoint, or do not."""
+    task, model = Own("mlp", "none", "."), matrix_oracle.make("mlp")
+    batch = {name: value[None] for name, value in task.dataset("train")[0].items()}
+    for step in range(STEPS):
+        if step == BAD:
+            before, task = task.state_dict(), Own("mlp", "none", ".")
+            for name, tensor in task.state_dict().items() if lost != "all" else ():
+                tensor.copy_(before[name])
+            if lost == "nothing":
+                task.load_state_dict(task.state_dict())
+        for _ in range(2):
+            task.loss(model, batch | {"step": torch.tensor([step])})
+    found = {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
+    assert bool(compared(OWN, found, matrix_oracle._seen(STEPS))) == (lost != "nothing")
+
+
+def test_a_short_step_that_is_not_left_out_is_noticed():
+    """Nor one that is left out of a plan that still has it: the schedule ends one step earlier."""
+    case = OWN._replace(task="drop_last")
+    wanted, whole = (oracle("mlp", "none", False, "float32", task) for task in ("drop_last", "default"))
+    cut = oracle("mlp", "none", False, "float32", "default", STEPS - 1)
+    assert compared(case, whole.state, wanted.state)
+    assert compared(case, cut.state, wanted.state)
+
+
 def test_an_overflow_halves_the_scale_and_a_spike_that_is_left_out_does_not():
     scales = {
-        (model, fault): float(oracle(model, fault, True, "fp16")[0]["scaler/scale"])
+        (model, fault): float(oracle(model, fault, True, "fp16").state["scaler/scale"])
         for model in ("mlp", "tied")
         for fault in ("none", "spike", "nan")
     }
     assert scales["mlp", "none"] == scales["mlp", "spike"] == 2.0**16
     assert scales["mlp", "nan"] == scales["tied", "none"] == 2.0**15, "its first step overflows"
     assert scales["tied", "spike"] == scales["tied", "nan"] == 2.0**14, "here the spike overflows float16, and is none"
-    assert float(oracle("mlp", "nan", True, "fp16")[0]["scaler/good_steps"]) == STEPS - BAD - 1
+    assert float(oracle("mlp", "nan", True, "fp16").state["scaler/good_steps"]) == STEPS - BAD - 1

@@ -40,6 +40,9 @@ def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, ve
     Names up to the first "/" are groups; of each group that occurs in `wanted` all of the checkpoint's tensors must be
     wanted. So {"model/..."} alone starts from weights alone, and a forgotten weight is still an error.
 
+    Only an optimizer's state of a parameter may be absent as a whole, where that of others is there: the parameter had
+    no gradient yet (it is frozen, or no loss used it). Then `wanted` loses these names, as `load_state_dict` expects.
+
     Args:
         wanted: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
         world: its ranks share out the checking of the files; None: this process is alone and checks what it reads.
@@ -58,6 +61,8 @@ def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None, v
     manifest = read_manifest(path)
     _raise(outline(path, manifest))  # every rank reads the small files, so every rank checks them
     stored = contents(path, manifest)
+    for name in _unstepped(wanted, stored):
+        del wanted[name]
     _match(path, wanted, stored)
     if world is None:
         names = sorted({entry.file for name in wanted for entry in stored[name].entries})
@@ -71,6 +76,13 @@ def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None, v
 def _raise(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(f"{problems[0]}; resume from an older checkpoint")
+
+
+def _unstepped(wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> list[str]:
+    """The optimizer's state in `wanted` of the parameters that it had not stepped when this was stored."""
+    stepped = {name.rpartition("/")[0] for name in stored if name.startswith("optimizer/")}
+    theirs = [name for name in wanted if name.startswith("optimizer/")]
+    return [name for name in theirs if stepped and name.rpartition("/")[0] not in stepped]
 
 
 def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:

@@ -18,7 +18,7 @@ from lockstep.engines.base import MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.ddp_common import ReplicatedEngine, check_launched
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
-from lockstep.engines.shared.state_dict import materialise
+from lockstep.engines.shared.state_dict import forget, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
 
@@ -73,9 +73,7 @@ class Zero:
             group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]
 
     def state_dict(self) -> dict[str, Tensor]:
-        own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
-        if not any(self._world.gather(bool(own))):  # collective
-            self._update.blank = materialise(self._zero, own) or self._update.blank
+        self._materialise()
         found = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
         mine = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
         described = {name: [*_described(value), self._world.rank] for name, value in mine.items()}
@@ -86,6 +84,8 @@ class Zero:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         state = self._update.restore_scaling(state)
+        self._materialise()
+        forget(self._module, self._zero.optim.state, state)
         own = self.state_dict()
         self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
@@ -102,6 +102,12 @@ class Zero:
                         value.copy_(given)
                 else:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
+
+    def _materialise(self) -> None:
+        """Makes the optimizer's state where no rank has any. Collective."""
+        own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
+        if not any(self._world.gather(bool(own))):  # collective
+            self._update.blank = materialise(self._zero, own) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter's name, key, value) of the states on this rank."""

@@ -1,6 +1,6 @@
 """The state of a model and its optimizer by plain names: `model/NAME`, `optimizer/NAME/KEY`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lockstep.engines.shared.extra import set_extra
 from lockstep.errors import CheckpointError
 
-__all__ = ["begin", "first_step", "materialise", "named_state", "restore_state"]
+__all__ = ["begin", "first_step", "forget", "materialise", "named_state", "restore_state"]
 
 # What torch's optimizers begin with where that is not zero: a number, or the setting of the group that has it.
 _BEGINNINGS: dict[str, dict[str, float | str]] = {
@@ -39,6 +39,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     """Copies `state` into the model and the optimizer. Raises CheckpointError for names that do not fit."""
     materialise(optimizer)
+    forget(model, optimizer.state, state)
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
     if missing:
@@ -53,6 +54,17 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
         for key, value in slots.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 slots[key] = type(value)(state[f"optimizer/{name}/{key}"].item())
+
+
+def forget(model: nn.Module, states: MutableMapping[Any, Any], given: Mapping[str, Tensor]) -> None:
+    """Drops what `states` has of parameters for which `given` has none, as of one that never had a gradient.
+
+    The optimizer makes it in the first step that gives them one, as it would have without the restart.
+    """
+    stepped = {name.rpartition("/")[0] for name in given if name.startswith("optimizer/")}
+    for name, parameter in model.named_parameters():
+        if stepped and f"optimizer/{name}" not in stepped:
+            states.pop(parameter, None)
 
 
 def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -> bool:
