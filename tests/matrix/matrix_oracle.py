@@ -17,6 +17,7 @@ from matrix_subject import (
     HELD_OUT,
     MICRO,
     SILENT,
+    STEPS,
     Samples,
     collate,
     loss_sum,
@@ -49,7 +50,7 @@ class Wanted(NamedTuple):
 
 
 @cache
-def oracle(model, fault, left_out, precision, task="default", steps=None, moved=BATCH // MICRO):
+def oracle(model, fault, left_out, precision, task="default", steps=None, moved=BATCH // MICRO, begins=(1,) * STEPS):
     """What a run is after so many steps; None: after all.
 
     Args:
@@ -57,6 +58,8 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         task: as in the case.
         moved: the first so many micro-batches of a step move the buffers of the model "buffer": those of rank 0, whose
             buffers are everybody's.
+        begins: by step, what its backwards begin with and the gradient is divided by: under DDP, which averages, the
+            ranks. Where these are three, bf16 rounds each gradient to another neighbour.
     """
     net, data, places = make(model), Samples(model, fault), order()
     optimizer, whole, evaluations = _optimizer(net, task), steps_of(task), {}
@@ -74,11 +77,11 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
             kept = _copies(net)
             with _autocast(precision):
                 loss = loss_sum(net, batch)
-            (loss * (scale / items)).backward()
+            (loss * (begins[step] * scale / items)).backward()
             if model == "buffer" and index >= moved:
                 _put_back(net, kept)
         for parameter in trained:
-            parameter.grad /= scale
+            parameter.grad /= begins[step] * scale
         norm = nn.utils.clip_grad_norm_(trained, CLIP)
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:

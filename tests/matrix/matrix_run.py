@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from matrix_cases import Case
 from matrix_oracle import BETA2, CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
-from matrix_subject import BAD, BATCH, EVALUATES, MICRO, steps_of, subject
+from matrix_subject import BAD, BATCH, EVALUATES, MICRO, STEPS, steps_of, subject
 from ranks import RankError, run
 
 import lockstep
@@ -30,7 +30,7 @@ from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
 
-__all__ = ["NAME", "Start", "folder_of", "play", "starts"]
+__all__ = ["NAME", "Start", "begins", "folder_of", "play", "starts"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
@@ -75,6 +75,22 @@ def starts(case: Case) -> list[Start]:
     if case.resume == "before":
         found.insert(0, (*there, _STOPS["before"], False))
     return [Start(case, number, *each) for number, each in enumerate(found)]
+
+
+def begins(case: Case) -> tuple[int, ...]:
+    """By step, what its backwards begin with: under DDP the ranks, among which it averages, but not in a start's first
+    step, which is exchanged by hand, nor in float16, which would overflow sooner.
+
+    A kill may lose the save of step 6 too: that its run then begins again earlier is left to the tolerance.
+    """
+    returns = case.fault == "killed" or (case.leaves_out and case.policy == "rollback")  # to that of step 6
+    firsts = {0, _STOPS.get(case.resume, 0), BAD - 1 if returns else 0}
+    found = [1] * STEPS
+    for start in reversed(starts(case)):  # the earlier ones took the first steps
+        averages = start.engine in ("ddp", "zero") and case.precision != "fp16"
+        for step in range(start.stop_at or STEPS):
+            found[step] = start.world if averages and step not in firsts else 1
+    return tuple(found)
 
 
 def folder_of(root: Path, case: Case) -> Path:
