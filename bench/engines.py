@@ -20,7 +20,8 @@ from loop import SmallGpt
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.engines.make import engine
-from lockstep.optim.optimizers import adamw, groups
+from lockstep.optim.groups import groups
+from lockstep.optim.optimizers import adamw
 
 NAMES = ("ddp", "zero", "fsdp")
 

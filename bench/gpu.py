@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lockstep.data.order import Shuffled
 from lockstep.models.gpt import GPT, PRESETS
-from lockstep.optim.optimizers import groups
+from lockstep.optim.groups import groups
 
 TIME, SIZE, MICRO = 1024, 32, 16
 

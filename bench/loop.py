@@ -30,7 +30,7 @@ from lockstep.config.config import Config
 from lockstep.config.sections import Optim
 from lockstep.data.order import Shuffled
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.optim.optimizers import groups
+from lockstep.optim.groups import groups
 
 STEPS = 1_000_000  # a horizon that no contest reaches
 

@@ -28,7 +28,7 @@ from loop import STEPS, TASKS, hand_written, lockstep_stepper, rate
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.order import Shuffled
-from lockstep.optim.optimizers import groups
+from lockstep.optim.groups import groups
 
 
 class Turns:

@@ -11,7 +11,7 @@ from toys import Ragged, fit, parts, train
 
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
-from lockstep.optim.optimizers import groups
+from lockstep.optim.groups import groups
 from lockstep.optim.schedule import factor
 from lockstep.seeds import derive
 

@@ -5,7 +5,7 @@ import importlib
 import os
 from typing import Any
 
-from lockstep.config import options
+from lockstep.config import options, presets
 from lockstep.run.folder import RunFolder
 
 __all__ = ["command"]
@@ -18,7 +18,13 @@ def command(argv: list[str]) -> int:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
-    config = options.parse(argv)
+    parser = options.parser_of(argv, "lockstep train")
+    parser.add_argument("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
+    given = vars(parser.read(argv))
+    config = options.build(presets.applied(options.told(given)))
+    if given["show_groups"]:
+        importlib.import_module("lockstep.run.groups_table").show_groups(config)
+        return 0
     if os.environ.get("RANK", "0") == "0":  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
     run = _loaded().Run(config)

@@ -208,6 +208,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.eps": (0, 1, "from 0 to 1"),
     "optim.momentum": (0, 0.999999, "from 0 to below 1"),
     "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
+    "optim.layer_decay": (0.01, 1, "a share from 0.01 to 1"),
     "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
     "optim.warmup_steps": (0, 10**12, "a number of steps, or auto"),
     "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),
@@ -297,9 +298,9 @@ def _check_types(config: Config) -> None:
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-# (field, value) of Optim -> the fields that go with this value alone
+# (field, values) of Optim -> the fields that go with these values alone
 _FIELDS_OF = {
-    ("name", "adamw"): ("beta1", "beta2", "eps"),
+    ("name", "adamw or adam"): ("beta1", "beta2", "eps"),
     ("name", "sgd"): ("momentum", "nesterov"),
     ("schedule", "polynomial"): ("power",),
     ("schedule", "step"): ("gamma",),
@@ -312,7 +313,7 @@ def _check_optimizer(optim: Optim) -> None:
     for (chooser, value), fields in _FIELDS_OF.items():
         chosen = getattr(optim, chooser)
         for key in fields:
-            if value != chosen and getattr(optim, key) != defaults[key]:
+            if chosen not in value.split(" or ") and getattr(optim, key) != defaults[key]:
                 raise FieldError(
                     *(FieldName(f"optim.{key}"), " is no option of ", FieldName(f"optim.{chooser}"), f" {chosen}, "),
                     f"but of {value}: leave it out",

@@ -25,7 +25,7 @@ from lockstep.config.hints import FOREIGN, hint
 from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
 
-__all__ = ["add_flags", "build", "flat", "option_list", "parse", "read", "to_toml", "told"]
+__all__ = ["add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
 
 
 def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
@@ -39,6 +39,12 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
     """
+    given = vars(parser_of(argv, prog, defaults).read(argv))
+    return build(presets.applied({**_dotted(defaults or {}), **told(given)}))
+
+
+def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
+    """The parser of `lockstep train` and of scripts with its flags; see `parse`."""
     own_task = bool(defaults and defaults.get("task")) or any(word.partition("=")[0] == "--task" for word in argv)
     parser = Parser(
         prog=prog,
@@ -48,7 +54,7 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
         foreign=FOREIGN,
     )
     add_flags(parser, own_task=own_task)
-    return build(presets.applied({**_dotted(defaults or {}), **told(vars(parser.read(argv)))}))
+    return parser
 
 
 def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,16 +73,20 @@ class Model:
 class Optim:
     """The optimizer and its schedule."""
 
-    name: str = option("adamw", "optimizer", "adamw", "sgd")
-    beta1: float = option(0.9, "adamw: decay of the gradient's running mean")
-    beta2: float = auto(LATER, "adamw: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
-    eps: float = option(1e-8, "adamw: added to the denominator")
+    name: str = option("adamw", "optimizer", "adamw", "adam", "sgd")
+    beta1: float = option(0.9, "adamw, adam: decay of the gradient's running mean")
+    beta2: float = auto(LATER, "adamw, adam: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
+    eps: float = option(1e-8, "adamw, adam: added to the denominator")
     momentum: float = option(0.9, "sgd: decay of the gradient's running sum")
     nesterov: bool = option(False, "sgd: Nesterov's momentum")
     weight_decay: float = auto(
-        LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4"
+        LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4, adam 0"
     )
     decay_embeddings: bool = option(False, "decay embeddings too")
+    groups: str = option(
+        "", "rules by name, the first that matches: 'head.*: lr=10x; *.bias: lr=1e-4, decay=0; tokens.*: freeze'"
+    )
+    layer_decay: float = option(1.0, "what the rate is multiplied by from each layer to the one before it; 1: none")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     schedule: str = option(
         "cosine",

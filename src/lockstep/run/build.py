@@ -33,12 +33,13 @@ from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
-from lockstep.optim.optimizers import make_optimizer
+from lockstep.optim.groups import freeze
+from lockstep.optim.optimizers import rules_of
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.defaults import settled
 from lockstep.run.evaluate import one_step
 from lockstep.run.folder import RunFolder
-from lockstep.run.own_optimizer import own_factor, own_optimizer
+from lockstep.run.own_optimizer import optimizer_of, own_factor
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.task_check import check_task
 from lockstep.seeds import derive
@@ -322,6 +323,10 @@ def _model(config: Config, task: Task, world: World) -> nn.Module:
         return made
 
     model = on_all_ranks(world, make)
+    frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
+    if frozen:
+        more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
+        notify(world)(f"frozen by --optim.groups: {frozen[0]}{more}")
     named = task.blocks(model)
     return prepare(
         model,
@@ -356,7 +361,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
     """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
 
     def make(held: nn.Module) -> Optimizer:
-        made = own_optimizer(config, task, held) or make_optimizer(held, config)
+        made = optimizer_of(config, task, held)
         rates[:] = [float(group["lr"]) for group in made.param_groups]
         return made
 

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.run.plan import RunPlan
 from lockstep.task import Task
 
-__all__ = ["KINDS", "SGD", "described_optimizer", "described_step", "settled", "warm_up", "warnings"]
+__all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "settled", "warm_up", "warnings"]
 
 # From scratch: the betas and the decay that GPT-3 and its successors are trained with (Brown et al., arXiv 2005.14165,
 # appendix B). Pretrained weights: the defaults of the HF Trainer. Else torch's own AdamW: lr 1e-3, decay 0.01.
@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, float]] = {
     "fine-tuning": {"lr": 5e-5, "optim.beta2": 0.999, "optim.weight_decay": 0.0},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
+ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own: added to the gradient, a decay is another thing
 SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
 
 _SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
@@ -75,7 +76,7 @@ def _suited(config: Config, task: Task) -> dict[str, float]:
         )
     if config.optim.name == "sgd":
         return SGD
-    return KINDS[kind]
+    return KINDS[kind] | (ADAM if config.optim.name == "adam" else {})
 
 
 def warm_up(steps: int, shape: str = "") -> int:
@@ -104,7 +105,7 @@ def described_optimizer(run_plan: RunPlan) -> str:
     """What the configuration's optimizer is: `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`."""
     config, optim = run_plan.config, run_plan.config.optim
     to = "" if optim.schedule in ("constant", "inverse-sqrt", "step") else f" to {optim.floor:.3g}"
-    numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name == "adamw" else f"momentum {optim.momentum:g}"
+    numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
     return (
         f"{optim.name}: lr {config.lr:g}, {optim.schedule}{to} after {optim.warmup_steps} of "
         f"{run_plan.step_plan.steps} steps of warm-up, weight decay {optim.weight_decay:g}, {numbers}"

@@ -1,6 +1,6 @@
 """A task's own optimizer and schedule, held to what they must be: a mistake in them is one line before step 1.
 
-optimizer = own_optimizer(config, task, model)          # None: what --optim says
+optimizer = optimizer_of(config, task, model)           # its own, else what --optim says
 factor = own_factor(task, step, steps, otherwise)
 """
 
@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from lockstep.config.config import Config
 from lockstep.data.fetch import blamed
+from lockstep.engines.shared.blocks import repeated_layers
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.optim.optimizers import make_optimizer
 from lockstep.task import Task
 
-__all__ = ["own_factor", "own_optimizer"]
+__all__ = ["optimizer_of", "own_factor", "own_optimizer"]
 
 
 def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
@@ -45,6 +47,13 @@ def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], flo
     return factor
 
 
+def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:
+    """The task's own optimizer, else that of the configuration, over the model as an engine holds it."""
+    named = task.blocks(model)
+    layers = repeated_layers(model) if named is None else list(named)
+    return own_optimizer(config, task, model) or make_optimizer(model, config, layers)
+
+
 def own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
     """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
     try:
@@ -55,6 +64,9 @@ def own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | N
         raise blamed("optimizer", error, "the start, before step 1") from error
     if made is None:
         return None
+    if config.optim.groups or config.optim.layer_decay != 1.0:
+        what = "--optim.groups" if config.optim.groups else "--optim.layer-decay"
+        raise ConfigError(f"{what} makes groups for lockstep's optimizer, and the task has its own: leave one out")
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 
-__all__ = ["Blocks", "find_blocks"]
+__all__ = ["Blocks", "find_blocks", "repeated_layers"]
 
 _LEAST = 1_000_000  # parameters of a unit that is found by its size: below, a collective costs more than it saves
 
@@ -40,14 +40,15 @@ def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> Blocks:
                 "leave what shares it out of the task's blocks, or use --engine ddp"
             )
         return Blocks(blocks, f"{len(blocks)} blocks that the task names")
-    for found, origin in ((_repeated(model), "repeated layers"), (_by_size(model), "submodules by size")):
+    for found, origin in ((repeated_layers(model), "repeated layers"), (_by_size(model), "submodules by size")):
         if found and not _shared(model, found):
             kinds = ", ".join(sorted({type(module).__name__ for module in found}))
             return Blocks(found, f"{len(found)} {origin} ({kinds})")
     return Blocks([], "the model as one unit")
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The entries of ModuleLists of at least two modules of one class, in order; [] without such."""
     found: list[nn.Module] = []
     covered: set[nn.Module] = set()
     for module in model.modules():  # outer modules come before those within them

@@ -1,0 +1,205 @@
+"""Parameter groups: what decays, what has a rate of its own, what is frozen.
+
+rules = Rules(parse("head.*: lr=10x; *.bias: decay=0; tokens.*: freeze"), layer_decay=0.8, blocks=blocks)
+freeze(model, rules)                        # before an engine takes the model
+members = groups(model, weight_decay=0.1, rules=rules, lr=1e-3)     # for a torch optimizer
+"""
+
+import difflib
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+
+__all__ = ["NO_RULES", "Rule", "Rules", "freeze", "groups", "parse"]
+
+_FORM = "PATTERN: lr=RATE, decay=NUMBER; or PATTERN: freeze"
+
+
+class Rule(NamedTuple):
+    """What the parameters whose names a pattern matches have.
+
+    Attributes:
+        pattern: of the whole name, with `*`, `?` and `[...]` as in a shell; a dot is like any other character.
+        lr: a rate of their own, or None.
+        times: what --lr is multiplied by, where `lr` is None.
+        decay: a weight decay of their own, or None.
+        frozen: they are not trained.
+    """
+
+    pattern: str
+    lr: float | None = None
+    times: float = 1.0
+    decay: float | None = None
+    frozen: bool = False
+
+
+class Rules(NamedTuple):
+    """Which parameters have what; by itself the one rule of decay.
+
+    Attributes:
+        patterns: the first that matches a parameter counts.
+        layer_decay: what the rate is multiplied by from each layer to the one before it; 1: all layers have the same.
+        blocks: the model's layers in the order of the forward, for `layer_decay`.
+    """
+
+    patterns: Sequence[Rule] = ()
+    layer_decay: float = 1.0
+    blocks: Sequence[nn.Module] = ()
+
+
+NO_RULES = Rules()
+
+
+def parse(text: str) -> list[Rule]:
+    """The rules of `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze`.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, colon, settings = part.partition(":")
+        if not (pattern.strip() and colon and settings.strip()):
+            raise ConfigError(f"--optim.groups '{part}' is not of the form {_FORM}")
+        rule = Rule(pattern.strip())
+        for setting in settings.split(","):
+            rule = rule._replace(**_said(setting.strip(), part))
+        if rule.frozen and rule != Rule(rule.pattern, frozen=True):
+            raise ConfigError(f"--optim.groups '{part}': what is frozen has no rate and no decay; leave one out")
+        found.append(rule)
+    return found
+
+
+def _said(setting: str, part: str) -> dict[str, Any]:
+    name, _, value = (word.strip() for word in setting.partition("="))
+    if setting == "freeze":
+        return {"frozen": True}
+    if name not in ("lr", "decay"):
+        raise ConfigError(f"--optim.groups '{part}': '{setting}' is none of lr=RATE, lr=NUMBERx, decay=NUMBER, freeze")
+    times = name == "lr" and value.endswith("x")
+    try:
+        number = float(value[:-1] if times else value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ConfigError(f"--optim.groups '{part}': '{value}' is no finite number from 0")
+    return {"times" if times else name: number}
+
+
+def freeze(model: nn.Module, rules: Rules) -> list[str]:
+    """Freezes what the rules say, and returns the names.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    chosen = _matched(model, rules.patterns)
+    frozen = [name for name, rule in chosen.items() if rule.frozen]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def groups(
+    model: nn.Module, weight_decay: float, decay_embeddings: bool = False, *, rules: Rules = NO_RULES, lr: float = 0.0
+) -> list[dict[str, Any]]:
+    """The model's trainable parameters in groups of one rate and decay, those that decay by the general rule first.
+
+    That rule: biases, norms, every parameter of fewer than two dimensions, and embeddings do not decay. A head that is
+    tied to an embedding is that embedding. Parameters with `requires_grad` False are in no group. Without `rules` these
+    are at most two groups. The order is that of `named_parameters()`, so it is the same for the same model on every
+    rank and in every run.
+
+    With `rules.layer_decay` d and L layers the rate is multiplied by d ** (L + 1 - k), where k is 0 for what comes
+    before the first layer and for embeddings, 1 to L for the layers, L + 1 for what comes after (Clark et al.,
+    "ELECTRA", arXiv 2003.10555, appendix A; Bao et al., "BEiT", arXiv 2106.08254): none exceeds `lr`.
+
+    Args:
+        model: before it is wrapped by an engine, so that names are the plain ones.
+        weight_decay: that of the parameters that decay.
+        decay_embeddings: whether embeddings decay too.
+        rules: what differs from that.
+        lr: the base rate; used where a rule says something of the rate.
+
+    Returns:
+        Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr"
+        where it is not the base rate.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, a pattern matches nothing, or there are no layers for a decay.
+    """
+    embeddings: set[torch.Tensor] = set() if decay_embeddings else _embeddings(model)
+    chosen, depths = _matched(model, rules.patterns), _depths(model, rules)
+    found: dict[tuple[bool, float, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():  # a tied parameter comes once
+        if not parameter.requires_grad:
+            continue
+        decays, rule = parameter.ndim >= 2 and parameter not in embeddings, chosen.get(name, Rule(""))
+        decay = (weight_decay if decays else 0.0) if rule.decay is None else rule.decay
+        rate = lr * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
+        found.setdefault((decays, decay, rate), []).append((name, parameter))
+    if not found:
+        raise ConfigError(
+            "--model-name: no parameter of the model has requires_grad=True; unfreeze what is to be trained"
+        )
+    return [
+        {
+            "params": [parameter for _, parameter in members],
+            "names": [name for name, _ in members],
+            "weight_decay": decay,
+            **({} if rate == lr else {"lr": rate}),
+        }
+        for (decays, decay, rate), members in sorted(found.items(), key=lambda item: not item[0][0])
+    ]
+
+
+def _embeddings(model: nn.Module) -> set[torch.Tensor]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {module.weight for module in model.modules() if isinstance(module, kinds)}
+
+
+def _matched(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
+    """Name -> the first rule that matches it. Raises ConfigError for a rule that matches none."""
+    names = [name for name, _ in model.named_parameters()] if rules else []
+    found: dict[str, Rule] = {}
+    for rule in rules:
+        own = [name for name in names if fnmatchcase(name, rule.pattern)]
+        fresh = [name for name in own if name not in found]
+        if not fresh:
+            raise ConfigError(_unmatched(rule.pattern, names, own and found[own[0]].pattern))
+        found |= dict.fromkeys(fresh, rule)
+    return found
+
+
+def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
+    if earlier:
+        return f"--optim.groups: all that '{pattern}' matches is matched by '{earlier}' before it; put it first"
+    modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
+    close = difflib.get_close_matches(pattern, sorted({*names, *modules}), n=1, cutoff=0.5)
+    meant = f"did you mean {close[0]}?" if close else f"the names are like {names[0]}"
+    return f"--optim.groups: '{pattern}' matches no parameter; {meant}"
+
+
+def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
+    """Name -> what the layer decay multiplies its rate by; {} without one."""
+    if rules.layer_decay == 1.0:
+        return {}
+    if len(rules.blocks) < 2:
+        raise ConfigError(
+            "--optim.layer-decay: the model has no list of repeated layers; let the task name them in `blocks(model)`, "
+            "or leave it out"
+        )
+    layer_of = {parameter: k for k, block in enumerate(rules.blocks, 1) for parameter in block.parameters()}
+    embeddings, last, seen, depths = _embeddings(model), len(rules.blocks) + 1, False, {}
+    for name, parameter in model.named_parameters():
+        layer = layer_of.get(parameter)
+        seen = seen or layer is not None
+        if layer is None:
+            layer = last if seen and parameter not in embeddings else 0
+        depths[name] = rules.layer_decay ** (last - layer)
+    return depths
