@@ -1,0 +1,156 @@
+"""Where a step goes, in lockstep and in a bare loop: python bench/step.py [--rounds 20] [--processes 2]
+
+The MLP of bench/loop.py, by turns in the same processes. Each loop's step is cut at the same places; what a part takes
+is the median over the rounds of its mean on rank 0, in microseconds. "rest" is what is left of the whole: in lockstep
+what follows a step (the record, the guards, the body), in the bare loop nothing but the loop itself.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from contest import machine
+from loop import TASKS, lockstep_stepper, rate
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.clock import HostClock
+from lockstep.data.order import Shuffled
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.optim.groups import groups
+
+PARTS = ("data", "exchange", "forward", "backward", "update", "rest")
+
+
+class Laps:
+    """Seconds by part since the last reading."""
+
+    def __init__(self):
+        self.sums, self.last = defaultdict(float), 0.0
+
+    def lap(self, part):
+        now = time.perf_counter()
+        self.sums[part] += now - self.last
+        self.last = now
+
+    def read(self, whole, steps):
+        """{part: microseconds a step}, of steps that took `whole` seconds."""
+        found, self.sums = dict(self.sums), defaultdict(float)
+        found["rest"] = whole - sum(found.values())
+        return {part: found.get(part, 0.0) / steps * 1e6 for part in PARTS}
+
+
+def bare(task, size, micro, rank, world, laps):
+    """`hand_written` of bench/loop.py at accumulation 1, with its laps."""
+    torch.manual_seed(0)
+    model = task.model()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    order, table, items = Shuffled(len(task.table), 0), task.table, size * task.items_per_sample
+    state = {"step": 0}
+
+    def step(count):
+        for _ in range(count):
+            laps.last = time.perf_counter()
+            k = state["step"]
+            first = k * size + rank * micro
+            mine = torch.from_numpy(order.at(first, first + micro)[1])
+            batch = (table.x[mine], table.y[mine])
+            laps.lap("data")
+            loss = task.loss(wrapped, batch)
+            laps.lap("forward")
+            (loss * (world / items)).backward()
+            laps.lap("backward")
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * rate(k)
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+            state["step"] = k + 1
+            laps.lap("update")
+
+    return step
+
+
+def watched(laps):
+    """Has lockstep's own clock tell `laps`, and the step exchange's calls counted apart from the data's."""
+
+    def start(self):
+        laps.last = time.perf_counter()
+
+    HostClock.start = start
+    HostClock.lap = lambda self, name: laps.lap(name)
+    for name in ("global_items", "send", "receive"):
+        inner = getattr(StepExchange, name)
+
+        def timed(self, *given, inner=inner):
+            laps.lap("data")
+            found = inner(self, *given)
+            laps.lap("exchange")
+            return found
+
+        setattr(StepExchange, name, timed)
+
+
+def compete(rank, world, port, folder, rounds):
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    kind, size, steps = TASKS["mlp"]
+    task, micro = kind(), size // world
+    laps = {"bare fused": Laps(), "lockstep": Laps()}
+    watched(laps["lockstep"])
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        ours = lockstep_stepper(task, size, micro, folder)
+        ours(1)
+        steppers = {"bare fused": bare(task, size, micro, rank, world, laps["bare fused"]), "lockstep": ours}
+        wait, found = dist.barrier if world > 1 else (lambda: None), {name: [] for name in steppers}
+        for turn in range(rounds + 1):
+            for name in list(steppers)[:: 1 if turn % 2 else -1]:
+                wait()
+                laps[name].sums.clear()
+                began = time.perf_counter()
+                steppers[name](steps)
+                found[name].append(laps[name].read(time.perf_counter() - began, steps))
+    if rank == 0:
+        print(f"{'part':>10}" + "".join(f"{name:>12}" for name in found) + f"{'difference':>12}")
+        medians = {name: {p: statistics.median(r[p] for r in rows[1:]) for p in PARTS} for name, rows in found.items()}
+        for part in PARTS:
+            one, other = (medians[name][part] for name in found)
+            print(f"{part:>10}{one:12.0f}{other:12.0f}{other - one:12.0f}")
+        one, other = (statistics.median(sum(row.values()) for row in rows[1:]) for rows in found.values())
+        print(f"{'step':>10}{one:12.0f}{other:12.0f}{other - one:12.0f}", flush=True)
+    os._exit(0)  # without a teardown that a benchmark need not wait for
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    print(machine())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    folder, context = tempfile.mkdtemp(prefix="lockstep-bench-"), multiprocessing.get_context("spawn")
+    arguments = (given.processes, port, folder, given.rounds)
+    ranks = [context.Process(target=compete, args=(rank, *arguments)) for rank in range(given.processes)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
