@@ -6,7 +6,7 @@
 Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
 Whatever holds in here is checked when the object is made, so that no bad value travels further. A field whose default
 is "auto" is given its value once the task and the plan are known (see `lockstep.run.defaults`): `--lr auto`, or
-lr = "auto".
+lr = "auto". So is a number of steps that is said in epochs or as a share of the plan: `--eval-freq 1epoch`.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ from typing import Any, Self, cast
 
 from lockstep.config.fields import FieldError, FieldName, named, option
 from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Model, Optim, auto
+from lockstep.config.spans import SPAN, is_span
 from lockstep.engines.options import BOUNDS, ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 
-__all__ = ["Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
+__all__ = ["SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
 
 
 @named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
@@ -61,9 +62,9 @@ class Config:
         "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
     )
     seq_len: int = option(128, "tokens in a sample", builtin=True)
-    log_freq: int = option(10, "steps between records")
-    ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end")
-    eval_freq: int = option(0, "steps between evaluations; 0: only at the end")
+    log_freq: int = option(10, "steps between records", span=True)
+    ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
+    eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
     engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
         "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
@@ -125,7 +126,7 @@ class Config:
         _check_name(self.experiment_name)
         for name, (least, most, what) in _BOUNDS.items():
             value = lookup(self, name)
-            if value == _PLACES.get(name):
+            if value == _PLACES.get(name) or is_span(value):
                 continue
             if not (math.isfinite(value) and least <= value <= most):
                 raise FieldError(FieldName(name), f" is {value}: it must be {what}")
@@ -236,6 +237,15 @@ _PLACES: dict[str, Any] = {
 }
 
 
+# The lengths that may be said in epochs, or as a share of the plan.
+SPANS = frozenset(
+    prefix + spec.name
+    for kind, prefix in ((Config, ""), (Optim, "optim."))
+    for spec in dataclasses.fields(kind)
+    if spec.metadata.get("span")
+)
+
+
 def sections(config: Config) -> list[tuple[Any, str]]:
     """The config and each of its sections, with the prefix of their fields: [(config, ""), (data, "data."), ...]."""
     return [(config, ""), *((getattr(config, name), f"{name}.") for name in _SECTIONS)]
@@ -286,12 +296,15 @@ def _check_types(config: Config) -> None:
     for owner, prefix in sections(config):
         for spec in dataclasses.fields(owner):
             value, wanted = getattr(owner, spec.name), cast(type, spec.type)
+            if spec.metadata.get("span") and is_span(value):
+                continue
             if value == "auto" and spec.metadata.get("auto"):
                 object.__setattr__(owner, spec.name, spec.default)
             elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
                 object.__setattr__(owner, spec.name, float(value))
             elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 expected = _KINDS.get(wanted, f"a {wanted.__name__}")
+                expected += f", or {SPAN}" if spec.metadata.get("span") else ""
                 raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lockstep.config.hints import hint
+from lockstep.config.spans import SPAN, is_span
 from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = ["Parser"]
@@ -36,6 +37,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _number)
         self.register("type", (int, "auto"), lambda text: text if text == "auto" else _whole(text))
         self.register("type", (float, "auto"), lambda text: text if text == "auto" else _number(text))
+        self.register("type", (int, "span"), _steps)
+        self.register("type", (int, "auto", "span"), lambda text: text if text == "auto" else _steps(text))
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """What `argv` says. Prints the help and raises SystemExit(0) for `--help`.
@@ -78,6 +81,13 @@ def _plain(text: str) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _steps(text: str) -> int | str:
+    try:
+        return text if is_span(text) else _whole(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor {SPAN}") from None
 
 
 def _whole(text: str) -> int:

@@ -215,9 +215,10 @@ def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> 
     if spec.type is not bool:
         choices = spec.metadata["choices"]
         kind = cast(type, spec.type)
+        span = bool(spec.metadata.get("span"))
         settings = {
-            "type": (kind, "auto") if auto else kind,
-            "metavar": "|".join(choices) if choices else kind.__name__.upper(),
+            "type": (kind, *["auto"] * auto, *["span"] * span) if auto or span else kind,
+            "metavar": "|".join(choices) if choices else "STEPS|5%|1epoch" if span else kind.__name__.upper(),
         }
     settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)

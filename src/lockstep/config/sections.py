@@ -14,9 +14,13 @@ from lockstep.config.fields import named, option
 __all__ = ["LATER", "Checkpoint", "Data", "Guards", "Model", "Optim", "auto"]
 
 
-def auto(default: Any, text: str) -> Any:
-    """A number that `lockstep.run.defaults` chooses where it is left out; `default`, out of bounds, holds its place."""
-    return field(default=default, metadata={"help": text, "choices": (), "auto": True})
+def auto(default: Any, text: str, *, span: bool = False) -> Any:
+    """A number that `lockstep.run.defaults` chooses where it is left out; `default`, out of bounds, holds its place.
+
+    Args:
+        span: as for `option`.
+    """
+    return field(default=default, metadata={"help": text, "choices": (), "auto": True, "span": span})
 
 
 LATER = -math.inf  # holds the place of a float that is chosen later
@@ -95,10 +99,14 @@ class Optim:
         *("inverse-sqrt", "step", "one-cycle"),
     )
     period: int = option(
-        0, "cosine-periodic: steps from peak to floor, and back; step: from drop to drop; 0: the plan, a third of it"
+        0,
+        "cosine-periodic: steps from peak to floor, and back; step: from drop to drop; 0: the plan, a third of it",
+        span=True,
     )
     warmup_steps: int = auto(
-        -1, "steps of linear warm-up; auto: a twentieth of the plan, at most 50; one-cycle: the rise, 0.3 of the plan"
+        -1,
+        "steps of linear warm-up; auto: a twentieth of the plan, at most 50; one-cycle: the rise, 0.3 of the plan",
+        span=True,
     )
     cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
     power: float = option(1.0, "polynomial: exponent of the fall")

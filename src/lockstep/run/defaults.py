@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import options
-from lockstep.config.config import Config, default_micro_batch_size, is_auto
+from lockstep.config.config import SPANS, Config, default_micro_batch_size, is_auto, lookup
+from lockstep.config.spans import in_steps, is_span
 from lockstep.data.batches import START, Origin
 from lockstep.errors import ConfigError, DataError
 from lockstep.run.plan import RunPlan
@@ -65,7 +66,15 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
         "optim.floor": _FLOORS.get(shape, _FLOOR),
     }
     values = {name: value for name, value in chosen.items() if is_auto(config, name)}
+    values |= _in_steps(run_plan)
     return dataclasses.replace(run_plan, config=options.build({**options.flat(run_plan.config), **values}))
+
+
+def _in_steps(run_plan: RunPlan) -> dict[str, int]:
+    """The lengths that are said in epochs or as a share of the plan, as steps."""
+    config = run_plan.config
+    known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
+    return {name: in_steps(value, **known) for name in sorted(SPANS) if is_span(value := lookup(config, name))}
 
 
 def _suited(config: Config, task: Task) -> dict[str, float]:

@@ -1,0 +1,33 @@
+"""Lengths of training as people say them: `500` steps, `2epochs`, `5%` of the plan.
+
+is_span("5%")                                           # True
+in_steps("5%", steps=2000, samples=64000, batch_size=32)      # 100
+"""
+
+import re
+
+__all__ = ["SPAN", "in_steps", "is_span"]
+
+SPAN = "a length such as 5% or 2epochs"
+_SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%|epochs?)")
+
+
+def is_span(value: object) -> bool:
+    """Whether it is a share of the plan or a number of epochs."""
+    return isinstance(value, str) and _SPAN.fullmatch(value) is not None
+
+
+def in_steps(value: int | str, *, steps: int, samples: int, batch_size: int) -> int:
+    """The steps that `value` is: itself where it is a number, else the nearest number, and not 0 but for a length of 0.
+
+    Args:
+        steps: of the whole plan.
+        samples: of an epoch.
+        batch_size: samples of a step.
+    """
+    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return int(value)
+    number = float(found[1])
+    exact = number / 100 * steps if found[2] == "%" else number * samples / batch_size
+    return max(1, round(exact)) if number else 0

@@ -1,0 +1,67 @@
+"""Lengths in epochs and as a share of the plan: read from flags, Python and files, and turned into steps once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_runs import config
+from toys import Network, Ragged, taken
+
+from lockstep.config.config import SPANS, Config
+from lockstep.config.options import parse, read, to_toml
+from lockstep.config.spans import in_steps, is_span
+from lockstep.errors import ConfigError
+from lockstep.run.defaults import settled
+from lockstep.sinks.jsonl import read as records
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [(7, 7), ("5%", 10), ("0.1%", 1), ("100%", 200), ("0%", 0), ("1epoch", 50), ("2 epochs", 100), (".5epochs", 25)],
+)
+def test_what_a_length_is_in_steps(value, steps):
+    assert in_steps(value, steps=200, samples=400, batch_size=8) == steps
+
+
+@given(st.floats(0, 100), st.integers(1, 10**6))
+def test_a_share_is_the_nearest_number_of_steps_and_none_only_where_it_is_nothing(share, steps):
+    text = f"{share:.6f}%"
+    found, exact = in_steps(text, steps=steps, samples=1, batch_size=1), float(text[:-1]) / 100 * steps
+    assert (found == 0) == (float(text[:-1]) == 0)
+    assert abs(found - exact) <= 0.5 + 1e-9 or found == 1
+
+
+def test_they_may_be_said_wherever_a_number_of_steps_may(tmp_path):
+    assert {"eval_freq", "ckpt_freq", "log_freq", "optim.warmup_steps", "optim.period"} == SPANS
+    flags = ["--eval-freq", "1epoch", "--optim.warmup-steps", "5%", "--ckpt-freq", "1e2", "--max-steps", "40"]
+    given = parse(flags)
+    assert given == Config(eval_freq="1epoch", optim={"warmup_steps": "5%"}, ckpt_freq=100, max_steps=40)
+    (tmp_path / "c.toml").write_text(to_toml(given))
+    assert parse(["--config", str(tmp_path / "c.toml")]) == given
+    assert read(tmp_path / "c.toml")["eval_freq"] == "1epoch"
+    known = settled(given, Ragged(), Network(), samples=96).config
+    assert (known.eval_freq, known.optim.warmup_steps, known.ckpt_freq) == (6, 2, 100)
+
+
+@pytest.mark.parametrize("text", ["5 %%", "epoch", "-5%", "1epochs2", "five", "1e2%", "nan%"])
+def test_what_is_no_length_is_refused(text):
+    assert not is_span(text)
+    with pytest.raises(
+        ConfigError, match=r"--eval-freq: '.*' is not a whole number, nor a length such as 5% or 2epochs"
+    ):
+        parse([f"--eval-freq={text}"])
+    with pytest.raises(ConfigError, match=r"eval_freq is '.*': it must be a whole number, or a length such as 5%"):
+        Config(eval_freq=text)
+    with pytest.raises(ConfigError, match="batch_size is '5%': it must be a whole number$"):
+        Config(batch_size="5%")
+
+
+def test_an_evaluation_after_each_epoch_also_where_the_run_was_left(tmp_path):
+    """40 samples in steps of 8: five steps an epoch."""
+    settings = {"max_steps": 0, "num_epochs": 3, "eval_freq": "1epoch", "ckpt_freq": "20%"}
+    taken(config(tmp_path, **settings), Ragged(), leave_at=7)
+    taken(config(tmp_path, **settings), Ragged())
+    found = [
+        record["global_step"] for record in records(tmp_path / "r" / "metrics.jsonl") if "evaluation/loss" in record
+    ]
+    assert found == [5, 10, 15]
+    assert "eval_freq = 5\n" in (tmp_path / "r" / "config.toml").read_text()
