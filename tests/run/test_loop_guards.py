@@ -8,6 +8,7 @@ import torch
 from ranks import run
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from toys import taken
 
 import lockstep
@@ -90,7 +91,9 @@ def settings(folder, steps, **changes):
     common = {"experiment_name": "r", "save_dir": str(folder), "precision": "float64", "lr": 0.01, "log_freq": 1}
     common |= {"batch_size": BATCH, "micro_batch_size": MICRO, "max_steps": steps, "ckpt_freq": 3}
     return Config(
-        **common | {"guards": guards, "optim": Optim(warmup_steps=2, clip=1.0, beta2=0.95, weight_decay=0.1)} | changes
+        **common
+        | {"guards": guards, "optim": Optim(warmup_steps=2, clip=1.0, beta2=0.95, weight_decay=0.1, floor=0.1)}
+        | changes
     )
 
 
@@ -121,6 +124,20 @@ def by_hand(task, config, left_out=()):
 def go(world, config, task):
     """The steps taken, in order: a step may come twice after a rollback; and the exit code."""
     return taken(config, task, world)
+
+
+def in_the_body(world, config, task, lag):
+    """After each step, whether all parameters are as the optimizer has them: split."""
+    Reader.lag = lag
+    with lockstep.Run(config, task, world) as session:
+        return [all(isinstance(p, DTensor) for p in session.model.parameters()) for step in session]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_after_a_step_that_was_left_out_fsdp_is_split_again(tmp_path, lag):
+    """The search for the bad sample is a forward that no backward follows, after which torch leaves it gathered."""
+    config = settings(tmp_path, 6, guards={"nonfinite": "skip"}, engine="fsdp", ckpt_freq=0)
+    assert run(in_the_body, 2, config, Task(24, bad=(samples_of(3, 24)[1],)), lag) == [[True] * 6] * 2
 
 
 def kept(folder, name="r"):

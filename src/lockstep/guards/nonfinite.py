@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
+from lockstep.engines.base import at_rest
 from lockstep.engines.shared.buffers import unmoved
 from lockstep.guards.reading import ReadStep
 
@@ -45,6 +46,7 @@ def origin(
             before = not batch.weight or math.isfinite(next(losses))
             if mine is None and batch.weight and (module or not finite or not before):
                 mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
+    at_rest(plain)
     found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
     if not found:
         return "the losses are finite: the backward made it"
