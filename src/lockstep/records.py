@@ -106,8 +106,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest loss of an evaluation so far: after which step, and which checkpoint keeps it."""
+    """The best evaluation so far, by `--best-metric`.
+
+    Attributes:
+        step: after so many steps.
+        loss: its loss.
+        path: the checkpoint that keeps it.
+        metric, value: what it was judged by, and that number.
+    """
 
     step: int
     loss: float
     path: str
+    metric: str = "loss"
+    value: float = math.nan

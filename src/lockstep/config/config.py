@@ -65,6 +65,11 @@ class Config:
     log_freq: int = option(10, "steps between records", span=True)
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
+    best_metric: str = option(
+        "loss", "what the best evaluation is judged by: loss, or a metric of the task with its direction, accuracy:max"
+    )
+    patience: int = option(0, "end after so many evaluations in a row that were no better than the best; 0: never")
+    min_delta: float = option(0.0, "by how much an evaluation must be better than the best to count as better")
     engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
         "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
@@ -138,6 +143,7 @@ class Config:
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
                     )
         _check_optimizer(self.optim)
+        _check_best(self)
         if self.batch_size % (self.micro_batch_size or 1):
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
             whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
@@ -198,6 +204,8 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "log_freq": (1, 10**9, "at least 1"),
     "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
     "eval_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "patience": (0, 10**9, "a number of evaluations, or 0 for never"),
+    "min_delta": (0, 1e12, "a number from 0"),
     "timeout": (0.1, 10**7, "a number of seconds from 0.1"),
     "data.workers": (0, 1024, "a number of processes from 0 to 1024"),
     "data.prefetch": (1, 10**4, "at least 1"),
@@ -331,6 +339,21 @@ def _check_optimizer(optim: Optim) -> None:
                     *(FieldName(f"optim.{key}"), " is no option of ", FieldName(f"optim.{chooser}"), f" {chosen}, "),
                     f"but of {value}: leave it out",
                 )
+
+
+def _check_best(config: Config) -> None:
+    name, _, way = config.best_metric.partition(":")
+    if config.best_metric != "loss" and not (name and way in ("min", "max") and config.best_metric != "loss:max"):
+        raise FieldError(
+            FieldName("best_metric"),
+            f" is '{config.best_metric}': it must be loss, or a metric of the task and whether more of it is better: "
+            "accuracy:max, error:min",
+        )
+    if config.patience and not config.eval_freq:
+        raise FieldError(
+            *(FieldName("patience"), f" {config.patience} needs ", FieldName("eval_freq")),
+            ": else the only evaluation is at the end",
+        )
 
 
 def _check_name(name: str) -> None:

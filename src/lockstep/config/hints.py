@@ -100,6 +100,12 @@ FOREIGN: dict[str, str] = {
     "eval_steps": "{eval_freq}",
     "eval_interval": "{eval_freq}",
     "save_total_limit": "{checkpoint.keep}",
+    "metric_for_best_model": "{best_metric}",
+    "monitor": "{best_metric}",
+    "greater_is_better": "{best_metric} NAME:max or NAME:min",
+    "early_stopping_patience": "{patience}",
+    "early_stopping": "{patience}",
+    "early_stopping_threshold": "{min_delta}",
     "report_to": "{wandb} or {tensorboard}",
     # the processes
     "nproc_per_node": _PROCESSES,

@@ -174,7 +174,8 @@ _GROUPS = {
         *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),
         *("compile", "compile_scope", "activation_checkpointing", "timeout"),
     ),
-    "what is written": ("log_freq", "ckpt_freq", "eval_freq", "tensorboard", "wandb", "wandb_project"),
+    "evaluation": ("eval_freq", "best_metric", "patience", "min_delta"),
+    "what is written": ("log_freq", "ckpt_freq", "tensorboard", "wandb", "wandb_project"),
 }
 
 

@@ -36,6 +36,7 @@ from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
 from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.run.best import JUDGED, check_evaluated
 from lockstep.run.defaults import settled
 from lockstep.run.evaluate import one_step
 from lockstep.run.folder import RunFolder
@@ -217,7 +218,8 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     made = _engine(config, task, model, world, rates)
     held_out = _evaluation(config, task, evaluation, world)
     if source is None:
-        check_task(made.model, model, task, stream, held_out, world)  # collective
+        metrics = check_task(made.model, model, task, stream, held_out, world)  # collective
+        check_evaluated(config, metrics)
     built = Built(
         config,
         world,
@@ -289,7 +291,7 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
     if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
         noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
         if noted.get("step") == state["global_step"]:
-            state["best"] = noted.get("best")
+            state |= {name: noted[name] for name in JUDGED if name in noted}
             del state["evaluation_due"]
     return source, state
 

@@ -95,9 +95,10 @@ class RunFolder:
         """Writes a small file of the folder so that it is there whole or not at all. Raises OSError."""
         write_whole(self.path / name, text)
 
-    def write_evaluated(self, step: int, best: dict[str, Any] | None) -> None:
-        """Notes that the evaluation after `step` steps was made: the checkpoint of that step is older."""
-        self.write(_EVALUATED, json.dumps({"step": step, "best": best}) + "\n")
+    def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
+        """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
+        that step is older."""
+        self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
 
     def read_evaluated(self) -> dict[str, Any]:
         """What `write_evaluated` noted last; {} for nothing."""

@@ -26,7 +26,7 @@ def load(
     Args:
         path: a run's folder, or a checkpoint's.
         task: what the run trained; its `model()` is called.
-        which: in a run's folder: "best" (the lowest evaluation loss; the last where nothing was evaluated), "last", or
+        which: in a run's folder: "best" (the best evaluation; the last where nothing was evaluated), "last", or
             a step.
         device: where the model is put.
 

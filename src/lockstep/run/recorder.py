@@ -6,7 +6,6 @@ if done % config.log_freq == 0:
 """
 
 import json
-import math
 import time
 from functools import partial
 from typing import Any, Self
@@ -20,6 +19,7 @@ from lockstep.engines.make import name_of
 from lockstep.errors import PeerError
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
+from lockstep.run.best import JUDGED, judged_by, noted, out_of_patience, shown
 from lockstep.run.build import Built
 from lockstep.run.evaluate import evaluate
 from lockstep.run.meter import Meter
@@ -37,7 +37,7 @@ class RunRecorder:
     Attributes:
         saved: the step of the newest checkpoint that was begun.
         saver: writes them.
-        is_best: whether the last evaluation had the lowest loss of the run.
+        is_best: whether the last evaluation was the best of the run.
     """
 
     def __init__(self, built: Built, meter: Meter, sinks: Sinks, exchange: StepExchange) -> None:
@@ -93,12 +93,9 @@ class RunRecorder:
             shown = {"evaluation/loss": found.loss, "evaluation/items": found.items, **metrics}
             self._sinks.log({"global_step": done, **shown})
         self._meter.pause(time.perf_counter() - began)
-        best = built.state["best"]
-        self.is_best = math.isfinite(found.loss) and not (best and best["loss"] <= found.loss)
-        if self.is_best:
-            built.state["best"] = {"step": done, "loss": found.loss}
+        self.is_best = noted(judged_by(built.config), built.state, found)  # alike on every rank, as the record is
         if built.world.is_main:
-            built.folder.write_evaluated(done, built.state["best"])
+            built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED})
         return found
 
     def save(self, done: int) -> None:
@@ -175,6 +172,8 @@ class RunRecorder:
     def _next(self, code: int) -> str:
         """The last line on the screen: what to do now."""
         whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
+        if self.saved < whole and out_of_patience(self._built.config, self._built.state):
+            return f"stopped early after step {self.saved} of {whole}: the best was {shown(self._built.state)}"
         if self.saved >= whole:
             return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")

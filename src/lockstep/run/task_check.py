@@ -53,12 +53,15 @@ class _Trial:
 
 def check_task(
     model: nn.Module, plain: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World
-) -> None:
+) -> list[str] | None:
     """Runs `loss`, `count` and `metrics` (or `evaluate`) once, on every rank alike. Collective.
 
     Args:
         model: what an engine holds; its forward may have collectives.
         plain: what the engine was made from, whose layers have the names that the user knows.
+
+    Returns:
+        The names of the evaluation's metrics; None where nothing is evaluated.
 
     Raises:
         DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
@@ -72,7 +75,7 @@ def check_task(
         reseed = seeder(0, "check", world.device)
         losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
         on_all_ranks(world, lambda: _check_sums(task, trial, losses))
-        on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
+        return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
 
 
 def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
@@ -176,10 +179,10 @@ def _is_mean(whole: float, halves: list[float], weights: tuple[Any, ...], scale:
     return any(abs(whole - mean) < 0.02 * scale for mean in means)
 
 
-def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> None:
-    """What the evaluation will call, on what it will call it with."""
+def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> list[str] | None:
+    """What the evaluation will call, on what it will call it with. The metrics' names."""
     if trial.evaluation is None:
-        return
+        return None
     reseed(0, 0)
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     result: Any = _called(method, lambda data: getattr(task, method)(model, data), trial.evaluation.data)
@@ -201,6 +204,7 @@ def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable
         elif not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
+    return list(result)
 
 
 def _called(method: str, call: Callable[[Any], Any], data: Any) -> Any:

@@ -31,6 +31,7 @@ from lockstep.launch import failure
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import Best, Step, StepRecord
+from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.defaults import described_optimizer, described_step, warnings
 from lockstep.run.guarding import Guards
@@ -102,7 +103,8 @@ def _attempts(session: Session, world: World) -> Training:
         elif built.source is None:
             session.note_first(built.own)
         _note_best(session)
-        if built.start >= built.last and not built.state.get("evaluation_due"):
+        over = built.start >= built.last or out_of_patience(built.config, built.state)
+        if over and not built.state.get("evaluation_due"):
             load_state(built)  # collective
             notify(world)(_finished(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
@@ -198,7 +200,8 @@ def _follow(session: Session, built: Built) -> Training:
         if built.state.pop("evaluation_due", False):  # a signal came before it, or a kill
             session.evaluation = recorder.evaluate(first)
             _note_best(session)
-        for record in steps(built.engine, built.task, works.step_loader, exchange, works.control):
+        over = out_of_patience(built.config, built.state)
+        for record in () if over else steps(built.engine, built.task, works.step_loader, exchange, works.control):
             stop_request = record.stop_agreed
             ending = record.step + 1 == works.last or bool(stop_request)
             step = _recorded(session, built, works, record)
@@ -215,6 +218,9 @@ def _follow(session: Session, built: Built) -> Training:
             if saves:
                 _save(works, step.global_step)
             if ending:
+                break
+            if step.evaluation and out_of_patience(built.config, built.state):  # alike on every rank
+                _save(works, step.global_step)
                 break
             if session.wants_stop:
                 session.wants_stop, stop_request = False, STOP
@@ -342,12 +348,19 @@ def _note_best(session: Session) -> None:
     built = session.built
     best = built.state.get("best") if built else None
     if built and best:
-        session.best = Best(best["step"], best["loss"], str(checkpoint.path_of(built.folder.path, best["step"])))
+        path = str(checkpoint.path_of(built.folder.path, best["step"]))
+        metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
+        session.best = Best(best["step"], best["loss"], path, metric, value)
 
 
 def _finished(built: Built) -> str:
     """What a person reads who starts again what has nothing left to do."""
     path, whole = built.folder.path, built.run_plan.step_plan.steps
+    if built.start < built.last:
+        return (
+            f"{path} stopped early at step {built.start} of {whole}: the best was {shown(built.state)}; a larger "
+            "--patience goes on"
+        )
     if built.start < whole:
         return (
             f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"

@@ -1,0 +1,94 @@
+"""Which evaluation is the best so far, and whether there were too many since.
+
+judge = judged_by(config)               # `--best-metric accuracy:max`
+noted(judge, state, record)             # puts it into the state that a checkpoint keeps; whether it is the best
+out_of_patience(config, state)
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from lockstep.config.config import Config
+from lockstep.errors import ConfigError
+from lockstep.records import EvaluationRecord
+
+__all__ = ["JUDGED", "Judge", "check_evaluated", "check_known", "judged_by", "noted", "out_of_patience", "shown"]
+
+
+JUDGED = ("best", "since_best")  # what `noted` puts into the state
+
+
+class Judge(NamedTuple):
+    """What an evaluation is judged by.
+
+    Attributes:
+        metric: "loss", or the name of a metric of the task.
+        sign: -1 where lower is better, 1 where higher is.
+        delta: by how much one must be better to count.
+    """
+
+    metric: str
+    sign: int
+    delta: float
+
+    def value(self, record: EvaluationRecord) -> float:
+        """The record's number. Raises ConfigError where it has none of that name."""
+        if self.metric == "loss":
+            return record.loss
+        check_known(self, record.metrics)
+        return record.metrics[self.metric]
+
+
+def judged_by(config: Config) -> Judge:
+    """What `--best-metric` and `--min-delta` say."""
+    name, _, way = config.best_metric.partition(":")
+    return Judge(name, 1 if way == "max" else -1, config.min_delta)
+
+
+def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
+    """Raises ConfigError where the task's evaluation cannot be judged; `metrics`: its names, None for no evaluation."""
+    if metrics is not None:
+        check_known(judged_by(config), metrics)
+    elif config.patience or config.best_metric != "loss":
+        what = "--patience" if config.patience else "--best-metric"
+        raise ConfigError(f"{what} needs an evaluation, and the task's dataset('evaluation') gives none; return a set")
+
+
+def check_known(judge: Judge, metrics: Iterable[str]) -> None:
+    """Raises ConfigError where the evaluation has no number of the judge's name."""
+    known = ["loss", *metrics]
+    if judge.metric not in known:
+        close = difflib.get_close_matches(judge.metric, known, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+        raise ConfigError(f"--best-metric: the task's evaluation has no '{judge.metric}'; {meant}")
+
+
+def noted(judge: Judge, state: dict[str, Any], record: EvaluationRecord) -> bool:
+    """Puts the evaluation into `state`: as the best, or as one more since. Whether it is the best.
+
+    A value that is not finite is never the best. What was judged by another metric before says nothing here.
+    """
+    best, value = state.get("best"), judge.value(record)
+    if best and best.get("metric", "loss") != judge.metric:
+        best = None
+    before = best and best.get("value", best["loss"])
+    better = math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta)
+    if better:
+        best = {"step": record.step, "loss": record.loss, "metric": judge.metric, "value": value}
+    state["best"], state["since_best"] = best, 0 if better else state.get("since_best", 0) + 1
+    return better
+
+
+def out_of_patience(config: Config, state: dict[str, Any]) -> bool:
+    """Whether `--patience` evaluations in a row were no better than the best."""
+    return bool(config.patience) and state.get("since_best", 0) >= config.patience
+
+
+def shown(state: dict[str, Any]) -> str:
+    """The best evaluation in a few words: `accuracy 0.93 after step 400`."""
+    best = state.get("best")
+    if not best:
+        return "none that is finite"
+    return f"{best.get('metric', 'loss')} {best.get('value', best['loss']):.4g} after step {best['step']}"
