@@ -37,12 +37,13 @@ def test_the_folder_of_a_run(tmp_path):
         "optim.beta2": 0.999,
         "optim.weight_decay": 0.01,
         "optim.warmup_steps": 0,
+        "optim.floor": 0.1,
     }  # which are chosen by the task and the plan
     state = json.loads((path / "state.json").read_text())
     saved = checkpoint.read_state(checkpoint.newest(path, say=print))  # before the evaluation that it tells of as due
     assert saved.pop("evaluation_due")
     assert state.pop("best")["step"] == 12
-    assert saved == {**state, "best": None}
+    assert saved == {name: value for name, value in state.items() if name != "since_best"} | {"best": None}
     wanted = {"global_step": 12, "epoch": 2, "epoch_step": 2, "position": 96, "running_loss": 0.0, "world_size": 1}
     assert {key: state[key] for key in wanted} == wanted
     assert "versions" in json.loads((path / "environment.json").read_text())
@@ -168,7 +169,8 @@ def test_the_last_three_and_the_best_are_kept(tmp_path):
         r["global_step"]: r["evaluation/loss"] for r in records(tmp_path / "r" / "metrics.jsonl") if "lr" not in r
     }
     best = min(evaluations, key=evaluations.get)
-    assert state["best"] == {"step": best, "loss": evaluations[best]}
+    loss = evaluations[best]
+    assert state["best"] == {"step": best, "loss": loss, "metric": "loss", "value": loss}
     assert checkpoint.list_steps(tmp_path / "r") == sorted({best, 11, 12})
 
 

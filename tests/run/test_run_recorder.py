@@ -180,12 +180,16 @@ def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):
     assert [r["global_step"] for r in records(tmp_path) if "evaluation/loss" in r] == [11]
 
 
+def by_loss(step, loss):
+    return {"step": step, "loss": loss, "metric": "loss", "value": loss}
+
+
 def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path):
     """The point passes the wanted place after its fourth step and goes on."""
     wanted = by_hand(12)[3][3]
     keep = Checkpoint(keep=2)
     go(None, settings(tmp_path, max_steps=12, eval_freq=1, ckpt_freq=1, checkpoint=keep), Task(wanted))
-    assert state_of(tmp_path)["best"] == {"step": 4, "loss": pytest.approx(3.0, abs=1e-12)}
+    assert state_of(tmp_path)["best"] == by_loss(4, pytest.approx(3.0, abs=1e-12))
     assert checkpoint.list_steps(tmp_path / "r") == [4, 11, 12]
 
 
@@ -207,13 +211,13 @@ def test_an_evaluation_that_is_best_is_saved_and_no_other(tmp_path):
         Task(scripted=(*losses, 9.0)),
     )
     assert checkpoint.list_steps(tmp_path / "r") == [2, 4, 10, 13]
-    assert state_of(tmp_path)["best"] == {"step": 10, "loss": pytest.approx(3.0)}
+    assert state_of(tmp_path)["best"] == by_loss(10, pytest.approx(3.0))
 
 
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     losses = (math.nan, 4.0, math.nan, -math.inf, 5.0, 9.0)
     go(None, settings(tmp_path, max_steps=10, eval_freq=2), Task(scripted=losses))
-    assert state_of(tmp_path)["best"] == {"step": 4, "loss": pytest.approx(4.0)}
+    assert state_of(tmp_path)["best"] == by_loss(4, pytest.approx(4.0))
 
 
 def test_each_checkpoint_has_the_state_of_its_own_step_though_the_writer_is_slow(tmp_path, monkeypatch):
