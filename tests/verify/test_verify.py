@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,9 @@ def test_an_end_from_outside_leaves_no_files_and_no_tracebacks(number, code, sai
     """All processes get it, as from a terminal."""
     flags = ["verify", "--device", "cpu", "--scratch", str(tmp_path)]
     command = [sys.executable, "-m", "lockstep", *flags]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a test run in the background ignores
     with subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heard
     ) as process:
         while not list(tmp_path.iterdir()) and process.poll() is None:
             time.sleep(0.05)
