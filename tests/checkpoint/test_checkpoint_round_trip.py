@@ -190,6 +190,15 @@ def test_every_dtype_of_the_format_keeps_its_bits(tmp_path):
         assert torch.equal(wanted[name].view(torch.uint8), bits), name
 
 
+def test_tensors_begin_at_a_multiple_of_eight_bytes_as_the_format_has_it(tmp_path):
+    """So that whoever maps the file may read every dtype in place, whatever the names are."""
+    for step in range(1, 9):
+        tensors = {"model/" + "a" * step: torch.zeros(3, dtype=torch.float64)}
+        checkpoint.save(tmp_path, step, tensors, {}, World(), engine="single")
+        (file,) = checkpoint.path_of(tmp_path, step).glob("*.safetensors")
+        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+
+
 def test_lazy_views_of_the_same_memory_keep_their_own_values(tmp_path):
     """`conj()` and the imaginary part of it are flags on the same bytes: neither the bytes nor a tie with them."""
     for dtype in (torch.complex64, torch.complex128):
