@@ -18,7 +18,12 @@ __all__ = ["main"]
 COMMANDS = {
     "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
-    "checkpoint": ("lockstep.commands.checkpoint", "command", "list, inspect or verify the checkpoints of a run"),
+    "runs": ("lockstep.commands.runs", "command", "a table of the runs in a folder: how far, how good, how they ended"),
+    "checkpoint": (
+        "lockstep.commands.checkpoint",
+        "command",
+        "list, inspect, verify or prune the checkpoints of a run",
+    ),
     "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),

@@ -220,6 +220,29 @@ def test_what_the_hints_say_exists():
             assert value[2] in choices[value[1]], text
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", ": here it is --lr"),
+        ("--bf16", ": here it is --precision bf16"),
+        ("--fp16", ": here it is --precision fp16"),
+        ("--output-dir", ": here it is --save-dir"),
+        ("--resume", ": the same --experiment-name resumes by itself"),
+        ("--name", ": here it is --experiment-name"),
+        ("--run-name", ": here it is --experiment-name"),
+        ("--eval-every", ": here it is --eval-freq"),
+        ("--save-every", ": here it is --ckpt-freq"),
+        ("--epochs", ": here it is --num-epochs"),
+        ("--warmup", ": here it is --optim.warmup-steps"),
+        ("--warmup-ratio", ": here it is --optim.warmup-steps, which takes a share of the plan too: 5%"),
+    ],
+)
+def test_what_people_type_first_leads_to_the_flag(flag, meant):
+    with pytest.raises(ConfigError) as caught:
+        parse([flag, "1"])
+    assert str(caught.value) == f"unknown flag {flag}{meant}"
+
+
 def test_numbers_as_people_write_them():
     config = parse(["--max-steps", "1e3", "--batch_size=1_024", "--optim.warmup_steps", "2.0", "--lr", "1_0e-4"])
     assert (config.max_steps, config.batch_size, config.optim.warmup_steps, config.lr) == (1000, 1024, 2, 1e-3)

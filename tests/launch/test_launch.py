@@ -266,7 +266,7 @@ def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch
     folder = RunFolder(str(tmp_path), "r")
     folder.claim()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    folder.write_end(75, 8)
+    folder.write_end(75, 8, "preempted")
     assert json.loads((folder.path / "ended.json").read_text())["code"] == 75
     folder.forget_end()
     assert not (folder.path / "ended.json").exists()

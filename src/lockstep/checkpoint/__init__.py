@@ -5,6 +5,7 @@ from lockstep.checkpoint.find import find_newest, find_resume
 from lockstep.checkpoint.layout import check_keepable
 from lockstep.checkpoint.store import (
     clean,
+    discard,
     fingerprint,
     fingerprint_of,
     list_steps,
@@ -22,6 +23,7 @@ __all__ = [
     "Saver",
     "check_keepable",
     "clean",
+    "discard",
     "find_newest",
     "find_resume",
     "fingerprint",

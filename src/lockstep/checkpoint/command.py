@@ -1,8 +1,10 @@
 """What `lockstep checkpoint list | inspect | verify RUN` prints; its flags are in commands/checkpoint.py."""
 
+import json
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from lockstep.units import bytes_text
 __all__ = ["run"]
 
 
-def run(action: str, folder: str, step: int | None, *, tensors: bool = False) -> int:
+def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as_json: bool = False) -> int:
     """Lists, inspects or verifies, prints what it found and returns the exit code: 0, or 3 for damage.
 
     Args:
@@ -29,13 +31,14 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False) ->
         folder: a run's, or a checkpoint's.
         step: only the checkpoint of this step; None: any.
         tensors: `inspect` lists every tensor.
+        as_json: `list` prints one JSON list.
 
     Raises:
         CheckpointError: there is no such run or no such checkpoint.
     """
     paths = _checkpoints(Path(folder), step)
     if action == "list":
-        return _list(paths)
+        return _list_json(paths) if as_json else _list(paths)
     if action == "verify":
         return _verify(paths)
     return _inspect(paths, tensors)
@@ -71,6 +74,21 @@ def _list(paths: list[Path]) -> int:
     Console(highlight=False).print(table)
     for line in damaged:
         print(line)
+    return 0
+
+
+def _list_json(paths: list[Path]) -> int:
+    """The table as JSON, with numbers as numbers; null where a damaged checkpoint does not say."""
+    found = []
+    for path in paths:
+        problems = [printable(problem) for problem in verify(path)]
+        row: dict[str, Any] = dict.fromkeys(("epoch", "bytes", "written", "engine", "world"))
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            row |= {"bytes": manifest.size, "written": manifest.written, "engine": manifest.engine}
+            row |= {"world": manifest.world, "epoch": read_state(path).get("epoch")}
+        found.append({"step": step_of(path.name), **row, "whole": not problems, "problems": problems})
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -25,6 +25,7 @@ from lockstep.files import sync
 
 __all__ = [
     "clean",
+    "discard",
     "fingerprint",
     "fingerprint_of",
     "list_steps",
@@ -99,6 +100,16 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
     kept = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
     removed = [step for step in steps[:-last] if step != kept and not (every and step % every == 0)]
+    discard(folder, removed)
+    return removed
+
+
+def discard(folder: Path, removed: list[int]) -> None:
+    """Removes the checkpoints of these steps; each loses its name first, see `retain`.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
     try:
         asides = [_put_aside(path_of(folder, step)) for step in removed]
         if asides:
@@ -107,7 +118,6 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
         raise CheckpointError(refusal(error)) from error
     for aside in asides:
         remove(aside)
-    return removed
 
 
 def _put_aside(path: Path) -> Path:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,39 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raises ConfigError where another process holds the folder now; writes nothing."""
+        with self.held():
+            pass
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps runs out for a while. Raises ConfigError where one holds the folder; leaves the owner's line alone."""
         with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
             self._lock.take(make=False)
+        try:
+            yield
+        finally:
             self._lock.release(mine=False)
+
+    @property
+    def owner(self) -> tuple[str, bool]:
+        """Who took the folder and did not give it back, and whether it has it now; see `RunLock.owner`."""
+        return self._lock.owner()
 
     def release(self) -> None:
         """Gives the lock back; twice does no harm."""
         self._lock.release()
 
-    def write_end(self, code: int, step: int) -> None:
-        """Leaves word, for who reads it under plain torchrun: the run saved itself after `step` steps."""
+    def write_end(self, code: int, step: int, status: str) -> None:
+        """Leaves word of how this start of the run ended, after `step` steps: `status` as in `run.Result`, or "failed".
+
+        `code` is for who reads it under plain torchrun: 75 or 130 where the run saved itself on a signal, else 0 or 1.
+        """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        self.write(_END, json.dumps({"code": code, "step": step, "job": job}) + "\n")
+        self.write(_END, json.dumps({"status": status, "code": code, "step": step, "job": job}) + "\n")
+
+    def read_end(self) -> dict[str, Any]:
+        """What `write_end` left; {} while the run goes on, or where it was killed."""
+        return self._read(_END)
 
     def forget_end(self) -> None:
         """Removes what `write_end` left in an earlier start."""
@@ -102,8 +124,13 @@ class RunFolder:
 
     def read_evaluated(self) -> dict[str, Any]:
         """What `write_evaluated` noted last; {} for nothing."""
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.path / _EVALUATED).read_text(encoding="utf-8"))
+        return self._read(_EVALUATED)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """The object in a small file; {} where it cannot be read."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            file = self.path / name
+            found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
             if isinstance(found, dict):
                 return found
         return {}

@@ -60,6 +60,26 @@ class RunLock:
             os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
         return owner  # it ended without a word, or its line would be gone
 
+    def owner(self) -> tuple[str, bool]:
+        """The owner's line, and whether it holds the lock now; ("", False) where it was given back, or never taken.
+
+        A lock that was given back is not touched, so that looking never stands in the way of a start.
+        """
+        try:
+            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return "", False
+        owner = ""
+        try:
+            owner = _line(handle)
+            if owner:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _lives(owner)  # else no locks here
+        finally:
+            os.close(handle)
+        return owner, False
+
     def release(self, mine: bool = True) -> None:
         """Gives the lock back, with our line taken out where it is ours; twice does no harm."""
         if self._handle is None:
@@ -83,8 +103,7 @@ class RunLock:
         """Whether the lock is ours now, and the line of the owner before or of the one that holds it."""
         deadline = time.monotonic() + _LINGER
         while True:
-            lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
-            owner = printable(lines[0].strip()) if lines else ""
+            owner = _line(handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -106,6 +125,12 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _line(handle: int) -> str:
+    """The owner's line; "" where the lock was given back."""
+    lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
+    return printable(lines[0].strip()) if lines else ""
 
 
 def _lives(owner: str) -> bool:

@@ -142,6 +142,8 @@ def _in_folder(session: Session, built: Built) -> Training:
         yield from _follow(session, built)
     except BaseException as error:
         session.sinks.close(None)
+        if not isinstance(error, Rollback):
+            _note_left(session, built, error)
         if isinstance(error, Rollback):
             _LOG.warning("%s", error)
         elif isinstance(error, Exception):
@@ -317,16 +319,25 @@ def _rolled_back(exchange: StepExchange) -> Iterator[None]:
 
 
 def _end(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
-    """The run's status and exit code; where it was cut short the launcher, and the run's folder, keep the code."""
+    """The run's status and exit code, which the run's folder keeps; where it was cut short the launcher does too."""
     code = _EXIT_CODES.get(stop_request, 0)
     if code:
         note_end(code)
+    whole = saved >= built.run_plan.step_plan.steps
+    status = _STATUS.get(stop_request, "finished" if whole else "stopped")
     if built.world.is_main:
         built.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
-        if code:
-            built.folder.write_end(code, saved)
-    whole = saved >= built.run_plan.step_plan.steps
-    return _STATUS.get(stop_request, "finished" if whole else "stopped"), code
+        built.folder.write_end(code, saved, status)
+    return status, code
+
+
+def _note_left(session: Session, built: Built, error: BaseException) -> None:
+    """Leaves word in the folder of a run that failed, or whose loop was left."""
+    if built.world.is_main:
+        left = isinstance(error, GeneratorExit) and session.status != "failed"
+        status = "failed" if not left else "stopped" if session.status == "running" else session.status
+        with suppress(OSError):  # the disk that is full, and why it failed
+            built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
 
 
 def _announce(built: Built) -> None:

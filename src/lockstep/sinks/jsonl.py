@@ -3,6 +3,7 @@
     sink = JsonLines(folder / "metrics.jsonl", resume_step=500)    # forgets what came after step 500
     sink.log({"global_step": 510, "running_loss": 2.5})
     records = read(folder / "metrics.jsonl")
+    newest = tail(folder / "metrics.jsonl")                        # the last few hundred, of a file of any size
 
 Every line is valid JSON. JSON has no NaN or infinity and null would lose which it was, so they are written as the
 strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
@@ -11,13 +12,14 @@ strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.secrets import mask
 from lockstep.files import replacing
 
-__all__ = ["JsonLines", "read"]
+__all__ = ["JsonLines", "plain", "read", "tail"]
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -47,7 +49,7 @@ class JsonLines:
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends the record; numbers of numpy and torch become plain ones (a tensor on a device is waited for)."""
-        line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
         if self._torn:  # an earlier write failed half-way, on a full disk: its rest must not spoil this line
             line = b"\n" + line
         self._torn = True
@@ -67,18 +69,34 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with open(path, "rb") as lines:
-        found = [_parse(line) for line in lines]
+        return _records(lines)
+
+
+def tail(path: Path, most: int = 1 << 18) -> list[dict[str, Any]]:
+    """The records in the last `most` bytes of the file, in order; [] where there is no such file. Raises OSError."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - most)
+        file.seek(start)
+        lines = file.read(most).splitlines()
+    return _records(lines[1:] if start else lines)
+
+
+def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    found = [_parse(line) for line in lines]
     return [{name: _number(value) for name, value in record.items()} for record in found if record is not None]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as a line of JSON has it: a number of numpy or torch as a plain one, one that is not finite as a word."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, bool | int):
         return value
-    return _plain(value.item())  # a number of numpy or torch; anything else is a mistake of the caller
+    return plain(value.item())  # a number of numpy or torch; anything else is a mistake of the caller
 
 
 def _number(value: Any) -> Any:
@@ -88,7 +106,7 @@ def _number(value: Any) -> Any:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:  # torn, or not UTF-8
+    except (ValueError, RecursionError):  # torn, or not UTF-8
         return None
     return record if isinstance(record, dict) else None
 
