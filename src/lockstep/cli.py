@@ -18,6 +18,8 @@ __all__ = ["main"]
 COMMANDS = {
     "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
+    "evaluate": ("lockstep.commands.evaluate", "command", "evaluate a checkpoint of a run, as the run itself does"),
+    "generate": ("lockstep.commands.generate", "command", "text from a run that trained a language model"),
     "runs": ("lockstep.commands.runs", "command", "a table of the runs in a folder: how far, how good, how they ended"),
     "checkpoint": (
         "lockstep.commands.checkpoint",

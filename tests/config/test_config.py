@@ -233,7 +233,7 @@ def test_what_the_hints_say_exists():
         ("--eval-every", ": here it is --eval-freq"),
         ("--save-every", ": here it is --ckpt-freq"),
         ("--epochs", ": here it is --num-epochs"),
-        ("--warmup", ": here it is --optim.warmup-steps"),
+        ("--warmup", ": did you mean --optim.warmup-steps?"),
         ("--warmup-ratio", ": here it is --optim.warmup-steps, which takes a share of the plan too: 5%"),
     ],
 )

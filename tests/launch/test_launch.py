@@ -58,7 +58,7 @@ def test_nodes_meet_at_the_master(capsys):
     [
         ([], "behind `--` stands nothing"),
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
-        (["--", "evaluate"], "behind `--` stands 'evaluate'"),
+        (["--", "generate"], "behind `--` stands 'generate'"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
         (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
         (

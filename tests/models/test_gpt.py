@@ -156,6 +156,14 @@ def test_generation_is_reproducible_leaves_out_the_padding_and_runs_past_the_con
     assert model.training
 
 
+def test_nothing_is_written_after_the_token_that_stops():
+    model, ids = build(), torch.tensor([[1, 2, 3]])
+    longer = generate(model, ids, 6, config=model.config, temperature=0.0)
+    token = int(longer[0, 4])
+    end = 1 + longer[0].tolist().index(token, 3)
+    assert torch.equal(generate(model, ids, 6, config=model.config, temperature=0.0, stop=token), longer[:, :end])
+
+
 def test_top_k_of_one_is_greedy():
     model, ids = build(), torch.tensor([[1, 2, 3]])
     assert torch.equal(

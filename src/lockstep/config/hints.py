@@ -67,7 +67,6 @@ FOREIGN: dict[str, str] = {
     "adam_beta2": "{optim.beta2}",
     "adam_epsilon": "{optim.eps}",
     "num_warmup_steps": "{optim.warmup_steps}",
-    "warmup": "{optim.warmup_steps}",
     "warmup_ratio": "{optim.warmup_steps}, which takes a share of the plan too: 5%",
     "warmup_epochs": "{optim.warmup_steps}, which takes a number of epochs too: 1epoch",
     "lr_scheduler_type": "{optim.schedule}",

@@ -7,8 +7,9 @@ Architecture and initialisation follow Radford et al., "Language Models are Unsu
 pre-norm blocks, learned positions, a head tied to the token embedding, GELU in its tanh form.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
 
-__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "generate"]
+__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "Reach", "generate", "plain_logits"]
 
 _PAD_TO = 64  # matrix units want sizes that are multiples of 64
 
@@ -167,25 +168,44 @@ class GPT(nn.Module):
         return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
 
 
+class Reach(Protocol):
+    """How far a language model sees, in tokens (0: without an end), and how many tokens it may write."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def plain_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits of a model that returns nothing else."""
+    return cast(Tensor, model(ids))
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
     ids: Tensor,
     max_new_tokens: int,
     *,
-    config: GPTConfig,
+    config: Reach,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
+    stop: int = -1,
 ) -> Tensor:
     """`ids` (int64 [batch, time], time >= 1) with `max_new_tokens` sampled tokens appended, int64.
 
     Args:
-        model: a GPT, or what an engine wrapped around one.
-        config: the GPT's.
+        model: a GPT, or what an engine wrapped around one; or another model, with `logits_of`.
+        config: the GPT's, or another model's context and vocabulary.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only.
         generator: on the device of `ids`; None is torch's default one.
+        logits_of: (model, ids) -> logits [batch, time, at least the vocabulary].
+        stop: a token after which nothing more is written, once every row has ended with it; -1: there is none.
 
     The model's train or eval mode is put back. What does not fit the context is cut off at the left.
     """
@@ -193,8 +213,10 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits = model(ids[:, -config.context :])[:, -1, : config.vocab_size].float()
+            logits = logits_of(model, ids[:, -config.context :])[:, -1, : config.vocab_size].float()
             ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
+            if stop >= 0 and bool((ids[:, -1] == stop).all()):  # waits for the device
+                break
     finally:
         model.train(training)
     return ids

@@ -50,7 +50,7 @@ from lockstep.tasks.named import named_task
 from lockstep.transforms import Chosen, prepare
 from lockstep.transforms.determinism import check_precision, pin
 
-__all__ = ["Built", "build", "notify"]
+__all__ = ["Built", "build", "evaluation_of", "model_of", "notify"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -200,7 +200,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     training = _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
     source, state = _found(folder, world)
-    model = _model(config, task, world)
+    model = model_of(config, task, world)
     run_plan = settled(config, task, model, samples, origin_of(state, config))
     config = run_plan.config
     state["origin"] = list(run_plan.origin)
@@ -216,7 +216,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     rates: list[float] = []
     made = _engine(config, task, model, world, rates)
-    held_out = _evaluation(config, task, evaluation, world)
+    held_out = evaluation_of(config, task, evaluation, world)
     if source is None:
         metrics = check_task(made.model, model, task, stream, held_out, world)  # collective
         check_evaluated(config, metrics)
@@ -314,7 +314,7 @@ def _check_plan(
         notify(world)(f"resuming although the plan differs: {change}")
 
 
-def _model(config: Config, task: Task, world: World) -> nn.Module:
+def model_of(config: Config, task: Task, world: World) -> nn.Module:
     """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
     torch.manual_seed(derive(config.seed, "model"))
     where, moves = model_init(config.engine, world, config.engine_options)
@@ -388,7 +388,8 @@ def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world
     return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading)
 
 
-def _evaluation(config: Config, task: Task, dataset: Any, world: World) -> Batches | None:
+def evaluation_of(config: Config, task: Task, dataset: Any, world: World) -> Batches | None:
+    """The evaluation set as one step; None where there is none."""
     if dataset is None or not len(dataset):
         return None
     step_plan = one_step(len(dataset), config.micro_batch_size)

@@ -6,14 +6,14 @@ record = evaluate(engine, task, batches, world, step=500, seed=0)
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.batches import Batches, MicroBatch, StepPlan
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, at_rest
+from lockstep.engines.base import at_rest
 from lockstep.errors import LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
@@ -28,8 +28,14 @@ def one_step(samples: int, micro_size: int) -> StepPlan:
     return StepPlan(-(-samples // micro_size) * micro_size, micro_size, samples)
 
 
+class Held(Protocol):
+    """Who holds a model: an engine, or a run that was opened again to be used (see run/using.py)."""
+
+    model: nn.Module
+
+
 def evaluate(
-    engine: Engine,
+    engine: Held,
     task: Task,
     batches: Batches,
     world: World,

@@ -4,18 +4,19 @@ model = lockstep.load("outputs/mine", Mine(), which="best")
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run.folder import RunFolder
 from lockstep.task import adapted
 
-__all__ = ["load"]
+__all__ = ["chosen", "fill", "load"]
 
 
 def load(
@@ -36,15 +37,26 @@ def load(
     """
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
-    found = _found(Path(path).expanduser(), which)
+    found = chosen(Path(path).expanduser(), which)
     model = adapted(task).model().to(device)
-    state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
-    with torch.no_grad():
-        checkpoint.load(found, state, None)
+    fill(found, model)
     return model.eval()
 
 
-def _found(path: Path, which: str | int) -> Path:
+def fill(found: Path, model: nn.Module, own: Mapping[str, Tensor] | None = None) -> None:
+    """Fills the model with the weights of the checkpoint in `found`, and the task's own tensors where they are given.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
+    state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
+    with torch.no_grad():
+        checkpoint.load(found, state, None)
+
+
+def chosen(path: Path, which: str | int) -> Path:
+    """The checkpoint that `load` takes for these two. Raises CheckpointError where there is no such one."""
     if (path / "manifest.json").is_file():
         return path
     steps = checkpoint.list_steps(path) if path.is_dir() else []

@@ -5,7 +5,8 @@
 An item is a labelled token. Any dataset of samples with "input_ids" and "labels" fits; a label of -100 is no item.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast, final
 
 import torch
@@ -13,16 +14,58 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.gpt import GPT, GPTConfig, generate
+from lockstep.models.gpt import GPT, GPTConfig, Reach, generate, plain_logits
 from lockstep.task import Task
 from lockstep.text.corpus import Windows
 from lockstep.text.hub_corpus import Blocks, TokenCorpus
 
-__all__ = ["IGNORED", "CausalLM", "collate_tokens", "count_labels", "summed_cross_entropy"]
+__all__ = ["IGNORED", "CausalLM", "Sampling", "collate_tokens", "count_labels", "summed_cross_entropy"]
 
 _BEGIN, _SAMPLE = "import ", 120  # what a sample begins with, and the tokens that follow
 
 IGNORED = -100  # the label of a token that is not predicted
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        tokens: at most so many new ones.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: samples among the k likeliest tokens only; 0: among all.
+        seed: of the draw.
+    """
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+    def go_on(
+        self,
+        model: nn.Module,
+        begin: list[int],
+        device: torch.device,
+        reach: Reach,
+        *,
+        stop: int,
+        logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
+    ) -> list[int]:
+        """`begin`, not empty, and the tokens that the model goes on with, to `stop` at most; see `generate`."""
+        written = generate(
+            model,
+            torch.tensor([begin], device=device),
+            self.tokens,
+            config=reach,
+            temperature=self.temperature,
+            top_k=self.top_k or None,
+            generator=torch.Generator(device).manual_seed(self.seed),
+            logits_of=logits_of,
+            stop=stop,
+        )
+        tokens: list[int] = written[0].tolist()
+        return tokens
 
 
 @final
@@ -88,13 +131,17 @@ class CausalLM(Task):
 
         `model` is what an engine holds; the draw is the same each time.
         """
-        begin = [self.corpus.separator, *self.corpus.encode(_BEGIN)]
-        generator = torch.Generator(device).manual_seed(0)
-        ids = torch.tensor([begin], device=device)
-        written = generate(
-            model, ids, _SAMPLE, config=self.config, temperature=0.8, top_k=50, generator=generator
-        )  # as many collectives as forwards, where the model is split
-        return self.corpus.decode(written[0].tolist())
+        # as many collectives as forwards, where the model is split
+        return self._written(model, _BEGIN, device, Sampling(tokens=_SAMPLE), stop=-1)
+
+    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
+        """`prompt`, taken as the beginning of a document, and what the model goes on with, at most to the document's
+        end. The same text for the same `sampling`, whatever was written before."""
+        return self._written(model, prompt, device, sampling, stop=self.corpus.separator)
+
+    def _written(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling, stop: int) -> str:
+        begin = [self.corpus.separator, *self.corpus.encode(prompt)]
+        return self.corpus.decode(sampling.go_on(model, begin, device, self.config, stop=stop))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from lockstep.config.hub_name import is_hub_name
 from lockstep.errors import ConfigError
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.task import Task
-from lockstep.tasks.causal_lm import collate_tokens, count_labels, summed_cross_entropy
+from lockstep.tasks.causal_lm import Sampling, collate_tokens, count_labels, summed_cross_entropy
 from lockstep.text.corpus import Windows
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_cache import default_cache
@@ -31,6 +31,13 @@ _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
 _LEAST_VOCABULARY = 257  # every byte, and the separator
 
 Say = Callable[[str], None]
+
+
+class _Reach(NamedTuple):
+    """See `models.gpt.Reach`."""
+
+    context: int
+    vocab_size: int
 
 
 @final
@@ -79,6 +86,7 @@ class HubCausalLM(Task):
         self.corpus, self.sources = corpus, dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
+        self._reach = _Reach(source.context, corpus.vocab_size)
         self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
 
     def model(self) -> nn.Module:
@@ -102,6 +110,21 @@ class HubCausalLM(Task):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
         return summed_cross_entropy(logits_of(model, batch["input_ids"]), batch["labels"])
+
+    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
+        """`prompt`, taken as the beginning of a document, and what the model goes on with, at most to the document's
+        end. The same text for the same `sampling`, whatever was written before.
+
+        Raises:
+            ConfigError: there is no token to begin with.
+        """
+        corpus = self.corpus
+        begun = corpus.separator >= 0 and not isinstance(corpus.train, Blocks)  # as it was trained
+        begin = [*[corpus.separator] * begun, *corpus.encode(prompt)]
+        if not begin:
+            raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
+        written = sampling.go_on(model, begin, device, self._reach, stop=corpus.separator, logits_of=logits_of)
+        return corpus.decode(written)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""

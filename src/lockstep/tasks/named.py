@@ -1,5 +1,6 @@
 """The task that `--model-name` and `--dataset-name` name."""
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Callable
@@ -8,14 +9,15 @@ from pathlib import Path
 from lockstep.config.config import Config, flag
 from lockstep.config.hub_name import is_hub_name
 from lockstep.config.presets import described
+from lockstep.config.sections import Data
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
 from lockstep.task import Task, load_task
 from lockstep.tasks.causal_lm import CausalLM
-from lockstep.tasks.hf import corpus_for, hub_task
+from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task
 from lockstep.text.hub_corpus import Trained
 
-__all__ = ["named_task"]
+__all__ = ["named_task", "on_data"]
 
 _PLAIN = Config()
 
@@ -34,6 +36,26 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
     return _built_in(config, say)
+
+
+def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
+    """A named language model's task on the data that `name` names, in tokens of the tokenizer that it was trained with.
+
+    Args:
+        config: the run's, whose other settings of the data hold for its own hub dataset alone.
+
+    Raises:
+        ConfigError: the task is none of these.
+        DataError: data that is missing, empty or too short.
+    """
+    if not isinstance(task, CausalLM | HubCausalLM):
+        raise ConfigError(f"--data {name}: the task {type(task).__name__} brings its data itself; leave --data out")
+    tokenizer, plain = task.corpus.tokenizer, Data()
+    own = {key: getattr(plain, key) for key in ("subset", "split", "revision", "text_column", "encoding")}
+    asked = dataclasses.replace(config, dataset_name=name, tokenizer="", data=dataclasses.replace(config.data, **own))
+    other = copy.copy(task)
+    other.corpus = corpus_for(asked, lambda: tokenizer, say).corpus
+    return other
 
 
 def _own(config: Config) -> Task:

@@ -148,17 +148,17 @@ class TokenCorpus:
         )
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        """One that was trained is read when it is first asked for: training needs tokens alone."""
+    def tokenizer(self) -> Tokenizer:
+        """What made its tokens. One that was trained here is read when it is asked for: training needs tokens alone."""
         return self._known or ByteBPE.load(self.folder / "tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without a separator."""
-        return self._tokenizer.encode_all([text])[0]
+        return self.tokenizer.encode_all([text])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
-        return self._tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens)
 
 
 def prepare(

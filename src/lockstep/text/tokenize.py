@@ -5,6 +5,7 @@ GPT-2: any text can be encoded, and decoding gives it back. The separator betwee
 tokenizer does not know, so no text can contain it.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,6 +74,11 @@ class ByteBPE:
     def save(self, path: Path) -> None:
         """Writes the tokenizer as one JSON file."""
         self._tokenizer.save(str(path))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal for tokenizers that give the same tokens."""
+        return hashlib.sha256(str(self._tokenizer.to_str()).encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""

@@ -1,0 +1,51 @@
+"""`lockstep evaluate RUN`: the evaluation that the run itself makes, of one of its checkpoints."""
+
+import json
+from dataclasses import asdict
+
+from lockstep.config.secrets import printable
+from lockstep.distributed.world import on_all_ranks
+from lockstep.errors import DataError
+from lockstep.records import EvaluationRecord
+from lockstep.run.build import evaluation_of
+from lockstep.run.evaluate import evaluate
+from lockstep.run.using import Used, Wanted, opened
+from lockstep.sinks.jsonl import plain
+
+__all__ = ["evaluate_run"]
+
+
+def evaluate_run(wanted: Wanted, *, as_json: bool = False) -> EvaluationRecord:
+    """Evaluates and prints loss and metrics, on rank 0. On as many processes as a launcher started.
+
+    Raises:
+        CheckpointError, ConfigError: see `run.using.opened`.
+        DataError: there is no evaluation set.
+    """
+    with opened(wanted) as used:
+        record = _record(used)
+        if used.world.is_main:
+            _print(record, wanted, as_json)
+    return record
+
+
+def _record(used: Used) -> EvaluationRecord:
+    dataset = on_all_ranks(used.world, lambda: used.task.dataset("evaluation"))
+    batches = evaluation_of(used.config, used.task, dataset, used.world)
+    if batches is None:
+        raise DataError("the task has no evaluation set: its dataset('evaluation') is None or empty")
+    return evaluate(used, used.task, batches, used.world, step=used.step, seed=used.config.seed)
+
+
+def _print(record: EvaluationRecord, wanted: Wanted, as_json: bool) -> None:
+    if as_json:
+        found = asdict(record)
+        numbers = {name: plain(value) for name, value in found.pop("metrics").items()}
+        found = {"run": wanted.run, **{name: plain(value) for name, value in found.items()}, "metrics": numbers}
+        print(json.dumps(found, indent=1, allow_nan=False))
+        return
+    print(f"{printable(wanted.run)} after step {record.step}, on {record.items:,} items")
+    shown = {"loss": record.loss, **record.metrics}
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        print(f"{printable(name):<{width}}  {value:.6g}")

@@ -1,0 +1,34 @@
+"""`lockstep generate RUN`: text from a run that trained a language model."""
+
+from collections.abc import Sequence
+
+from lockstep.config.secrets import printable
+from lockstep.errors import ConfigError
+from lockstep.run.using import Wanted, opened
+from lockstep.task import written
+from lockstep.tasks.causal_lm import CausalLM, Sampling
+from lockstep.tasks.hf import HubCausalLM
+
+__all__ = ["generate_texts"]
+
+
+def generate_texts(wanted: Wanted, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    """Prints each prompt with what the model goes on with, one after the other, and returns these texts.
+
+    Each is written by itself, from the same seed, so that no text depends on what else was asked.
+
+    Raises:
+        CheckpointError, ConfigError: see `run.using.opened`; and a run that is of no language model.
+    """
+    texts = []
+    with opened(wanted) as used:
+        task = used.task
+        if not isinstance(task, CausalLM | HubCausalLM):
+            kind = type(written(task)).__name__
+            raise ConfigError(f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows")
+        used.model.eval()
+        for number, prompt in enumerate(prompts):
+            texts.append(task.write(used.model, prompt, used.world.device, sampling))
+            if used.world.is_main:
+                print("\n" * bool(number) + printable(texts[-1], keep="\n\t"), flush=True)
+    return texts
