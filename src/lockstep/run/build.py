@@ -37,7 +37,7 @@ from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.best import JUDGED, check_evaluated
-from lockstep.run.defaults import settled
+from lockstep.run.defaults import idle, settled
 from lockstep.run.evaluate import one_step
 from lockstep.run.folder import RunFolder
 from lockstep.run.own_optimizer import optimizer_of, own_factor
@@ -255,7 +255,7 @@ def _agreed(config: Config, world: World) -> Config:
 def _check_cut(config: Config, world: World) -> None:
     """Refuses a number of micro-batches that this world or the engine's own file does not go with."""
     if config.micro_batches < world.size:
-        notify(world)(_idle(config, world.size))
+        notify(world)(idle(config, world.size))
     if config.exact:
         check_servable(config.micro_batches, world.size)
     check_batches(
@@ -263,16 +263,6 @@ def _check_cut(config: Config, world: World) -> None:
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
         ranks=world.size,
-    )
-
-
-def _idle(config: Config, ranks: int) -> str:
-    """Said where a step has fewer micro-batches than ranks: most often a batch per device was meant."""
-    batch, micro, held = config.batch_size, config.micro_batch_size, config.micro_batches
-    return (
-        f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
-        f"for {ranks} ranks leave{'s' * (held == 1)} {ranks - held} of them without work; for {batch} on each device: "
-        f"--batch-size {batch * ranks} and --micro-batch-size {batch}"
     )
 
 

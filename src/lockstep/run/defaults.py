@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.run.plan import RunPlan
 from lockstep.task import Task
 
-__all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "settled", "warm_up", "warnings"]
+__all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "idle", "settled", "warm_up", "warnings"]
 
 # From scratch: the betas and the decay that GPT-3 and its successors are trained with (Brown et al., arXiv 2005.14165,
 # appendix B). Pretrained weights: the defaults of the HF Trainer. Else torch's own AdamW: lr 1e-3, decay 0.01.
@@ -144,6 +144,16 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
     if norms and not (config.max_steps or config.data.drop_last) and missing == 1:
         found.append("the last sample of the last epoch is left out: BatchNorm cannot learn from one alone")
     return found
+
+
+def idle(config: Config, ranks: int) -> str:
+    """Said where a step has fewer micro-batches than ranks: most often a batch per device was meant."""
+    batch, micro, held = config.batch_size, config.micro_batch_size, config.micro_batches
+    return (
+        f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
+        f"for {ranks} ranks leave{'s' * (held == 1)} {ranks - held} of them without work; for {batch} on each device: "
+        f"--batch-size {batch * ranks} and --micro-batch-size {batch}"
+    )
 
 
 def _norms(model: nn.Module) -> list[str]:
