@@ -22,7 +22,7 @@ def folder(tmp_path):
     settings = {"max_steps": 10, "ckpt_freq": 2, "checkpoint": {"keep": 9}, "micro_batch_size": 8}
     result = lockstep.train(config(tmp_path, **settings), Ragged())
     assert checkpoint.list_steps(result.folder) == [2, 4, 6, 8, 10]
-    RunFolder(str(tmp_path), "r").write_evaluated(10, {"step": 4, "loss": 1.0})
+    RunFolder(str(tmp_path), "r").write_evaluated(10, {"best": {"step": 4, "loss": 1.0}})
     return result.folder
 
 

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,12 @@ def test_a_sample_that_is_tried_again_has_the_bits_of_a_run_without_an_error(wor
     dataset = guarded(Noisy(bad={3, 7}, times=2))
     assert content(feed(dataset, workers=workers)) == healthy
     assert dataset.counts.tolist() == [2, 0]
+
+
+def test_loader_processes_may_be_started_outside_the_main_thread():
+    """There torch sets no handler of signals, and none may be put back."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: content(feed(Noisy(), workers=1))).result() == content(feed(Noisy()))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -49,6 +49,24 @@ def test_a_look_at_the_state_before_the_first_step_changes_nothing():
             assert norms == pytest.approx(wanted[kind], rel=1e-10), kind
 
 
+def _with_an_empty_group(world, name):
+    def make(model):
+        return torch.optim.SGD([{"params": list(model.parameters())}, {"params": []}], lr=0.01)
+
+    made, batches = build(world, TASK, name, make=make)
+    _, group = next(iter(batches.from_step(0)))
+    for batch in group:
+        with made.accumulate(batch is group[-1]):
+            made.backward(TASK.loss(made.model, batch.data), batch.weight / 50)
+    return float(made.step(1.0).norm)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero", "fsdp"])
+def test_a_group_may_be_empty(name):
+    wanted = _with_an_empty_group(World(), "single")
+    assert run(_with_an_empty_group, 2, name) == pytest.approx([wanted] * 2, rel=1e-10)
+
+
 def test_deepspeed_refuses_dampening():
     damped = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9, dampening=0.5)
     with pytest.raises(ConfigError, match="--engine deepspeed does not go with the dampening of SGD; use dampening=0"):

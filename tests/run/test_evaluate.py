@@ -171,6 +171,16 @@ def measured(task, samples=11, micro=3, world=None):
     return record, len(forwards), told
 
 
+def steps_told(world):
+    return measured(Ragged(samples=30), world=world)[2]
+
+
+def test_each_rank_says_how_far_it_is_of_its_own_share():
+    """Four micro-batches on two ranks and on three: two each, of which one may be empty."""
+    for ranks in (2, 3):
+        assert run(steps_told, ranks) == [[(1, 2), (2, 2)]] * ranks
+
+
 def test_one_forward_gives_loss_and_metrics_where_the_task_can():
     twice, forwards, told = measured(Ragged(samples=30))
     once, fewer, _ = measured(Once(samples=30))

@@ -87,6 +87,9 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     assert not written.keys() & (BUILTIN - {"model.dropout"})
     assert written["model.dropout"] == 0.25
     assert "data.workers" in written
+    (tmp_path / "mine.py").write_text("from toys import Ragged\n")
+    lockstep.train(config(tmp_path, experiment_name="named", task=f"{tmp_path}/mine.py:Ragged", max_steps=2))
+    assert not read(tmp_path / "named" / "config.toml").keys() & BUILTIN
     log = (path / "logs" / "rank-00000.log").read_text()
     assert '"model.dropout": 0.25' in log
     assert "seq_len" not in log
