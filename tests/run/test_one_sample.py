@@ -57,9 +57,9 @@ def one_a_channel(world, settings, task):
     assert not Path(settings.save_dir, "r").exists()
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("norm", "shape"), [(nn.BatchNorm1d(4), (4,)), (nn.BatchNorm1d(4), (4, 1)), (nn.BatchNorm2d(4), (4, 1, 1))]
+    ("norm", "shape", "size"),
+    [(nn.BatchNorm1d(4), (4,), 2), (nn.BatchNorm1d(4), (4, 1), 1), (nn.BatchNorm2d(4), (4, 1, 1), 1)],
 )
 def test_a_batchnorm_that_gets_one_value_a_channel_is_named_before_step_1(tmp_path, norm, shape, size):
     task = Channels(nn.Identity(), norm, shape=shape)
@@ -87,8 +87,7 @@ def test_one_sample_with_places_or_frozen_statistics_is_fine(tmp_path, task):
     assert ("BatchNorm (0) normalises over the 1 sample of a forward" in log) is not task.frozen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2)])
 def test_a_last_step_of_one_sample_is_no_crash_with_batchnorm(tmp_path, size, workers):
     """17 samples in steps of 4: the last step would hold one, and one is what BatchNorm cannot take."""
     settings = config(tmp_path, batch_size=4, micro_batch_size=2, max_steps=0, data={"workers": workers})
