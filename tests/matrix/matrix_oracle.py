@@ -86,7 +86,9 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * (_own_factor if task == "own" else _factor)(step, whole)
+                group["lr"] = rate * _share(task, step, whole)
+                if task == "options":
+                    group["betas"] = (_cycle(whole)[step][1], BETA2)
             optimizer.step()
         else:
             _put_back(net, before)
@@ -107,7 +109,8 @@ def _autocast(precision):
 
 def _optimizer(net, task):
     if task != "own":
-        return torch.optim.AdamW(_groups(net), lr=LR, betas=(0.9, BETA2), eps=1e-8)
+        groups = _twice_for_biases(net) if task == "options" else _groups(net)
+        return torch.optim.AdamW(groups, lr=LR, betas=(0.9, BETA2), eps=1e-8)
     matrices = [p for p in net.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
     return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 200 * LR}], lr=100 * LR, momentum=MOMENTUM)
@@ -143,6 +146,28 @@ def _groups(net):
     return [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
 
 
+def _twice_for_biases(net):
+    """Each parameter in a group of its own; the rate of biases is twice that of the others."""
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    pairs = [(p, group["weight_decay"]) for group in _groups(net) for p in group["params"]]
+    twice = {id(p): names[id(p)].endswith(".bias") for p, _ in pairs}
+    return [{"params": [p], "weight_decay": decay, "lr": LR * (1 + twice[id(p)])} for p, decay in pairs]
+
+
+@cache
+def _cycle(whole):
+    """[(share of the rate, momentum)] of each step, as torch's scheduler has them."""
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    shape = {"pct_start": WARMUP / whole, "final_div_factor": 1 / (25 * FLOOR)}
+    schedule, found = torch.optim.lr_scheduler.OneCycleLR(dummy, 1.0, total_steps=whole, **shape), []
+    for step in range(whole):
+        found.append((dummy.param_groups[0]["lr"], dummy.param_groups[0]["momentum"]))
+        dummy.step()
+        if step + 1 < whole:
+            schedule.step()
+    return found
+
+
 def _own_factor(step, whole):
     return _factor(step, whole) if step == SILENT else (step + 1) / whole
 
@@ -152,6 +177,13 @@ def _factor(step, whole):
     if step < WARMUP:
         return (step + 1) / (WARMUP + 1)
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (whole - WARMUP)))
+
+
+def _share(task, step, whole):
+    """What the base rates are multiplied by."""
+    if task == "options":
+        return _cycle(whole)[step][0]
+    return _own_factor(step, whole) if task == "own" else _factor(step, whole)
 
 
 def _batch(data, samples):

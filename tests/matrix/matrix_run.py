@@ -227,8 +227,15 @@ def settings(start: Start, folder: Path) -> Config:
         precision=case.precision,
         exact=case.exact,
         timeout=_SECONDS,
-        data=Data(workers=case.workers, drop_last=case.task == "drop_last"),
-        optim=Optim(clip=CLIP, warmup_steps=WARMUP, floor=FLOOR, weight_decay=WEIGHT_DECAY, beta2=BETA2),
+        data=Data(workers=case.workers, drop_last=case.task == "options"),
+        optim=Optim(
+            clip=CLIP,
+            warmup_steps=WARMUP,
+            floor=FLOOR,
+            weight_decay=WEIGHT_DECAY,
+            beta2=BETA2,
+            **({"schedule": "one-cycle", "groups": "*.bias: lr=2x"} if case.task == "options" else {}),
+        ),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
     )

@@ -193,13 +193,21 @@ def test_the_tasks_state_that_is_lost_in_a_resume_is_noticed(lost):
     assert bool(compared(OWN, found, matrix_oracle._seen(STEPS))) == (lost != "nothing")
 
 
-def test_a_short_step_that_is_not_left_out_is_noticed():
-    """Nor one that is left out of a plan that still has it: the schedule ends one step earlier."""
-    case = OWN._replace(task="drop_last")
-    wanted, whole = (oracle("mlp", "none", False, "float32", task) for task in ("drop_last", "default"))
-    cut = oracle("mlp", "none", False, "float32", "default", STEPS - 1)
-    assert compared(case, whole.state, wanted.state)
-    assert compared(case, cut.state, wanted.state)
+def test_a_mistake_in_options_beyond_the_defaults_is_noticed(monkeypatch):
+    """A short step that is taken, or left out of a plan that still has it; another rate or momentum; no rule."""
+    case = OWN._replace(task="options")
+    wanted = oracle("mlp", "none", False, "float32", "options")
+    others = [oracle("mlp", "none", False, "float32", "default", steps) for steps in (STEPS, STEPS - 1)]
+    cycle, undone = matrix_oracle._cycle(STEPS - 1), oracle.__wrapped__
+    for name, value in (
+        ("_cycle", lambda whole, made=matrix_oracle._cycle: made(STEPS)),
+        ("_cycle", lambda whole: [(share, 0.9) for share, _ in cycle]),
+        ("_twice_for_biases", matrix_oracle._groups),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(matrix_oracle, name, value)
+            others.append(undone("mlp", "none", False, "float32", "options"))
+    assert all(compared(case, other.state, wanted.state) for other in others)
 
 
 def test_an_overflow_halves_the_scale_and_a_spike_that_is_left_out_does_not():

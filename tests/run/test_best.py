@@ -113,6 +113,14 @@ class Silent(Ragged):
         return super().dataset(split) if split == "train" else None
 
 
+def test_a_resume_is_judged_by_what_there_is_before_its_first_step(tmp_path):
+    go(None, tmp_path, 3, best_metric="loss")
+    with pytest.raises(ConfigError, match="the task's evaluation has no 'scores'; did you mean score"):
+        taken(settings(tmp_path, best_metric="scores:max"), Scored())
+    assert checkpoint.list_steps(tmp_path / "r") == [2, 3]
+    assert go(None, tmp_path, patience=3) == ("stopped", 10, (4, "score", 0.8), True)
+
+
 def test_what_the_task_has_not_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="the task's evaluation has no 'scores'; did you mean score"):
         taken(settings(tmp_path, best_metric="scores:max"), Scored())

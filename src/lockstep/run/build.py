@@ -217,7 +217,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     rates: list[float] = []
     made = _engine(config, task, model, world, rates)
     held_out = evaluation_of(config, task, evaluation, world)
-    if source is None:
+    if source is None or config.patience or config.best_metric != "loss":  # which a resume may bring
         metrics = check_task(made.model, model, task, stream, held_out, world)  # collective
         check_evaluated(config, metrics)
     built = Built(

@@ -15,6 +15,8 @@ from lockstep.run.own_optimizer import optimizer_of
 
 __all__ = ["groups_of", "show_groups"]
 
+_WIDE = 120  # columns at least, so that names stay whole
+
 
 def show_groups(config: Config) -> None:
     """Prints the groups of the run that `config` asks for. Raises what `build` raises."""
@@ -27,7 +29,9 @@ def show_groups(config: Config) -> None:
         for row in groups_of(built.model, made):
             table.add_row(*row)
         if world.is_main:
-            Console().print(table)
+            console = Console()
+            console.width = max(console.width, _WIDE)
+            console.print(table)
     finally:
         world.leave()
 
