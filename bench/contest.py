@@ -10,13 +10,17 @@ over the rounds, of its ratio to the first one's.
 import json
 import os
 import platform
+import shutil
+import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
 import torch
+import torch.multiprocessing as multiprocessing
 
-__all__ = ["contest", "machine", "show"]
+__all__ = ["contest", "machine", "show", "start"]
 
 Stepper = Callable[[int], None]
 
@@ -47,6 +51,19 @@ def contest(steppers: dict[str, Stepper], *, rounds: int, steps: int, barrier: C
             "spread": quarters[2] - quarters[0],
         }
     return results
+
+
+def start(compete: Callable[..., None], world: int, *arguments: object) -> None:
+    """Runs compete(rank, world, port, folder, *arguments) in `world` new processes; port and folder are theirs."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    folder, context = tempfile.mkdtemp(prefix="lockstep-bench-"), multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=compete, args=(rank, world, port, folder, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    shutil.rmtree(folder)
 
 
 def machine() -> dict[str, str | int]:

@@ -9,14 +9,10 @@ import argparse
 import contextlib
 import itertools
 import os
-import shutil
-import socket
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from contest import contest, machine, show
+from contest import contest, machine, show, start
 from loop import SmallGpt
 
 import lockstep
@@ -38,7 +34,7 @@ def stepper(task, slots, folder, name, world, **settings):
     return lambda count: [next(records) for _ in range(count)]
 
 
-def compete(rank, port, folder, engine, slots, rounds):
+def compete(rank, world, port, folder, engine, slots, rounds):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -63,18 +59,7 @@ def main():
     given = parser.parse_args()
     print(machine())
     for engine, slots in itertools.product(given.engines, (1, 4)):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        folder = tempfile.mkdtemp(prefix="lockstep-bench-")
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=compete, args=(rank, port, folder, engine, slots, given.rounds)) for rank in (0, 1)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        shutil.rmtree(folder)
+        start(compete, 2, engine, slots, given.rounds)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,11 @@ import contextlib
 import importlib
 import math
 import os
-import shutil
-import socket
-import tempfile
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from contest import contest, machine, show
+from contest import contest, machine, show, start
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -235,17 +231,7 @@ def main():
     for name in given.only or TASKS:
         for world in given.processes or (1, 2):
             for accumulation in given.accumulation or (1, 4):
-                with socket.create_server(("127.0.0.1", 0)) as probe:
-                    port = probe.getsockname()[1]
-                context = multiprocessing.get_context("spawn")
-                folder = tempfile.mkdtemp(prefix="lockstep-bench-")
-                arguments = (world, port, folder, name, accumulation, given.rounds)
-                ranks = [context.Process(target=compete, args=(rank, *arguments)) for rank in range(world)]
-                for process in ranks:
-                    process.start()
-                for process in ranks:
-                    process.join()
-                shutil.rmtree(folder)
+                start(compete, world, name, accumulation, given.rounds)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ what follows a step (the record, the guards, the body), in the bare loop nothing
 import argparse
 import contextlib
 import os
-import shutil
-import socket
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from contest import machine
+from contest import machine, start
 from loop import TASKS, lockstep_stepper, rate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,16 +136,7 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     print(machine())
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    folder, context = tempfile.mkdtemp(prefix="lockstep-bench-"), multiprocessing.get_context("spawn")
-    arguments = (given.processes, port, folder, given.rounds)
-    ranks = [context.Process(target=compete, args=(rank, *arguments)) for rank in range(given.processes)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    shutil.rmtree(folder)
+    start(compete, given.processes, given.rounds)
 
 
 if __name__ == "__main__":
