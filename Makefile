@@ -35,8 +35,8 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/mypy
 	$(BIN)/lockstep lint src examples
 
-test: .venv/dev ## every test that needs no GPU, except the slow ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+test: .venv/dev ## every test that needs no GPU, except the slow ones, two files at a time
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-full: .venv/dev ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"

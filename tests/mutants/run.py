@@ -161,7 +161,7 @@ class Copy:
         if not seen.get("imports", True):
             return Outcome("uncounted", "does not import")
         if code in (0, 5):
-            return Outcome("survived", "")
+            return Outcome("survived", "" if seen.get("in_time", True) else "its time was up before every test had run")
         test = seen.get("failed")
         if not test:
             return Outcome("unsure", "took too long") if code is None else Outcome("found", f"pytest ended with {code}")

@@ -2,7 +2,7 @@
 
 A run is asked for by the JSON file $MUTANTS_ASKED: the `module` that holds a mistake, `limit`, the seconds after which
 no test begins any more, `memory`, what earlier runs took and found, and `answer`, the file for what this one saw:
-{"imports": bool, "failed": test or None, "seconds": {test: seconds}}.
+{"imports": bool, "failed": test or None, "seconds": {test: seconds}, "in_time": bool}.
 """
 
 import importlib
@@ -20,7 +20,7 @@ UNKNOWN = 2.0  # seconds that a test is taken to last until it has run once
 LEAST = 0.05
 
 _asked: dict[str, Any] = {}
-_seen: dict[str, Any] = {"imports": True, "failed": None, "seconds": defaultdict(float)}
+_seen: dict[str, Any] = {"imports": True, "failed": None, "seconds": defaultdict(float), "in_time": True}
 _began = time.monotonic()
 
 
@@ -52,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logstart() -> None:
     if time.monotonic() - _began > _asked["limit"]:
+        _seen["in_time"] = False
         pytest.exit("out of time", returncode=0)
 
 

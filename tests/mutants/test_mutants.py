@@ -177,7 +177,10 @@ def test_what_hangs_is_found_and_what_fails_anyway_tells_nothing(tmp_path):
     endless = next(site for site in found if site.mutant.kind == "forgotten update")
     copy = runner.Copy(hangs, tmp_path / "copy", hang=2.0)
     assert copy.tried(endless) == ("found", "tests/test_core.py::test_it_ends")
-    assert runner.Copy(hangs, tmp_path / "late", limit=-1.0).tried(endless) == ("survived", "")  # nothing began in time
+    assert runner.Copy(hangs, tmp_path / "late", limit=-1.0).tried(endless) == (
+        "survived",
+        "its time was up before every test had run",
+    )  # nothing began in time
     (hangs / "tests" / "test_broken.py").write_text("def test_broken():\n    assert False\n")
     broken = runner.Copy(hangs, tmp_path / "other", hang=2.0)
     found = runner.sites(broken.root, TABLE)["core"]
