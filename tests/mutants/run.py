@@ -32,42 +32,36 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST = 0.85  # of the mistakes that count
 NOT_COPIED = (".git", ".venv", "outputs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
 
-WHOLE = "test_loop*.py test_run_recorder*.py test_seam*.py test_run*.py"
-GUARDS = "guards/test_guards*.py guards/test_desync*.py"
-# (area, its modules under src/lockstep, the tests that matter to them, cheapest first; patterns of files)
+WHOLE = "test_loop*.py run/test_*.py"
+GUARDS = "guards/test_*.py"
+# (area, its modules under src/lockstep, the tests that matter to them; patterns of files)
 TABLE = [
-    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_evaluate*.py test_worlds.py {WHOLE}"),
-    ("data", "data/order.py", "test_order.py test_batches*.py"),
-    ("data", "data/batches*.py", f"test_batches*.py test_loading.py test_parity.py test_worlds.py {WHOLE} {GUARDS}"),
-    ("data", "text/*.py", "test_text.py text/test_hub_data.py"),
-    ("data", "data/*.py", "test_batches*.py test_loading.py"),
+    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
+    ("data", "data/*.py", f"data/*.py test_parity.py {WHOLE} {GUARDS}"),
+    ("data", "text/*.py", "text/*.py run/test_hf_run.py"),
     ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
-    ("batchnorm", "engines/shared/batchnorm.py", "test_batchnorm*.py test_seam*.py"),
-    (
-        "engines",
-        "engines/*.py engines/*/*.py",
-        f"engines/test_engine_steps.py engines/test_*.py test_seam*.py {GUARDS}",
-    ),
+    ("batchnorm", "engines/shared/batchnorm.py", f"test_batchnorm*.py {WHOLE}"),
+    ("engines", "engines/*.py engines/*/*.py", f"engines/test_*.py optim/*.py {WHOLE} {GUARDS}"),
     ("checkpoint", "checkpoint/export/*.py", "test_export.py"),
+    ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
+    ("guards", "guards/*.py run/guarding.py", f"{GUARDS} {WHOLE}"),
+    ("launch", "launch/*.py", "launch/*.py test_environment.py test_command.py chaos/*.py"),
     (
-        "checkpoint",
-        "checkpoint/*.py",
-        "checkpoint/*.py guards/test_saver*.py engines/test_engine_checkpoints.py",
+        "verify",
+        "verify/*.py distributed/spawn.py",
+        "verify/*.py test_worlds.py test_distributed_helper.py",
     ),
-    ("guards", "guards/*.py run/guarding.py", f"{GUARDS} guards/test_[hps]*.py test_loop*.py test_seam*.py"),
-    ("launch", "launch/*.py", "launch/test_launch*.py test_environment.py"),
-    ("verify", "verify/*.py distributed/spawn.py", "verify/test_comparison.py verify/*.py"),
-    ("exchange", "step_exchange.py", f"test_step_exchange*.py {GUARDS} test_worlds.py {WHOLE}"),
-    ("recorder", "run/recorder.py run/meter.py", f"test_run_recorder*.py {WHOLE}"),
+    ("exchange", "step_exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
+    ("recorder", "run/recorder.py run/meter.py", WHOLE),
     (
         "run",
         "run/run.py run/session.py run/training.py run/opening.py run/load.py task.py",
-        f"{WHOLE} test_user.py test_task*.py test_command.py {GUARDS}",
+        f"{WHOLE} test_task*.py commands/*.py {GUARDS}",
     ),
     (
         "build",
         "run/build.py run/plan.py",
-        f"{WHOLE} test_command.py test_parity.py engines/test_engine_refusals.py sinks/test_sinks_remote.py",
+        f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py sinks/test_sinks_remote.py",
     ),
 ]
 
