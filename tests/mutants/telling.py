@@ -24,6 +24,12 @@ _seen: dict[str, Any] = {"imports": True, "failed": None, "seconds": defaultdict
 _began = time.monotonic()
 
 
+def names(path: Path, module: str) -> bool:
+    """Whether a file of tests imports a module by its name."""
+    package, _, name = module.rpartition(".")
+    return bool(re.search(rf"{re.escape(package)}(\.| import .*\b){name}\b", path.read_text(encoding="utf-8")))
+
+
 def pytest_sessionstart() -> None:
     """A module that does not import is seen before any test."""
     _asked.update(json.loads(Path(os.environ["MUTANTS_ASKED"]).read_text(encoding="utf-8")))
@@ -39,9 +45,7 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """By seconds, divided by what speaks for a test: it names the module, it found mistakes in it before."""
     seconds, found = _asked["memory"]["seconds"], _asked["memory"]["found"].get(_asked["module"], {})
-    package, _, name = _asked["module"].rpartition(".")
-    named = re.compile(rf"{re.escape(package)}(\.| import .*\b){name}\b")
-    files = {path: bool(named.search(path.read_text(encoding="utf-8"))) for path in {item.path for item in items}}
+    files = {path: names(path, _asked["module"]) for path in {item.path for item in items}}
 
     def cost(item: pytest.Item) -> float:
         telling = 1 + 4 * files[item.path] + 4 * found.get(item.nodeid, 0)

@@ -199,7 +199,8 @@ def test_what_does_not_import_is_not_counted(tmp_path):
 @pytest.mark.slow  # of the tool alone: it runs pytest on a tree of its own
 def test_what_names_the_module_and_what_is_quick_comes_first(tmp_path):
     """The three of them find each mistake; the order is that of the time they take, not of their names."""
-    bodies = {"test_a": "import time\nfrom toy import other\n", "test_b": "from toy import core as other\n"}
+    bodies = dict.fromkeys(("test_b", "test_c"), "from toy import core as other\n")
+    bodies["test_a"] = "from toy import other\n"
     made = tree(tmp_path / "toy", "", "COUNT = 2\n")
     (made / "src" / "toy" / "other.py").write_text("from toy.core import COUNT\n")
     for name, head in bodies.items():
@@ -207,7 +208,13 @@ def test_what_names_the_module_and_what_is_quick_comes_first(tmp_path):
     site = runner.sites(made, TABLE)["core"][0]
     assert runner.Copy(made, tmp_path / "1").tried(site) == ("found", "tests/test_b.py::test_it")  # it names the module
     memory = runner.Memory(made / ".pytest_cache" / "mutants.json")
-    memory.keep({"tests/test_a.py::test_it": 0.0, "tests/test_b.py::test_it": 30.0})
+    memory.keep({"tests/test_c.py::test_it": 0.0})
     memory.known["seconds"]["tests/test_b.py::test_it"] = 30.0
     memory.keep({})
-    assert runner.Copy(made, tmp_path / "2").tried(site) == ("found", "tests/test_a.py::test_it")  # it is quick
+    assert runner.Copy(made, tmp_path / "2").tried(site) == ("found", "tests/test_c.py::test_it")  # it is quick
+    for name in ("test_b", "test_c"):
+        (made / "tests" / f"{name}.py").write_text("def test_it():\n    pass\n")
+    assert runner.Copy(made, tmp_path / "3").tried(site) == (
+        "found",
+        "tests/test_a.py::test_it",
+    )  # the others come then

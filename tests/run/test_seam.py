@@ -341,9 +341,10 @@ def test_a_group_that_is_added_later_is_clipped_and_cleared(exact):
     before = model[1].weight.item()
     for _ in range(2):
         made.backward(model[1].weight.sum() * 100)
-        assert float(made.step(1.0).norm) == 100.0
+        assert float(made.step(0.5).norm) == 100.0
         assert model[1].weight.grad is None
-    assert before - model[1].weight.item() == pytest.approx(2 * 2.0, rel=1e-6)
+        assert [group["lr"] for group in optimizer[0].param_groups] == [0.5, 1.0]  # each of its own base
+    assert before - model[1].weight.item() == pytest.approx(2 * 1.0, rel=1e-6)
 
 
 def test_what_is_unfrozen_later_is_refused_where_it_is_not_exchanged():
