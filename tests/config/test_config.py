@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep import cli
 from lockstep.config.config import Config, default_micro_batch_size, flag, sections
 from lockstep.config.hints import FOREIGN
-from lockstep.config.options import flat, option_list, parse, read, to_toml
+from lockstep.config.options import FIRST, flat, option_list, parse, read, to_toml
 from lockstep.config.sections import Data, Optim
 from lockstep.errors import ConfigError
 
@@ -62,7 +63,7 @@ def test_the_file_written_is_the_config_read(config):
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
         (["--weight-decay", "1"], "unknown flag --weight-decay: did you mean --optim.weight-decay?"),
         (["--expermint-name", "a"], "unknown flag --expermint-name: did you mean --experiment-name?"),
-        (["--zzz=3"], "unknown flag --zzz; `lockstep train --help` lists them"),
+        (["--zzz=3"], "unknown flag --zzz; `lockstep train --help-all` lists them"),
         (["--warmup=3"], "unknown flag --warmup: did you mean --optim.warmup-steps?"),
         (["--learning-rate", "1"], "unknown flag --learning-rate: here it is --lr"),
         (["--learning_rate", "1"], "unknown flag --learning-rate: here it is --lr"),
@@ -285,37 +286,90 @@ def test_from_args_with_a_list_raises():
         Config.from_args(["--lrr", "0.5"])
 
 
-def test_the_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    lines = capsys.readouterr().out.splitlines()
+def shown(argv, capsys, prog="lockstep train"):
+    """What a help prints."""
+    with pytest.raises(SystemExit) as caught:
+        parse(argv, prog)
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_of(text):
+    """The flags that a help explains."""
+    return re.findall(r"^  (?:-\w(?: \w+)?, )?(--[a-z][\w.-]*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--lr", "3", "--help", "--help-all"]])
+def test_the_help_opens_with_the_first_flags_and_two_examples(argv, capsys):
+    text = shown(argv, capsys)
+    assert text.splitlines()[:2] == ["usage: lockstep train [flags]", ""]
+    assert flags_of(text) == [flag(name) for name in FIRST]
+    assert 8 <= len(FIRST) <= 12
+    assert len(text.splitlines()) < 40
+    examples = re.findall(r"^  (lockstep .*)", text, re.MULTILINE)
+    assert len(examples) == 2
+    for line in examples:
+        assert parse(line.rpartition("train ")[2].split())  # each flag of it exists
+    rest = text.splitlines()[-1]
+    assert rest == f"`lockstep train --help-all` shows all {len(flags_of(shown(['--help-all'], capsys)))} flags."
+
+
+def test_a_scripts_help_has_its_own_name_in_its_examples(capsys):
+    text = shown(["--help"], capsys, "mine.py")
+    assert "  mine.py --experiment-name first" in text
+    assert "-- mine.py --num-epochs 10 --exact\n" in text
+
+
+def test_the_whole_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
+    lines = shown(["--help-all"], capsys).splitlines()
     assert lines[:2] == ["usage: lockstep train [flags]", ""]
     groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
     assert {"the run", "model and data", "the plan", "how it is computed", "what is written"} <= set(groups)
-    assert [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix] == groups[-6:]
+    names = [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix]
+    assert names == groups[-len(names) :]
 
 
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert [name for name in option_list() if flag(name) not in shown] == []
+def test_the_whole_help_names_every_option(capsys):
+    text = shown(["--help-all"], capsys)
+    assert [name for name in option_list() if flag(name) not in flags_of(text)] == []
 
 
-@pytest.mark.parametrize("argv", [["--task", "f.py:C", "--help"], ["--help", "--task=f.py:C"]])
+def test_verify_shows_its_own_flags_and_then_those_of_train(capsys):
+    with pytest.raises(ConfigError, match="unknown flag --zzz; `lockstep verify --help-all` lists them"):
+        cli.dispatch(["verify", "--zzz"])
+    assert cli.dispatch(["verify", "--help"]) == 0
+    first = flags_of(capsys.readouterr().out)
+    assert cli.dispatch(["verify", "--help-all"]) == 0
+    whole = flags_of(capsys.readouterr().out)
+    assert {"--engines", "--plant", "--out", "--against", "--task"} <= set(first) < set(whole)
+    assert "--optim.clip" not in first
+    assert {flag(name) for name in option_list()} <= set(whole)
+    own = set(whole) - {flag(name) for name in (*option_list(), "config")}
+    assert own - {"--help", "--help-all"} <= set(first)  # no flag of its own is out of sight
+
+
+def test_a_command_of_few_flags_shows_all_either_way(capsys):
+    texts = []
+    for name in ("--help", "--help-all"):
+        assert cli.dispatch(["launch", name]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "--max-restarts" in texts[0]
+
+
+@pytest.mark.parametrize("argv", [["--task", "f.py:C", "--help-all"], ["--help-all", "--task=f.py:C"]])
 def test_with_a_task_of_ones_own_the_help_leaves_out_what_only_the_built_in_ones_have(argv, capsys):
+    own = shown(argv, capsys)
     with pytest.raises(SystemExit):
-        parse(argv)
-    own = capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        Config.from_args(["--help"], task="f.py:C")
+        Config.from_args(["--help-all"], task="f.py:C")
     assert capsys.readouterr().out == own
-    shown = {name for name in option_list() if f"  {flag(name)} " in own or f"  {flag(name)}\n" in own}
-    left_out = {name for name in option_list() if name not in shown and f"  {flag(name)}, --no-" not in own}
+    first = flags_of(shown([word.replace("--help-all", "--help") for word in argv], capsys))
+    assert first == [flag(name) for name in FIRST if name not in ("model_name", "dataset_name")]
+    explained = {name for name in option_list() if flag(name) in flags_of(own)}
+    left_out = set(option_list()) - explained
     assert {"model_name", "dataset_name", "seq_len", "tokenizer", "data.vocab_size", "model.dropout"} <= left_out
     assert {name.partition(".")[0] for name in left_out if "." in name} == {"data", "model"}
-    assert {"data.workers", "data.prefetch", "lr", "task", "engine_options.prefetch"} <= shown
+    assert {"data.workers", "data.prefetch", "lr", "task", "engine_options.prefetch"} <= explained
     assert "model:" not in own.splitlines()  # nothing of it is left
     assert parse(["--task", "f.py:C", "--seq-len", "64", "--model.dropout", "0.1"]).seq_len == 64
 

@@ -174,7 +174,7 @@ def test_every_field_has_its_word_and_nothing_else(by_fields):
         assert said(f"give {line} 3, or ({line}): use {line}.") == f"give {name} 3, or ({name}): use {name}."
     assert said("--no-exact or --engine.meta-init") == "exact False or engine_options.meta_init"
     for line in (
-        "lockstep launch --nproc-per-node 2 --max-restarts 1 -- train; `lockstep train --help` lists them",
+        "lockstep launch --nproc-per-node 2 --max-restarts 1 -- train; `lockstep train --help-all` lists them",
         "lockstep export --format hf; lockstep checkpoint list --step 3; --task-of --lrr; pre--exact; a -- b",
         "nothing",
     ):

@@ -21,6 +21,11 @@ from lockstep.verify import FAULTS
 
 __all__ = ["command"]
 
+_OWN = (
+    *("engines", "world_sizes", "steps", "resume_at", "plant", "plant_at"),
+    *("skip_unavailable", "out", "against", "scratch"),
+)
+
 
 def command(argv: list[str]) -> int:
     """Runs `lockstep verify` with the arguments `argv`, prints the table and returns 0.
@@ -61,8 +66,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lockstep verify",
         usage="lockstep verify [flags] [flags of train]",
-        description="Proves that every engine and world size trains what one process does, tensor by tensor.",
-        epilog="All other flags are those of `lockstep train`. Without --exact and --precision: in float64.",
+        description="Proves that every engine and world size trains what one process does, tensor by tensor; without "
+        "--exact and --precision in float64. The flags of `lockstep train` say what is trained.",
         foreign=FOREIGN,
     )
     parser.set_defaults(named=[])
@@ -80,5 +85,10 @@ def _parser() -> Parser:
     add("-o", "--out", default="", metavar="FILE", help="write a certificate, which --against takes on any machine")
     add("--against", default="", metavar="FILE", help="repeat the proof of a certificate, and compare with it")
     add("--scratch", default="", help="folder for tensors, about 4 copies of the model a step (default: the system's)")
-    add_flags(parser, shown=False)
+    parser.first = (*_OWN, "task", "batch_size", "exact")
+    parser.examples = (
+        "lockstep verify --task digits.py:Digits --batch-size 32",
+        "lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4",
+    )
+    add_flags(parser)
     return parser

@@ -31,7 +31,7 @@ __all__ = ["SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lo
 @named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One run. See the field's help texts, which `lockstep train --help` prints.
+    """One run. See the field's help texts, which `lockstep train --help-all` prints.
 
     A section may be given as a dict of its fields.
 

@@ -25,7 +25,7 @@ from lockstep.config.hints import FOREIGN, hint
 from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
 
-__all__ = ["add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
+__all__ = ["FIRST", "add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
 
 
 def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
@@ -54,6 +54,13 @@ def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = N
         foreign=FOREIGN,
     )
     add_flags(parser, own_task=own_task)
+    parser.first = FIRST
+    script = prog.removeprefix("lockstep ")
+    task = " --task digits.py:Digits" if script == "train" else ""
+    parser.examples = (
+        f"{prog} --experiment-name first --max-steps 100",
+        f"lockstep launch --nproc-per-node 2 -- {script}{task} --num-epochs 10 --exact",
+    )
     return parser
 
 
@@ -115,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
 def _known(name: str, path: Path) -> str:
     wanted, known = name.replace("-", "_"), option_list()
     if wanted not in known:
-        meant = hint(wanted, known) or "; `lockstep train --help` lists them"
+        meant = hint(wanted, known) or "; `lockstep train --help-all` lists them"
         raise ConfigError(f"--config {path}: unknown key '{name}'{meant}")
     return wanted
 
@@ -166,7 +173,13 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-# The flags outside the sections, as the help shows them.
+# What `--help` shows. All else is behind `--help-all`.
+FIRST = (
+    *("task", "model_name", "dataset_name", "experiment_name", "num_epochs", "max_steps"),
+    *("batch_size", "lr", "eval_freq", "exact", "config"),
+)
+
+# The flags outside the sections, as `--help-all` shows them.
 _GROUPS = {
     "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
     "the plan": ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "lr", "seed", "preset"),
@@ -179,18 +192,17 @@ _GROUPS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, shown: bool = True, own_task: bool = False) -> None:
+def add_flags(parser: argparse.ArgumentParser, own_task: bool = False) -> None:
     """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
 
     Args:
         parser: of a command that takes the options.
-        shown: whether its help lists them.
         own_task: the task is the user's: the help is without what the built-in ones alone have.
     """
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():
         add(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
-    text = "a TOML file with these options; flags override it" if shown else argparse.SUPPRESS
+    text = "a TOML file with these options; flags override it"
     add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     titles = {name: title for title, names in _GROUPS.items() for name in names}
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in ("the run", *_GROUPS)}
@@ -198,7 +210,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool = True, own_task: boo
         for spec in dataclasses.fields(owner):
             if dataclasses.is_dataclass(spec.type):
                 continue
-            if not shown or (own_task and spec.metadata.get("builtin")):
+            if own_task and spec.metadata.get("builtin"):
                 _add(parser, prefix + spec.name, spec, shown=False)  # in no group: an empty one would have its title
                 continue
             title = prefix.rstrip(".") or titles.get(spec.name, "the run")

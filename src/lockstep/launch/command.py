@@ -93,6 +93,7 @@ def _parser() -> Parser:
         prog="lockstep launch",
         usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",
         description="Starts a run on several processes, and starts it again after a failure; it resumes by itself.",
+        epilog="The flags of train: `lockstep train --help`, and `lockstep train --help-all`.",
         foreign=elsewhere,
     )
     add = parser.add_argument

@@ -36,7 +36,7 @@ _AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINT
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which techniques, by the names of their flags; see `lockstep train --help`."""
+    """Which techniques, by the names of their flags; see `lockstep train --help-all`."""
 
     batchnorm: str = "replay"
     attention: str = "auto"
