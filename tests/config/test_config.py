@@ -221,6 +221,9 @@ def test_what_the_hints_say_exists():
             assert value[2] in choices[value[1]], text
 
 
+PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step over all ranks"
+
+
 @pytest.mark.parametrize(
     ("flag", "meant"),
     [
@@ -236,12 +239,32 @@ def test_what_the_hints_say_exists():
         ("--epochs", ": here it is --num-epochs"),
         ("--warmup", ": did you mean --optim.warmup-steps?"),
         ("--warmup-ratio", ": here it is --optim.warmup-steps, which takes a share of the plan too: 5%"),
+        ("--resume-from-checkpoint", ": the same --experiment-name resumes by itself"),
+        ("--per-device-train-batch-size", ": here it is --micro-batch-size"),
+        ("--num-train-epochs", ": here it is --num-epochs"),
+        ("--max-epochs", ": here it is --num-epochs"),
+        ("--accumulate-grad-batches", f": here it is {PARTS}"),
+        ("--gradient-accumulation-steps", f": here it is {PARTS}"),
+        ("--devices", ": processes are started by `lockstep launch --nproc-per-node N -- train ...`"),
+        ("--strategy", ": here it is --engine"),
+        ("--gradient-clip-val", ": here it is --optim.clip"),
+        ("--max-grad-norm", ": here it is --optim.clip"),
+        ("--optimizer", ": here it is --optim.name"),
+        ("--eval-strategy", ": here it is --eval-freq, which takes 1epoch too"),
+        ("--load-best-model-at-end", ": the best is kept by itself, judged by --best-metric; lockstep.load takes it"),
+        ("--overwrite-output-dir", ": nothing is overwritten: give another --experiment-name"),
     ],
 )
 def test_what_people_type_first_leads_to_the_flag(flag, meant):
-    with pytest.raises(ConfigError) as caught:
-        parse([flag, "1"])
-    assert str(caught.value) == f"unknown flag {flag}{meant}"
+    for typed in (flag, flag[:2] + flag[2:].replace("-", "_")):
+        with pytest.raises(ConfigError) as caught:
+            parse([typed, "1"])
+        assert str(caught.value) == f"unknown flag {flag}{meant}"
+
+
+def test_flags_that_others_have_too_are_taken_as_they_are():
+    config = parse(["--eval_freq", "50", "--max_steps", "9", "--batch_size", "4", "--save_dir", "a", "--seed", "1"])
+    assert (config.eval_freq, config.max_steps, config.batch_size, config.save_dir, config.seed) == (50, 9, 4, "a", 1)
 
 
 def test_numbers_as_people_write_them():
