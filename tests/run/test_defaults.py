@@ -19,8 +19,10 @@ from lockstep.config.config import Config, default_micro_batch_size, is_auto
 from lockstep.config.options import flat, parse, read, to_toml
 from lockstep.config.sections import Data, Optim
 from lockstep.data.batches import Origin
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
+from lockstep.run.build import _check_cut
 from lockstep.run.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
 from lockstep.tasks.causal_lm import CausalLM
 
@@ -327,3 +329,11 @@ def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):
     go(None, settings(tmp_path, "r", **common), Normed(samples=40))
     assert mark(tmp_path, "r") == mark(tmp_path, "one")
     assert "sgd: lr 0.1, cosine to 0.1 after 0 of 5 steps of warm-up" in log_of(tmp_path, "r")
+
+
+@pytest.mark.parametrize(("ranks", "idle"), [(3, 0), (4, 0), (5, 1), (7, 3)])
+def test_ranks_without_work_are_told_of_and_no_others(ranks, idle, capsys):
+    _check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks))
+    said = capsys.readouterr().err
+    assert (f"leave {idle} of them without work" in said) == bool(idle)
+    assert bool(said) == bool(idle)
