@@ -225,6 +225,7 @@ def test_nothing_but_training_loads_torch(code):
         ["generate", "run", "--tipo"],
         ["generate", "run", "--temperature", "-1"],
         ["launch", "--nproc-per-node", "2", "--dry-run", "--", "evaluate", "run"],
+        ["completion", "--tipo"],
         ["verify", "--tipo"],
         ["verify", "--world-sizes", "one"],
         *([name, "--help"] for name in cli.COMMANDS if name != "lint"),

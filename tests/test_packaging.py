@@ -96,7 +96,7 @@ def empty(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     quiet = ["--quiet", "--no-deps", "--no-index"]
@@ -108,7 +108,8 @@ def empty(tmp_path_factory):
             "lockstep",
             wheel.name.rpartition("-py3")[0] + ".dist-info",
         }
-        assert "lockstep/py.typed" in content.namelist()
+        wanted = {"lockstep/py.typed", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
+        assert wanted <= set(content.namelist())
     go([sys.executable, "-m", "venv", "--without-pip", folder / "env"])
     go([*pip, "--python", folder / "env" / "bin" / "python", "install", *quiet, wheel])
     borrowed(next((folder / "env").glob("lib/python*/site-packages")), PROJECT["dependencies"])
@@ -130,6 +131,7 @@ def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_pat
     done = go([empty / "python", "-c", code, *absent], cwd=tmp_path)
     assert done.stdout.splitlines()[0].startswith(str(empty.parent / "lib"))
     assert done.stdout.splitlines()[1] == "[]"
+    assert go([empty / "lockstep", "completion", "bash"], cwd=tmp_path).stdout.endswith("-F _lockstep lockstep\n")
 
 
 @pytest.mark.slow

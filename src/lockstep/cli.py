@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
+    "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }
 

@@ -3,9 +3,11 @@
 import gc
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.config import options, presets
+from lockstep.config.flags import Parser
 from lockstep.run.folder import RunFolder
 
 __all__ = ["command"]
@@ -18,9 +20,7 @@ def command(argv: list[str]) -> int:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
-    parser = options.parser_of(argv, "lockstep train")
-    parser.add_argument("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
-    given = vars(parser.read(argv))
+    given = vars(_parser(argv).read(argv))
     config = options.build(presets.applied(options.told(given)))
     if given["show_groups"]:
         importlib.import_module("lockstep.run.groups_table").show_groups(config)
@@ -34,6 +34,12 @@ def command(argv: list[str]) -> int:
         if run.status != "interrupted":
             raise
         return _code(run.result.exit_code)
+
+
+def _parser(argv: Sequence[str] = ()) -> Parser:
+    parser = options.parser_of(list(argv), "lockstep train")
+    parser.add_argument("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
+    return parser
 
 
 def _loaded() -> Any:
