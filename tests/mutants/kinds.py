@@ -80,6 +80,8 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.AST, str, ast.AST
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
         return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("', '.join", "' and '.join"):  # a list for a person
+        return
     if isinstance(node, ast.Assign) and any(ast.unparse(t) in ("__all__", "__slots__") for t in node.targets):
         return
     if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name) and _tells(node):

@@ -75,6 +75,7 @@ def test_each_kind_of_mistake(source, kind, wanted):
         "os.kill(pid, 9)",
         "shutil.rmtree(folder / name)",
         "x: list[int]",
+        "names = ', '.join(sorted({name for name in found if name > 1}))",
         "def described(a) -> str: return f'{a}' + str(3 * a)",
     ],
 )
