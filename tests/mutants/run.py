@@ -38,7 +38,7 @@ WHOLE = "test_loop*.py run/test_*.py"
 GUARDS = "guards/test_*.py"
 # (area, its modules under src/lockstep, the tests that matter to them; patterns of files)
 TABLE = [
-    ("loop", "loop.py evaluate.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
+    ("loop", "lockstep/loop.py run/evaluate.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
     ("data", "data/*.py", f"data/*.py test_parity.py {WHOLE} {GUARDS}"),
     ("data", "text/*.py", "text/*.py run/test_hf_run.py"),
     ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
