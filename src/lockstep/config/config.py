@@ -277,8 +277,9 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 # (field, values) of Optim -> the fields that go with these values alone
 _FIELDS_OF = {
-    ("name", "adamw or adam"): ("beta1", "beta2", "eps"),
+    ("name", "adamw or adam or muon"): ("beta1", "beta2", "eps"),
     ("name", "sgd"): ("momentum", "nesterov"),
+    ("name", "muon"): ("muon_lr", "muon_scale", "muon_momentum", "ns_steps"),
     ("schedule", "polynomial"): ("power",),
     ("schedule", "step"): ("gamma",),
 }
@@ -295,6 +296,11 @@ def _check_optimizer(optim: Optim) -> None:
                     *(FieldName(f"optim.{key}"), " is no option of ", FieldName(f"optim.{chooser}"), f" {chosen}, "),
                     f"but of {value}: leave it out",
                 )
+    if optim.muon_scale == "original" and not optim.muon_lr:
+        raise FieldError(
+            *(FieldName("optim.muon_scale"), " original needs a rate of its own, as ", FieldName("optim.muon_lr")),
+            " 0.02: the rate of adamw is far too small for it",
+        )
 
 
 def _check_best(config: Config) -> None:

@@ -77,12 +77,24 @@ class Model:
 class Optim:
     """The optimizer and its schedule."""
 
-    name: str = option("adamw", "optimizer", "adamw", "adam", "sgd")
-    beta1: float = option(0.9, "adamw, adam: decay of the gradient's running mean")
-    beta2: float = auto(LATER, "adamw, adam: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)")
-    eps: float = option(1e-8, "adamw, adam: added to the denominator")
+    name: str = option(
+        "adamw", "optimizer; muon: for hidden matrices, with adamw for the rest", "adamw", "adam", "sgd", "muon"
+    )
+    beta1: float = option(0.9, "adamw, adam, muon's adamw: decay of the gradient's running mean")
+    beta2: float = auto(
+        LATER, "adamw, adam, muon's adamw: decay of the squared gradient's running mean; auto: 0.95, 0.999 (as --lr)"
+    )
+    eps: float = option(1e-8, "adamw, adam, muon's adamw: added to the denominator")
     momentum: float = option(0.9, "sgd: decay of the gradient's running sum")
     nesterov: bool = option(False, "sgd: Nesterov's momentum")
+    muon_lr: float = option(0.0, "muon: peak rate of the matrices; 0: --lr")
+    muon_scale: str = option(
+        "match-rms",
+        "muon: what makes a matrix's rate suit its shape; match-rms: updates as large as adamw's; original: Jordan's",
+        *("match-rms", "original"),
+    )
+    muon_momentum: float = option(0.95, "muon: decay of the gradient's running mean")
+    ns_steps: int = option(5, "muon: Newton-Schulz iterations")
     weight_decay: float = auto(
         LATER, "decay of matrices; auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4, adam 0"
     )

@@ -7,7 +7,7 @@ members = groups(model, weight_decay=0.1, rules=rules, lr=1e-3)     # for a torc
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 
-__all__ = ["NO_RULES", "Rule", "Rules", "freeze", "groups", "parse"]
+__all__ = ["NO_RULES", "Rule", "Rules", "embeddings", "freeze", "groups", "matched", "parse"]
 
 _FORM = "PATTERN: lr=RATE, decay=NUMBER; or PATTERN: freeze"
+_KINDS = ("muon", "adamw")
 
 
 class Rule(NamedTuple):
@@ -30,6 +31,7 @@ class Rule(NamedTuple):
         times: what --lr is multiplied by, where `lr` is None.
         decay: a weight decay of their own, or None.
         frozen: they are not trained.
+        by: which part of --optim.name muon updates them, muon or adamw; "": as their shape and place say.
     """
 
     pattern: str
@@ -37,6 +39,7 @@ class Rule(NamedTuple):
     times: float = 1.0
     decay: float | None = None
     frozen: bool = False
+    by: str = ""
 
 
 class Rules(NamedTuple):
@@ -57,7 +60,7 @@ NO_RULES = Rules()
 
 
 def parse(text: str) -> list[Rule]:
-    """The rules of `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze`.
+    """The rules of `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze; PATTERN: adamw`.
 
     Raises:
         ConfigError: it is not of that form.
@@ -80,8 +83,12 @@ def _said(setting: str, part: str) -> dict[str, Any]:
     name, _, value = (word.strip() for word in setting.partition("="))
     if setting == "freeze":
         return {"frozen": True}
+    if setting in _KINDS:
+        return {"by": setting}
     if name not in ("lr", "decay"):
-        raise ConfigError(f"--optim.groups '{part}': '{setting}' is none of lr=RATE, lr=NUMBERx, decay=NUMBER, freeze")
+        raise ConfigError(
+            f"--optim.groups '{part}': '{setting}' is none of lr=RATE, lr=NUMBERx, decay=NUMBER, freeze, muon, adamw"
+        )
     times = name == "lr" and value.endswith("x")
     try:
         number = float(value[:-1] if times else value)
@@ -98,7 +105,7 @@ def freeze(model: nn.Module, rules: Rules) -> list[str]:
     Raises:
         ConfigError: a pattern matches no parameter.
     """
-    chosen = _matched(model, rules.patterns)
+    chosen = matched(model, rules.patterns)
     frozen = [name for name, rule in chosen.items() if rule.frozen]
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -106,7 +113,14 @@ def freeze(model: nn.Module, rules: Rules) -> list[str]:
 
 
 def groups(
-    model: nn.Module, weight_decay: float, decay_embeddings: bool = False, *, rules: Rules = NO_RULES, lr: float = 0.0
+    model: nn.Module,
+    weight_decay: float,
+    decay_embeddings: bool = False,
+    *,
+    rules: Rules = NO_RULES,
+    lr: float = 0.0,
+    apart: Collection[torch.Tensor] = (),
+    apart_lr: float = 0.0,
 ) -> list[dict[str, Any]]:
     """The model's trainable parameters in groups of one rate and decay, those that decay by the general rule first.
 
@@ -125,6 +139,8 @@ def groups(
         decay_embeddings: whether embeddings decay too.
         rules: what differs from that.
         lr: the base rate; used where a rule says something of the rate.
+        apart: parameters that share no group with the others, and come after them.
+        apart_lr: their base rate.
 
     Returns:
         Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr"
@@ -133,16 +149,17 @@ def groups(
     Raises:
         ConfigError: nothing in the model is trainable, a pattern matches nothing, or there are no layers for a decay.
     """
-    embeddings: set[torch.Tensor] = set() if decay_embeddings else _embeddings(model)
-    chosen, depths = _matched(model, rules.patterns), _depths(model, rules)
-    found: dict[tuple[bool, float, float], list[tuple[str, nn.Parameter]]] = {}
+    undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
+    chosen, depths = matched(model, rules.patterns), _depths(model, rules)
+    found: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         if not parameter.requires_grad:
             continue
-        decays, rule = parameter.ndim >= 2 and parameter not in embeddings, chosen.get(name, Rule(""))
+        decays, rule = parameter.ndim >= 2 and parameter not in undecayed, chosen.get(name, Rule(""))
         decay = (weight_decay if decays else 0.0) if rule.decay is None else rule.decay
-        rate = lr * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
-        found.setdefault((decays, decay, rate), []).append((name, parameter))
+        base = apart_lr if parameter in apart else lr
+        rate = base * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
+        found.setdefault((parameter in apart, not decays, decay, rate), []).append((name, parameter))
     if not found:
         raise ConfigError(
             "--model-name: no parameter of the model has requires_grad=True; unfreeze what is to be trained"
@@ -152,18 +169,19 @@ def groups(
             "params": [parameter for _, parameter in members],
             "names": [name for name, _ in members],
             "weight_decay": decay,
-            **({} if rate == lr else {"lr": rate}),
+            **({} if rate == (apart_lr if by_itself else lr) else {"lr": rate}),
         }
-        for (decays, decay, rate), members in sorted(found.items(), key=lambda item: not item[0][0])
+        for (by_itself, _, decay, rate), members in sorted(found.items(), key=lambda item: item[0][:2])
     ]
 
 
-def _embeddings(model: nn.Module) -> set[torch.Tensor]:
+def embeddings(model: nn.Module) -> set[torch.Tensor]:
+    """The weights of the model's embeddings, and so of heads that are tied to one."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {module.weight for module in model.modules() if isinstance(module, kinds)}
 
 
-def _matched(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
+def matched(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
     """Name -> the first rule that matches it. Raises ConfigError for a rule that matches none."""
     names = [name for name, _ in model.named_parameters()] if rules else []
     found: dict[str, Rule] = {}
@@ -195,11 +213,11 @@ def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
             "or leave it out"
         )
     layer_of = {parameter: k for k, block in enumerate(rules.blocks, 1) for parameter in block.parameters()}
-    embeddings, last, seen, depths = _embeddings(model), len(rules.blocks) + 1, False, {}
+    tables, last, seen, depths = embeddings(model), len(rules.blocks) + 1, False, {}
     for name, parameter in model.named_parameters():
         layer = layer_of.get(parameter)
         seen = seen or layer is not None
         if layer is None:
-            layer = last if seen and parameter not in embeddings else 0
+            layer = last if seen and parameter not in tables else 0
         depths[name] = rules.layer_decay ** (last - layer)
     return depths

@@ -13,15 +13,23 @@ from torch import nn
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import NO_RULES, Rules, groups, parse
+from lockstep.optim.muon import MuonAdamW, hidden_matrices
 
-__all__ = ["adam", "adamw", "make_optimizer", "rules_of", "sgd"]
+__all__ = ["adam", "adamw", "make_optimizer", "muon", "rules_of", "sgd"]
 
 _FUSED = {"cpu", "cuda"}  # device types whose fused AdamW every supported torch has
 
 
 def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
     """What `--optim.groups` and `--optim.layer-decay` say. Raises ConfigError for what is not of their form."""
-    return Rules(parse(config.optim.groups), config.optim.layer_decay, blocks)
+    found = parse(config.optim.groups)
+    kinds = [rule for rule in found if rule.by]
+    if kinds and config.optim.name != "muon":
+        raise ConfigError(
+            f"--optim.groups '{kinds[0].pattern}: {kinds[0].by}' is for --optim.name muon, and it is "
+            f"{config.optim.name}: leave it out"
+        )
+    return Rules(found, config.optim.layer_decay, blocks)
 
 
 def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
@@ -41,15 +49,19 @@ def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module]
     }
     if optim.name == "sgd":
         return sgd(model, lr=config.lr, momentum=optim.momentum, nesterov=optim.nesterov, **decay)
-    made = adam if optim.name == "adam" else adamw
-    return made(
-        model,
-        lr=config.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=False if config.exact else None,
-        **decay,
-    )
+    adams: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    adams |= {"fused": False if config.exact else None, **decay}
+    if optim.name == "muon":
+        return muon(
+            model,
+            lr=config.lr,
+            muon_lr=optim.muon_lr or config.lr,
+            scale=optim.muon_scale,
+            momentum=optim.muon_momentum,
+            ns_steps=optim.ns_steps,
+            **adams,
+        )
+    return (adam if optim.name == "adam" else adamw)(model, lr=config.lr, **adams)
 
 
 def adamw(
@@ -132,6 +144,53 @@ def sgd(
         raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
     return torch.optim.SGD(members, lr=lr, momentum=momentum, nesterov=nesterov, foreach=True)
+
+
+_SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    muon_lr: float,
+    scale: str = "match-rms",
+    momentum: float = 0.95,
+    ns_steps: int = 5,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_embeddings: bool = False,
+    rules: Rules = NO_RULES,
+    fused: bool | None = None,
+) -> MuonAdamW:
+    """Muon, with Nesterov's momentum, for `hidden_matrices(model)`, and AdamW for the rest, over `groups(model)`.
+
+    Args:
+        lr: AdamW's base rate.
+        muon_lr: Muon's base rate.
+        scale: what the rate of a matrix [a, b] is multiplied by. match-rms: 0.2 * sqrt(max(a, b)), with which an update
+            is as large as AdamW's usual ones (arXiv 2502.16982, 2.2); original: sqrt(max(1, a / b)), which is Jordan's.
+        momentum: decay of the gradient's running mean.
+        ns_steps: Newton-Schulz iterations.
+        betas, eps, fused: AdamW's, see `adamw`.
+        weight_decay, decay_embeddings, rules: of both, see `groups`.
+
+    Raises:
+        ConfigError: nothing is trainable, or the model has no hidden matrix.
+    """
+    hidden = hidden_matrices(model, rules.blocks, rules)
+    members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr, apart=hidden, apart_lr=muon_lr)
+    matrices = [group for group in members if group["params"][0] in hidden]
+    others = [group for group in members if group["params"][0] not in hidden]
+    for group in matrices:
+        group.setdefault("lr", muon_lr)
+        group |= {"muon": True, "momentum": momentum, "nesterov": True, "ns_steps": ns_steps}
+        group |= {"adjust_lr_fn": _SCALES[scale]}
+    for group in others:
+        group.setdefault("lr", lr)
+        group |= {"muon": False, "betas": betas, "eps": eps, **_kernel(others, fused)}
+    return MuonAdamW(members)
 
 
 def _fusable(parameter: nn.Parameter) -> bool:

@@ -115,6 +115,8 @@ def described_optimizer(run_plan: RunPlan) -> str:
     config, optim = run_plan.config, run_plan.config.optim
     to = "" if optim.schedule in ("constant", "inverse-sqrt", "step") else f" to {optim.floor:.3g}"
     numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
+    if optim.name == "muon":
+        numbers += f"; matrices: lr {optim.muon_lr or config.lr:g}, momentum {optim.muon_momentum:g}"
     return (
         f"{optim.name}: lr {config.lr:g}, {optim.schedule}{to} after {optim.warmup_steps} of "
         f"{run_plan.step_plan.steps} steps of warm-up, weight decay {optim.weight_decay:g}, {numbers}"

@@ -44,7 +44,8 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
     for number, group in enumerate(optimizer.param_groups):
         own = [(left.pop(parameter), parameter) for parameter in group["params"]]
         rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
-        rows.append((str(number), *_counted(own), *rates, _shown([name for name, _ in own])))
+        kind = " muon" if group.get("muon") else ""
+        rows.append((f"{number}{kind}", *_counted(own), *rates, _shown([name for name, _ in own])))
     if left:
         own = [(name, parameter) for parameter, name in left.items()]
         rows.append(("frozen", *_counted(own), "", "", _shown([name for name, _ in own])))

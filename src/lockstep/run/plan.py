@@ -113,9 +113,13 @@ def plan_of(
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys that differ, each with both values: `seed (0 before, 1 now)`. What was left out is at its default."""
+    """The keys that differ, each with both values: `seed (0 before, 1 now)`. What was left out is at its default.
+
+    So is an option that was not there yet when the run was started.
+    """
     plain = options.flat(Config())
     left_out = {name: plain[name] for name in _FIXED if name not in options.flat(Config(), own_task=True)}
+    left_out |= {name: value for name, value in plain.items() if name.startswith("optim.") and value != "auto"}
     before, now = left_out | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]
     return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]

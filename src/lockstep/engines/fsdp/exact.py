@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.rows import gather_rows, shared_out
 from lockstep.distributed.world import World
 from lockstep.engines.shared.exact import Counter, sum_of_rows
 from lockstep.engines.shared.optimizer_step import combined, norms_of
@@ -38,7 +39,7 @@ class ExactNorm:
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return torch.zeros(())
-        owners = self._owners(gradients)
+        owners = shared_out([gradient.numel() for gradient in gradients], self._world.size)
         wholes = self._gathered(gradients, owners)
         found = iter(norms_of(wholes))
         mine = [next(found) if owner == self._world.rank else None for owner in owners]
@@ -50,39 +51,13 @@ class ExactNorm:
         dist.all_reduce(table)  # collective
         return combined(list(table.unbind()))
 
-    def _owners(self, gradients: list[Tensor]) -> list[int]:
-        """For each gradient a rank: the largest first, each to the rank that has least."""
-        loads = [0] * self._world.size
-        owners = [0] * len(gradients)
-        for index in sorted(range(len(gradients)), key=lambda k: -gradients[k].numel()):
-            owners[index] = loads.index(min(loads))
-            loads[owners[index]] += gradients[index].numel()
-        return owners
-
     def _gathered(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
         """This rank's own gradients, whole, in order."""
-        world, ranks = self._world, range(self._world.size)
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
-        order = [[k for k, owner in enumerate(owners) if owner == rank] for rank in ranks]
-        sent = torch.cat([local_of(gradients[k]).reshape(-1).to(wide) for each in order for k in each])
-        lengths = [sum(_rows(gradients[k], world.rank, world.size)[1] for k in each) for each in order]
-        mine = order[world.rank]
-        parts = [[_rows(gradients[k], rank, world.size)[1] for k in mine] for rank in ranks]
-        received = sent.new_empty(sum(map(sum, parts)))
-        dist.all_to_all_single(received, sent, [sum(each) for each in parts], lengths)  # collective
-        chunks = received.split_with_sizes([sum(each) for each in parts])
-        by_rank = [chunk.split_with_sizes(each) for chunk, each in zip(chunks, parts, strict=True)]
-        return [
-            torch.cat([pieces[place] for pieces in by_rank]).to(gradients[k].dtype).view(gradients[k].shape)
-            for place, k in enumerate(mine)
-        ]
-
-
-def _rows(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
-    """(rows, elements) of a tensor that lie on `rank`: as torch.chunk cuts, ceil(n / ranks) rows each."""
-    each = -(-tensor.shape[0] // ranks)
-    rows = max(0, min(each, tensor.shape[0] - rank * each))
-    return rows, rows * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0)
+        parts = [local_of(gradient).to(wide) for gradient in gradients]
+        wholes = gather_rows(parts, [gradient.shape for gradient in gradients], owners)  # collective
+        mine = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
+        return [whole.to(gradient.dtype) for whole, gradient in zip(wholes, mine, strict=True)]
 
 
 class ExactReduceScatter:

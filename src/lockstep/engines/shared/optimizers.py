@@ -23,6 +23,7 @@ REFUSED = {
     "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
     "Rprop": (("fsdp",), _IN_PLACE),
     "Muon": (("fsdp", "deepspeed"), _WHOLE),
+    "MuonAdamW": (("deepspeed",), _WHOLE),
 }
 
 
