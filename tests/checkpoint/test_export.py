@@ -59,6 +59,29 @@ def test_safetensors_load_with_their_ties(tmp_path, capsys):
     assert not any(name.startswith("optimizer") for name in safetensors.torch.load_file(out))
 
 
+def test_every_tensor_of_a_file_lies_at_a_multiple_of_its_items(tmp_path):
+    """Who maps such a file into memory reads it in place: of the export, and of a checkpoint."""
+    model = nn.Module()
+    model.register_buffer("a", torch.tensor([True, False, True]))
+    model.register_buffer("b", torch.arange(5, dtype=torch.float16))
+    model.c = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    saved(tmp_path / "run", model, optimizer=False)
+    out = tmp_path / "out.safetensors"
+    assert cli.dispatch(["export", str(tmp_path / "run"), str(out)]) == 0
+    files = [out, *(tmp_path / "run").rglob("*.safetensors")]
+    assert len(files) == 2
+    for path in files:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert length % 8 == 0
+        if path is out:
+            widths = {"F64": 8, "F16": 2, "BOOL": 1}
+            placed = [(entry["dtype"], entry["data_offsets"]) for name, entry in header.items() if name[0] != "_"]
+            assert sorted(kind for kind, _ in placed) == sorted(widths)
+            assert all(begin % widths[kind] == 0 for kind, (begin, _) in placed)
+
+
 def test_torch_files_load_without_running_code(tmp_path):
     model = network()
     path = saved(tmp_path / "run", model)

@@ -21,6 +21,7 @@ from lockstep.text.corpus import Windows
 from lockstep.text.hub_cache import default_cache
 from lockstep.text.hub_corpus import Packing, Trained, prepare
 from lockstep.text.hub_plain import plain_rows
+from lockstep.text.machine_lock import alone
 from lockstep.text.sources import find, pieces, split
 from lockstep.text.tokenize import ByteBPE, token_type
 
@@ -474,3 +475,8 @@ def test_which_files_are_kept_aside_does_not_depend_on_the_order_of_a_folder():
     assert len(chosen) == 3
     assert sources._chosen(files[::-1], 300.0, 5) == chosen
     assert {source.name for source in chosen} != {"a", "b", "c"}
+
+
+def test_the_lock_of_a_folder_makes_the_folders_above_it(tmp_path):
+    with alone(tmp_path / "a" / "b" / "c", pytest.fail, "it"):
+        assert (tmp_path / "a" / "b").is_dir()
