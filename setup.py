@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).resolve().parent
 FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
 PATHS = {"config", "task", "dataset_name", "model_name", "tokenizer", "init_from", "run", "out", "against", "paths"}
-FOLDERS = {"save_dir", "scratch", "folder", "data.cache"}
+FOLDERS = {"save_dir", "scratch", "folder", "dir", "data.cache"}
 
 # Behind the `--` of launch stand a command and its flags; shtab's own completion would offer none there.
 BEHIND_LAUNCH = """

@@ -87,8 +87,8 @@ def test_every_module_has_its_floor():
 
 
 def test_engines_are_named_in_their_own_room_alone():
-    """But for the formats of an export, what a person may call an engine (hints), and the linter's own list."""
-    elsewhere = ("lint/", "checkpoint/export/", "commands/export.py", "config/hints.py")
+    """But for an export's formats, what a person may call an engine (hints), a user's files, and the linter's list."""
+    elsewhere = ("lint/", "checkpoint/export/", "commands/export.py", "config/hints.py", "templates/")
     for path in modules():
         where = path.relative_to(ROOT).as_posix()
         if not where.startswith(("engines/", *elsewhere)):
@@ -225,6 +225,7 @@ def test_nothing_but_training_loads_torch(code):
         ["generate", "run", "--tipo"],
         ["generate", "run", "--temperature", "-1"],
         ["launch", "--nproc-per-node", "2", "--dry-run", "--", "evaluate", "run"],
+        ["init", "--tipo"],
         ["completion", "--tipo"],
         ["verify", "--tipo"],
         ["verify", "--world-sizes", "one"],

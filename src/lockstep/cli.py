@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 # command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
 COMMANDS = {
+    "init": ("lockstep.commands.init", "command", "make a folder with a task, a config and a test that run at once"),
     "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
     "evaluate": ("lockstep.commands.evaluate", "command", "evaluate a checkpoint of a run, as the run itself does"),

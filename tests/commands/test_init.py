@@ -1,0 +1,76 @@
+"""`lockstep init`: what it writes trains and is proved at once, and nothing is overwritten."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shell import environment
+
+import lockstep
+from lockstep import checkpoint, cli
+from lockstep.errors import ConfigError
+from lockstep.sinks.jsonl import read
+
+TEMPLATES = Path(lockstep.__file__).parent / "templates"
+NAMES = ["config.toml", "task.py", "test_task.py"]
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.dispatch(["init", "mine"]) == 0
+    return tmp_path / "mine"
+
+
+def test_it_writes_the_templates_and_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.dispatch(["init", "mine"]) == 0
+    made = tmp_path / "mine"
+    assert sorted(path.name for path in made.iterdir()) == NAMES
+    assert all((made / name).read_text() == (TEMPLATES / name).read_text() for name in NAMES)
+    assert len((made / "task.py").read_text().splitlines()) <= 40
+    shown = capsys.readouterr().out
+    assert "  cd mine && lockstep train --config config.toml\n  cd mine && pytest\n" in shown
+
+
+def test_what_it_writes_trains(made):
+    command = [sys.executable, "-m", "lockstep", "train", "--config", "config.toml", "--num-epochs", "5"]
+    done = subprocess.run(
+        command, cwd=made, env=environment(), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = made / "outputs" / "first"
+    assert checkpoint.list_steps(run)
+    *_, evaluation = [record for record in read(run / "metrics.jsonl") if "evaluation/accuracy" in record]
+    assert evaluation["evaluation/accuracy"] > 0.6  # it learns
+
+
+def test_its_own_tests_pass(made):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, cwd=made, env=environment(), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_an_empty_folder_is_taken_and_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert cli.dispatch(["init", "empty"]) == 0
+    for argv, line in (
+        (["empty"], "init empty: config.toml, task.py, test_task.py would be overwritten; give a new folder"),
+        (["."], "init .: the folder is not empty, it has empty; give a new one"),
+        (["empty/task.py"], "init empty/task.py: Not a directory"),
+        (["empty/task.py/x"], "init empty/task.py/x: Not a directory"),
+    ):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(ConfigError) as caught:
+            cli.dispatch(["init", *argv])
+        assert str(caught.value) == line
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for name in "abcdef":
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="it has a, b, c and 4 more; give a new one"):
+        cli.dispatch(["init", "."])
