@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.gpt import GPT, PRESETS, GPTConfig, generate
+from lockstep.models.gpt import GPT, PRESETS, GPTConfig, further_logits, generate
 from lockstep.tasks.causal_lm import CausalLM
 
 TINY = GPTConfig(layers=2, heads=2, width=16, vocab_size=50, context=12)
@@ -173,7 +173,7 @@ def test_top_k_of_one_is_greedy():
 
 
 class FakeWindows:
-    seq_len = 8
+    seq_len = items_per_sample = 8
 
 
 class FakeCorpus:
@@ -242,3 +242,19 @@ def test_the_loss_on_a_gpu_is_that_of_the_cpu():
     here = task.loss(model, batch)
     there = task.loss(model.cuda(), {name: tensor.cuda() for name, tensor in batch.items()})
     torch.testing.assert_close(here, there.cpu(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_is_the_same_when_tokens_are_computed_once(temperature):
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(layers=2, heads=2, width=16, vocab_size=50, context=20)).double()
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    ids, texts = torch.arange(6).reshape(2, 3), []
+    for further in (None, further_logits(2)):
+        seen.clear()
+        generator = torch.Generator().manual_seed(1)
+        settings = {"config": model.config, "temperature": temperature, "generator": generator, "further": further}
+        texts.append(generate(model, ids, 30, **settings))
+    assert torch.equal(*texts)
+    assert seen == [3, *[1] * 17, *[20] * 12]  # past the context the window moves, and positions with it

@@ -362,3 +362,45 @@ def short(world, folder):
     task = Ragged(samples=5)
     config_ = config(folder, micro_batch_size=4, max_steps=0, engine="ddp")
     return next(iter(lockstep.Run(config_, task, world))).items and 5
+
+
+class Given(Ragged):
+    """Whose batches, count or dataset are what a test says."""
+
+    def __init__(self, value=0.0, items=None, loader=False):
+        super().__init__()
+        self.value, self.items, self.loader = value, items, loader
+
+    def dataset(self, split):
+        data = super().dataset(split)
+        return torch.utils.data.DataLoader(data, batch_size=4) if self.loader else data
+
+    def collate(self, samples):
+        return {**super().collate(samples), "extra": {"noise": torch.full((len(samples),), self.value)}}
+
+    def count(self, batch):
+        return super().count(batch) if self.items is None else self.items
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 0 * batch["extra"]["noise"].sum()
+
+
+def test_nan_in_the_first_batch_is_named(tmp_path):
+    told = refused(tmp_path, Given(math.nan), DataError)
+    assert "NaN in batch['extra']['noise'] (4 of 4 values), and its loss is nan: mend the data" in told
+    first(tmp_path, Given(0.0))
+
+
+def test_nan_that_the_guards_are_to_leave_out_is_no_error(tmp_path):
+    first(tmp_path, Given(math.nan), guards={"nonfinite": "skip"})
+
+
+def test_a_count_of_nothing_anywhere_is_refused(tmp_path):
+    assert "no micro-batch of steps 0 to 0 has an item: there is nothing to learn" in refused(
+        tmp_path, Given(items=0), DataError
+    )
+
+
+def test_a_loader_is_no_dataset(tmp_path):
+    told = refused(tmp_path, Given(loader=True), DataError)
+    assert "dataset('train') returned a DataLoader: give its dataset alone, loader.dataset" in told

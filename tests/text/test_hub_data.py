@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import hub_files
 import pytest
@@ -66,10 +67,10 @@ def test_every_kind_of_table_gives_the_same_documents(tmp_path):
 def test_instructions_become_prompts(tmp_path):
     with_input, without = {"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Go.", "output": "ok"}
     read = reader({"instruction": True, "input": True, "output": True}, "", "x")
-    assert read(with_input).endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
-    assert read({**without, "input": None}).endswith("request.\n\n### Instruction:\nGo.\n\n### Response:\nok")
+    assert read(with_input).text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
+    assert read({**without, "input": None}).text.endswith("request.\n\n### Instruction:\nGo.\n\n### Response:\nok")
     texts = documents(corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(12))))
-    assert sorted(texts) == sorted(map(read, hub_files.rows(12)))
+    assert sorted(texts) == sorted(read(row).text for row in hub_files.rows(12))
 
 
 @pytest.mark.parametrize(
@@ -81,11 +82,11 @@ def test_instructions_become_prompts(tmp_path):
     ],
 )
 def test_the_text_column_is_found_or_named(columns, wanted, expected):
-    assert reader(columns, wanted, "x")({name: f"the {name}" for name in columns}) == expected
+    assert reader(columns, wanted, "x")({name: f"the {name}" for name in columns}).text == expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem"), [("body", "no column 'body'"), ("", "no column 'text'"), ("n", "no text")]
+    ("wanted", "problem"), [("body", "no column 'body'"), ("", "no column 'text' or 'messages'"), ("n", "no text")]
 )
 def test_a_missing_column_lists_those_that_there_are(tmp_path, wanted, problem):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", [{"title": "a", "story": "b", "n": 1}] * 4)
@@ -168,8 +169,9 @@ def test_blocks_are_those_of_the_source_script(tmp_path, model_folder):
 
 def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(61))
-    samples = corpus(path, seq_len=32).train
-    config = Config(dataset_name=str(path), seq_len=32, batch_size=6, micro_batch_size=1, data=Data(vocab_size=300))
+    samples = corpus(path, seq_len=32, labels="all").train
+    config = Config(dataset_name=str(path), seq_len=32, batch_size=6, micro_batch_size=1)
+    config = replace(config, data=Data(vocab_size=300, labels="all"))
     task = named_task(config, lambda line: None)
     for size in (2, 3, 5):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
@@ -206,13 +208,13 @@ from lockstep.text import hub_corpus
 from lockstep.config.config import Config
 from lockstep.config.sections import Data
 from lockstep.tasks.hf import corpus_for
-write = hub_corpus._write_tokens
-def slow(*arguments):
-    count = write(*arguments)
+write = hub_corpus.write_split
+def slow(*arguments, **named):
+    count = write(*arguments, **named)
     print("half", flush=True)
     time.sleep(60)
     return count
-hub_corpus._write_tokens = slow
+hub_corpus.write_split = slow
 corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: hub_corpus.Trained(300), lambda line: None)
 """
 
@@ -266,6 +268,17 @@ def test_tokenizers_by_name(tmp_path, model_folder):
     for tokenizer, problem in (("train:12", "from 257"), ("train:x", "from 257"), ("nowhere", "no such folder")):
         with pytest.raises(ConfigError, match=problem):
             corpus(path, tokenizer=tokenizer)
+
+
+def test_a_tokenizer_with_more_tokens_than_its_pretrained_model(tmp_path):
+    hub_files.write_model(tmp_path / "small", weights=True, vocab_size=290)
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
+    base = {"dataset_name": str(path), "model_name": str(tmp_path / "small"), "seq_len": 16}
+    with pytest.raises(ConfigError, match=r"its tokenizer knows 300 tokens and .* 290, .*resize_token_embeddings"):
+        hub_task(Config(**base, model={"pretrained": True}), print)
+    with pytest.raises(ConfigError, match=r"--tokenizer knows 300 tokens and .* 290; leave out --tokenizer"):
+        hub_task(Config(**base, tokenizer=str(tmp_path / "small"), model={"pretrained": True}), print)
+    assert hub_task(Config(**base), print).model().config.vocab_size == 300
 
 
 def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_folder):

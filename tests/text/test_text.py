@@ -19,11 +19,12 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.text import sources
 from lockstep.text.corpus import Windows
 from lockstep.text.hub_cache import default_cache
-from lockstep.text.hub_corpus import Packing, Trained, prepare
+from lockstep.text.hub_corpus import Trained, prepare
 from lockstep.text.hub_plain import plain_rows
 from lockstep.text.machine_lock import alone
 from lockstep.text.sources import find, pieces, split
 from lockstep.text.tokenize import ByteBPE, token_type
+from lockstep.text.written import Packing
 
 WORDS = ["the", "a", "step", "rank", "loss", "batch", "seed", "data", "order", "köln", "東京", "🙂", "token\tline"]
 
@@ -270,7 +271,8 @@ def test_the_default_cache(monkeypatch, chosen, expected):
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.text.hub_corpus import Packing, Trained, prepare
+from lockstep.text.hub_corpus import Trained, prepare
+from lockstep.text.written import Packing
 from lockstep.text.hub_plain import plain_rows
 
 def say(line):

@@ -27,6 +27,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
     "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
     "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),
+    "model.loss_chunk": (-1, 10**9, "a number of tokens, 0 for all at once, or -1 for what their size suggests"),
     "optim.beta1": (0, 0.999999, "from 0 to below 1"),
     "optim.beta2": (0, 0.9999999, "from 0 to below 1"),
     "optim.eps": (0, 1, "from 0 to 1"),

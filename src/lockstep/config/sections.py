@@ -44,18 +44,27 @@ class Data:
     )
     revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)", builtin=True)
     text_column: str = option(
-        "", "column that holds the text (default: text, or instruction/input/output, or the one)", builtin=True
+        "",
+        "column that holds the text (default: text, or messages, prompt/completion, instruction/output, or the one)",
+        builtin=True,
     )
     encoding: str = option(
         "", "encoding of csv and json files (default: utf-8, or what a byte order mark says)", builtin=True
     )
     packing: str = option(
         "stream",
-        "stream: a separator after each document; blocks: none, and every 1000 examples cut into blocks, the rest left",
-        "stream",
-        "blocks",
+        "stream: a separator after each document; blocks: none, and each 1000 examples cut into blocks, the rest left; "
+        "padded: an example a sample; documents: whole ones in a window, attention kept inside each",
+        *("stream", "blocks", "padded", "documents"),
         builtin=True,
     )
+    labels: str = option(
+        "auto",
+        "tokens that are learned; auto: completions and the assistant's turns where rows have them, all in blocks",
+        *("auto", "all", "completion"),
+        builtin=True,
+    )
+    prompt: str = option("", "how the sample of text at a run's end begins (default: as the data does)", builtin=True)
     drop_last: bool = option(False, "leave out the last step of a run where it would be short of samples")
 
 
@@ -70,6 +79,11 @@ class Model:
     )
     revision: str = option("", "branch, tag or commit of a hub model (default: its newest)", builtin=True)
     trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it", builtin=True)
+    loss_chunk: int = option(
+        -1,
+        "tokens whose logits the loss makes at a time, to save memory; 0: all; -1: some where all would be large",
+        builtin=True,
+    )
 
 
 @named()

@@ -185,7 +185,7 @@ class Batches:
                     spare = data
                     yield key.step, self._placed(key, data, items)
                 else:
-                    spare = self._with_items(key.step) if spare is None else spare
+                    spare = self.with_items(key.step) if spare is None else spare
                     yield key.step, self._placed(key._replace(weight=0.0), spare, 0)
 
     def samples(self, step: int, index: int) -> list[int]:
@@ -207,8 +207,12 @@ class Batches:
     def _placed(self, key: Key, data: Any, items: int) -> MicroBatch:
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
 
-    def _with_items(self, step: int) -> Any:
-        """A micro-batch that has items, of this step or of one soon after it, whichever rank computes it."""
+    def with_items(self, step: int) -> Any:
+        """A micro-batch that has items, of this step or of one soon after it, whichever rank computes it.
+
+        Raises:
+            DataError: there is none.
+        """
         last = min(step + _SEARCHED, self.step_plan.steps)
         for near in range(step, last):
             for micro in range(self.step_plan.present(near)):
@@ -216,8 +220,8 @@ class Batches:
                 if items:
                     return data
         raise DataError(
-            f"the loss is a mean (reduction = 'mean') and no micro-batch of steps {step} to {last - 1} has an item: "
-            "there is nothing to learn from; check the labels and `count`"
+            f"no micro-batch of steps {step} to {last - 1} has an item: there is nothing to learn from; check the "
+            "labels and the task's `count`"
         )
 
     def _key(self, step: int, micro: int) -> Key:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
@@ -60,6 +60,11 @@ def draws(dataset: Any) -> bool:
 def check_dataset(dataset: Any, split: str) -> None:
     """Raises DataError, in one line, for what is no map-style dataset: the order is arithmetic on indices."""
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"the task's dataset('{split}') returned a DataLoader: give its dataset alone, loader.dataset; batches are "
+            "made by --batch-size and --micro-batch-size, a collate_fn is the task's `collate`, a sampler its `order`"
+        )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if isinstance(dataset, IterableDataset):
         missing = ["__len__", "__getitem__"]

@@ -7,17 +7,29 @@ Architecture and initialisation follow Radford et al., "Language Models are Unsu
 pre-norm blocks, learned positions, a head tied to the token embedding, GELU in its tanh form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
+from lockstep.models.chunked import summed_loss
 
-__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "Reach", "generate", "plain_logits"]
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "Block",
+    "Further",
+    "GPTConfig",
+    "Past",
+    "Reach",
+    "further_logits",
+    "generate",
+    "plain_logits",
+]
 
 _PAD_TO = 64  # matrix units want sizes that are multiples of 64
 
@@ -71,6 +83,25 @@ PRESETS = {
 }
 
 
+class Past:
+    """The keys and values of the tokens so far, in one block: what writing on need not compute again.
+
+    Attributes:
+        time: tokens.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Tensor, Tensor] | None = None
+        self.time = 0
+
+    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, each [batch, heads, time, size], once these are added."""
+        if self._held is not None:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self._held, (key, value), strict=True))
+        self._held, self.time = (key, value), key.shape[2]
+        return key, value
+
+
 class _Attention(nn.Module):
     """Causal self-attention over several heads."""
 
@@ -80,19 +111,24 @@ class _Attention(nn.Module):
         self.inputs = nn.Linear(config.width, 3 * config.width)  # queries, keys and values in one product
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         batch, time, width = x.shape
         joined = self.inputs(x).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, time, width / heads]
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        causal = mask is None
+        if past is not None:
+            causal = not past.time  # a token that is added sees all before it
+            key, value = past.extended(key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
 
 
 class Block(nn.Module):
     """One layer: attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
 
-    The forward maps [batch, time, width] to the same shape.
+    The forward maps [batch, time, width] to the same shape; its mask, bool [batch, 1, time, time], says which positions
+    each one sees. Without one: those up to itself.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -104,8 +140,8 @@ class Block(nn.Module):
         self.output = nn.Linear(4 * config.width, config.width)
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), mask, past))
         hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
         return cast(Tensor, x + self.drop(self.output(hidden)))
 
@@ -146,16 +182,41 @@ class GPT(nn.Module):
                 scale = narrow if name.endswith("output.weight") else 0.02
                 parameter.normal_(0.0, scale, generator=generator)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        chunk: int = 0,
+        past: Sequence[Past] = (),
+    ) -> Tensor:
         """Logits [batch, time, padded_vocab] of the token after each of `input_ids` (int64 [batch, time]).
 
         `time` is at most `config.context`. Logits from `vocab_size` on belong to padding: no label has them.
+
+        Args:
+            positions: int64 [batch, time]; None: 0, 1, 2, ...
+            documents: int64 [batch, time]; a token sees those before it with the same number. None: all before it.
+            labels: int64 [batch, time]; with them the result is the loss, see `models.chunked.summed_loss`.
+            chunk: tokens whose logits are made together then.
+            past: one a block, of the tokens that stand before these; they are filled. Where they are not empty,
+                `input_ids` are one token.
         """
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.drop(self.tokens(input_ids) + self.positions(places))
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
+        if positions is None:
+            begin = past[0].time if past else 0
+            positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+        mask = None if documents is None else _apart(documents)
+        x = self.drop(self.tokens(input_ids) + self.positions(positions))
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask, past[number]) if past else block(x, mask)
+        x = self.norm(x)
+        if labels is None:
+            return self._head(x)
+        return summed_loss(self._head, x, labels, chunk)
+
+    def _head(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.tokens.weight)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one forward and backward, a token: 6 N + 12 layers * width * seq_len.
@@ -166,6 +227,12 @@ class GPT(nn.Module):
         """
         multiplied = sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
         return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
+
+
+def _apart(documents: Tensor) -> Tensor:
+    """Which positions each one sees, bool [batch, 1, time, time]: those up to itself in its own document."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
 
 
 class Reach(Protocol):
@@ -183,6 +250,20 @@ def plain_logits(model: nn.Module, ids: Tensor) -> Tensor:
     return cast(Tensor, model(ids))
 
 
+def further_logits(layers: int) -> "Further":
+    """What `generate` takes as `further` for a GPT of so many blocks."""
+
+    def further(model: nn.Module, ids: Tensor, past: Any) -> tuple[Tensor, Any]:
+        past = past or [Past() for _ in range(layers)]
+        return cast(Tensor, model(ids, past=past)), past
+
+    return further
+
+
+# (model, tokens that are new, what was kept of those before or None) -> (their logits, what to keep)
+Further = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -194,6 +275,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
+    further: Further | None = None,
     stop: int = -1,
 ) -> Tensor:
     """`ids` (int64 [batch, time], time >= 1) with `max_new_tokens` sampled tokens appended, int64.
@@ -205,15 +287,21 @@ def generate(
         top_k: samples among the k likeliest tokens only.
         generator: on the device of `ids`; None is torch's default one.
         logits_of: (model, ids) -> logits [batch, time, at least the vocabulary].
+        further: where it is given, tokens are computed once while all fit the context; the logits are the same but for
+            rounding.
         stop: a token after which nothing more is written, once every row has ended with it; -1: there is none.
 
     The model's train or eval mode is put back. What does not fit the context is cut off at the left.
     """
-    training = model.training
+    training, past = model.training, None
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits = logits_of(model, ids[:, -config.context :])[:, -1, : config.vocab_size].float()
+            if further is not None and (ids.shape[1] <= config.context or not config.context):
+                logits, past = further(model, ids if past is None else ids[:, -1:], past)
+            else:  # positions move with the window, so nothing of before holds
+                logits = logits_of(model, ids[:, -config.context :])
+            logits = logits[:, -1, : config.vocab_size].float()
             ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
             if stop >= 0 and bool((ids[:, -1] == stop).all()):  # waits for the device
                 break

@@ -12,7 +12,7 @@ weights are read from safetensors alone, which cannot hold code.
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -23,9 +23,11 @@ from torch import nn
 
 from lockstep.config.hub_name import is_hub_name
 from lockstep.errors import ConfigError
+from lockstep.models.chat import chat_prompt, chat_template, chat_tokens
+from lockstep.models.hf_forward import takes_documents
 from lockstep.text.reach import reach, way_out
 
-__all__ = ["HubModel", "HubTokenizer", "logits_of", "repeated_blocks"]
+__all__ = ["HubModel", "HubTokenizer", "repeated_blocks"]
 
 Say = Callable[[str], None]
 
@@ -45,6 +47,7 @@ class HubModel:
         revision: the commit on the hub, or "" for a folder.
         vocab_size: tokens that the model knows.
         context: longest sequence, in tokens; 0 where the architecture sets none.
+        takes_documents: see `models.hf_forward.takes_documents`; taken for granted of code that came with the model.
 
     Raises:
         ConfigError: nothing of that name here or on the hub, no causal language model, or code that may not be run.
@@ -64,6 +67,8 @@ class HubModel:
         text = self._config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
+        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
+        self.takes_documents = known is None or takes_documents(known)
 
     def build(self, *, vocab_size: int, dtype: torch.dtype, pretrained: bool = False) -> nn.Module:
         """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
@@ -173,6 +178,16 @@ class HubTokenizer:
         )["input_ids"]
         return encoded
 
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], row: int, masked: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """See `models.chat.chat_tokens`."""
+        return chat_tokens(self._tokenizer, messages, row, masked)
+
+    def chat_prompt(self, prompt: str) -> list[int]:
+        """See `models.chat.chat_prompt`."""
+        return chat_prompt(self._tokenizer, prompt)
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens, without special ones."""
         return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -184,13 +199,8 @@ class HubTokenizer:
     def _fingerprint(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
-        return hashlib.sha256(f"{text} {self.separator}".encode()).hexdigest()[:32]
-
-
-def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [batch, time, vocab] of `input_ids` (int64 [batch, time]), in the model's dtype."""
-    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return logits
+        template = chat_template(self._tokenizer)
+        return hashlib.sha256(f"{text} {self.separator} {template}".encode()).hexdigest()[:32]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

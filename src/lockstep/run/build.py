@@ -218,7 +218,8 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     made = _engine(config, task, model, world, rates)
     held_out = evaluation_of(config, task, evaluation, world)
     if source is None or config.patience or config.best_metric != "loss":  # which a resume may bring
-        metrics = check_task(made.model, model, task, stream, held_out, world)  # collective
+        stops = config.guards.nonfinite == "stop"
+        metrics = check_task(made.model, model, task, stream, held_out, world, refuse_nan=stops)  # collective
         check_evaluated(config, metrics)
     built = Built(
         config,

@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,21 +52,29 @@ class _Trial:
 
 
 def check_task(
-    model: nn.Module, plain: nn.Module, task: Task, training: Batches, evaluation: Batches | None, world: World
+    model: nn.Module,
+    plain: nn.Module,
+    task: Task,
+    training: Batches,
+    evaluation: Batches | None,
+    world: World,
+    *,
+    refuse_nan: bool = True,
 ) -> list[str] | None:
     """Runs `loss`, `count` and `metrics` (or `evaluate`) once, on every rank alike. Collective.
 
     Args:
         model: what an engine holds; its forward may have collectives.
         plain: what the engine was made from, whose layers have the names that the user knows.
+        refuse_nan: a loss that is not finite of a batch that holds NaN is an error; else the guards see to it.
 
     Returns:
         The names of the evaluation's metrics; None where nothing is evaluated.
 
     Raises:
         DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
-            no mean; a `count` that does not add up; a BatchNorm that gets one value a channel. The same on every rank,
-            or a PeerError that names the first.
+            no mean; a `count` that does not add up, or finds nothing anywhere; a BatchNorm that gets one value a
+            channel. The same on every rank, or a PeerError that names the first.
     """
     trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
@@ -74,12 +82,15 @@ def check_task(
     with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
         reseed = seeder(0, "check", world.device)
         losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
+        on_all_ranks(world, lambda: _check_inputs(trial, losses) if refuse_nan else None)
         on_all_ranks(world, lambda: _check_sums(task, trial, losses))
         return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
 
 
 def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
     ((whole, drew),) = training.parts(0, [(0, None)])
+    if not whole.items and whole.weight:
+        training.with_items(0)
     samples = len(training.samples(0, whole.index))
     half = samples // 2
     halves: tuple[MicroBatch, ...] = ()
@@ -138,6 +149,32 @@ def _watched(norms: list[tuple[str, nn.Module]], trial: _Trial) -> Iterator[None
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _check_inputs(trial: _Trial, losses: list[float]) -> None:
+    """Refuses NaN in what was loaded, where the loss is not finite either: alone it may stand for what is missing."""
+    if math.isfinite(losses[0]):
+        return
+    for name, values in _floats(trial.whole.held, ""):
+        found = int(values.isnan().sum())
+        if found:
+            raise DataError(
+                f"the first micro-batch has NaN in {name or 'its tensor'} ({found} of {values.numel()} values), and "
+                f"its loss is {losses[0]}: mend the data, or --guards.nonfinite skip leaves such steps out"
+            )
+
+
+def _floats(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The float tensors of a batch in host memory, each with its name within it: `batch['x']`, `batch[0]`."""
+    if isinstance(batch, Tensor):
+        if batch.is_floating_point():
+            yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _floats(value, f"{name or 'batch'}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for place, value in enumerate(batch):
+            yield from _floats(value, f"{name or 'batch'}[{place}]")
 
 
 def _check_sums(task: Task, trial: _Trial, losses: list[float]) -> None:

@@ -5,25 +5,25 @@
 An item is a labelled token. Any dataset of samples with "input_ids" and "labels" fits; a label of -100 is no item.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.errors import ConfigError
-from lockstep.models.gpt import GPT, GPTConfig, Reach, generate, plain_logits
+from lockstep.models.chunked import IGNORED, chunk_of, summed_cross_entropy
+from lockstep.models.gpt import GPT, Further, GPTConfig, Reach, further_logits, generate, plain_logits
 from lockstep.task import Task
-from lockstep.text.corpus import Windows
-from lockstep.text.hub_corpus import Blocks, TokenCorpus
+from lockstep.text.documents import Padded
+from lockstep.text.hub_corpus import Samples, TokenCorpus
 
-__all__ = ["IGNORED", "CausalLM", "Sampling", "collate_tokens", "count_labels", "summed_cross_entropy"]
+__all__ = ["IGNORED", "CausalLM", "LanguageModel", "Sampling", "collate_tokens", "count_labels", "pad_tokens"]
 
-_BEGIN, _SAMPLE = "import ", 120  # what a sample begins with, and the tokens that follow
-
-IGNORED = -100  # the label of a token that is not predicted
+_SAMPLE = 120  # tokens of a sample of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Sampling:
         reach: Reach,
         *,
         stop: int,
+        further: Further,
         logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
     ) -> list[int]:
         """`begin`, not empty, and the tokens that the model goes on with, to `stop` at most; see `generate`."""
@@ -62,34 +63,104 @@ class Sampling:
             top_k=self.top_k or None,
             generator=torch.Generator(device).manual_seed(self.seed),
             logits_of=logits_of,
+            further=further,
             stop=stop,
         )
         tokens: list[int] = written[0].tolist()
         return tokens
 
 
-@final
-class CausalLM(Task):
-    """The built-in GPT on a prepared corpus.
+class LanguageModel(Task):
+    """What the language models here have in common: a prepared corpus, batches of tokens, and text that is written.
 
     Args:
         corpus: see `lockstep.text.hub_corpus.prepare`.
+        sources: what came from a hub: name -> revision.
+        prompt: how the sample of text at a run's end begins; "": as the data does.
+        loss_chunk: tokens whose logits are made together in the loss, see `models.chunked.chunk_of`.
+
+    Attributes:
+        items_per_sample: labelled tokens of every sample where all have as many: in a stream the sequence length, in
+            blocks one less; None where only some are learned, or documents stay apart.
+    """
+
+    item_name = "tokens"
+
+    def __init__(self, corpus: TokenCorpus, sources: Mapping[str, str], prompt: str, loss_chunk: int) -> None:
+        self.corpus, self.sources = corpus, dict(sources)
+        self.fingerprint = corpus.fingerprint
+        self.items_per_sample = corpus.train.items_per_sample
+        self._prompt, self._loss_chunk = prompt, loss_chunk
+
+    def dataset(self, split: str) -> Samples:
+        """The samples of "train" or "evaluation". ValueError for any other split."""
+        if split not in ("train", "evaluation"):
+            raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
+        return self.corpus.train if split == "train" else self.corpus.evaluation
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len], padded where they differ.
+
+        Padding needs no mask: it stands behind the tokens, and none of them looks ahead. With one, tokens of padding
+        that see nothing at all would be NaN in the kernels of some models, and NaN what multiplies them by 0.
+        """
+        return pad_tokens(samples) if isinstance(self.corpus.train, Padded) else collate_tokens(samples)
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Labelled tokens of a batch in host memory."""
+        return count_labels(batch)
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        """A text that the model writes, as a document of the data begins. On every rank alike: one forward may need
+        all. `model` is what an engine holds; the draw is the same each time."""
+        begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
+        # as many collectives as forwards, where the model is split
+        return self._written(model, begin, device, Sampling(tokens=_SAMPLE), stop=-1)
+
+    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
+        """`prompt`, taken as the beginning of a document (in a conversation: what a user says), and what the model goes
+        on with, at most to the document's end. The same text for the same `sampling`, whatever was written before.
+
+        Raises:
+            ConfigError: there is no token to begin with.
+        """
+        begin = self.corpus.begun(prompt)
+        if not begin:
+            raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
+        return self._written(model, begin, device, sampling, stop=self.corpus.separator)
+
+    @abstractmethod
+    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
+        """The text of `begin` and of what the model goes on with."""
+
+
+@final
+class CausalLM(LanguageModel):
+    """The built-in GPT on a prepared corpus.
+
+    Args:
+        corpus, sources, prompt, loss_chunk: see `LanguageModel`.
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
         defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
-        item_name: what a rate is shown in.
-        items_per_sample: labelled tokens of every sample, the same for all: the sequence length, in blocks one less.
-        sources: what came from a hub: name -> revision.
 
     Raises:
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
     """
 
     defaults = "language-model"
-    item_name = "tokens"
 
-    def __init__(self, corpus: TokenCorpus, config: GPTConfig, sources: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        config: GPTConfig,
+        sources: Mapping[str, str] | None = None,
+        *,
+        prompt: str = "",
+        loss_chunk: int = -1,
+    ) -> None:
+        super().__init__(corpus, sources or {}, prompt, loss_chunk)
         seq_len = corpus.train.seq_len
         if seq_len > config.context:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
@@ -98,50 +169,24 @@ class CausalLM(Task):
                 f"--model-name: the model knows {config.vocab_size} tokens and the data has {corpus.vocab_size}; "
                 "give the model the data's vocabulary"
             )
-        self.corpus = corpus
         self.config = config
-        self.sources = dict(sources or {})
-        self.fingerprint = corpus.fingerprint
-        self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
 
     def model(self) -> nn.Module:
         """A new model on the default device, drawn from torch's default generator."""
         return GPT(self.config)
 
-    def dataset(self, split: str) -> Windows | Blocks:
-        """The windows of "train" or "evaluation". ValueError for any other split."""
-        if split not in ("train", "evaluation"):
-            raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
-        return self.corpus.train if split == "train" else self.corpus.evaluation
-
-    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len]."""
-        return collate_tokens(samples)
-
-    def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Labelled tokens of a batch in host memory."""
-        return count_labels(batch)
-
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
-        return summed_cross_entropy(model(batch["input_ids"]), batch["labels"])
+        ids, labels = batch["input_ids"], batch["labels"]
+        apart = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
+        if chunk:
+            return cast(Tensor, model(ids, **apart, labels=labels, chunk=chunk))
+        return summed_cross_entropy(model(ids, **apart), labels)
 
-    def sample(self, model: nn.Module, device: torch.device) -> str:
-        """A text that the model writes from the beginning of a document. On every rank alike: one forward may need all.
-
-        `model` is what an engine holds; the draw is the same each time.
-        """
-        # as many collectives as forwards, where the model is split
-        return self._written(model, _BEGIN, device, Sampling(tokens=_SAMPLE), stop=-1)
-
-    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
-        """`prompt`, taken as the beginning of a document, and what the model goes on with, at most to the document's
-        end. The same text for the same `sampling`, whatever was written before."""
-        return self._written(model, prompt, device, sampling, stop=self.corpus.separator)
-
-    def _written(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling, stop: int) -> str:
-        begin = [self.corpus.separator, *self.corpus.encode(prompt)]
-        return self.corpus.decode(sampling.go_on(model, begin, device, self.config, stop=stop))
+    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
+        further = further_logits(self.config.layers)
+        return self.corpus.decode(sampling.go_on(model, begin, device, self.config, stop=stop, further=further))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
@@ -153,17 +198,15 @@ def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
+def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples of different lengths as [len(samples), longest]: the padding at the right is token 0, labelled -100."""
+    ids, labels = (
+        pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+        for name, value in (("input_ids", 0), ("labels", IGNORED))
+    )
+    return {"input_ids": ids, "labels": labels}
+
+
 def count_labels(batch: Mapping[str, Tensor]) -> int:
     """Labelled tokens of a batch in host memory."""
     return int((batch["labels"] != IGNORED).sum())
-
-
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in nats of logits [batch, time, vocab], summed over the labels (int64 [batch, time]) not -100.
-
-    A scalar in float32, or float64 for such logits.
-    """
-    logits = logits.flatten(0, 1)
-    if logits.dtype is not torch.float64:
-        logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -4,7 +4,7 @@ task = hub_task(config, say)                    # --model-name OWNER/NAME or a f
 corpus = corpus_for(config, own, say).corpus    # --dataset-name, --tokenizer and the section `data`
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,24 @@ from torch import Tensor, nn
 from lockstep.config.config import Config
 from lockstep.config.hub_name import is_hub_name
 from lockstep.errors import ConfigError
-from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
-from lockstep.task import Task
-from lockstep.tasks.causal_lm import Sampling, collate_tokens, count_labels, summed_cross_entropy
-from lockstep.text.corpus import Windows
+from lockstep.models.chunked import chunk_of, summed_cross_entropy
+from lockstep.models.hf import HubModel, HubTokenizer, repeated_blocks
+from lockstep.models.hf_forward import (
+    can_chunk,
+    further_logits,
+    inputs_of,
+    keeps_apart,
+    logits_of,
+    same_head,
+    with_loss,
+)
+from lockstep.tasks.causal_lm import LanguageModel, Sampling
+from lockstep.text.examples import Tokenizer
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_cache import default_cache
-from lockstep.text.hub_corpus import Blocks, Packing, TokenCorpus, Tokenizer, Trained, prepare
+from lockstep.text.hub_corpus import TokenCorpus, Trained, prepare
 from lockstep.text.hub_plain import plain_rows
+from lockstep.text.written import Packing
 
 __all__ = ["Chosen", "HubCausalLM", "cache_of", "corpus_for", "hub_task", "trained_size"]
 
@@ -41,26 +51,24 @@ class _Reach(NamedTuple):
 
 
 @final
-class HubCausalLM(Task):
+class HubCausalLM(LanguageModel):
     """A causal language model of `transformers` on a prepared corpus.
 
     Args:
-        corpus: the data, see `corpus_for`.
+        corpus, sources, prompt, loss_chunk: see `LanguageModel`.
         source: the model's configuration, and where its weights are.
         vocab_size: rows of the token table of a model that is drawn.
         dtype: what pretrained weights are read as.
         pretrained: read the weights instead of drawing them.
-        sources: what came from a hub: name -> revision.
+        other_tokenizer: the corpus's tokenizer is not the model's own.
 
     Attributes:
         defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
-        items_per_sample: labelled tokens of every sample: the sequence length, in blocks one less.
 
     Raises:
-        ConfigError: the model's context is shorter than a sample, or its vocabulary smaller than the corpus's.
+        ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
+            cannot keep documents apart that are packed.
     """
-
-    item_name = "tokens"
 
     def __init__(
         self,
@@ -71,60 +79,76 @@ class HubCausalLM(Task):
         dtype: torch.dtype,
         pretrained: bool,
         sources: Mapping[str, str],
+        prompt: str = "",
+        loss_chunk: int = -1,
+        other_tokenizer: bool = False,
     ) -> None:
+        super().__init__(corpus, sources, prompt, loss_chunk)
         seq_len, held = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
         if source.context and seq_len > source.context:
             raise ConfigError(
                 f"--seq-len {seq_len} is longer than the context of {source.name}, {source.context}; lower it"
             )
         if corpus.vocab_size > held:
+            known = f"{corpus.vocab_size} tokens and {source.name} {held}"
             raise ConfigError(
-                f"--tokenizer knows {corpus.vocab_size} tokens and {source.name} {held}; leave out --tokenizer, or "
-                "--model.pretrained"
+                f"--tokenizer knows {known}; leave out --tokenizer, or --model.pretrained"
+                if other_tokenizer
+                else f"--model-name: its tokenizer knows {known}, and some have no row in its token table: widen it "
+                "(model.resize_token_embeddings(len(tokenizer))), save both into one folder, and name that"
             )
         self.defaults = "fine-tuning" if pretrained else "language-model"
-        self.corpus, self.sources = corpus, dict(sources)
-        self.fingerprint = corpus.fingerprint
-        self.items_per_sample = getattr(corpus.train, "items_per_sample", seq_len)
+        self._name, self._tried = source.name, False
         self._reach = _Reach(source.context, corpus.vocab_size)
+        self._vocab_size = held
         self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
 
     def model(self) -> nn.Module:
-        """The model, drawn from torch's default generator or with its pretrained weights."""
-        return self._build()
+        """The model, drawn from torch's default generator or with its pretrained weights.
 
-    def dataset(self, split: str) -> Windows | Blocks:
-        """The samples of "train" or "evaluation". ValueError for any other split."""
-        if split not in ("train", "evaluation"):
-            raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
-        return self.corpus.train if split == "train" else self.corpus.evaluation
-
-    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len]."""
-        return collate_tokens(samples)
-
-    def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Labelled tokens of a batch in host memory."""
-        return count_labels(batch)
+        Raises:
+            ConfigError: a loss in chunks was asked for, of an architecture whose logits are more than its head's.
+        """
+        made = self._build()
+        if can_chunk(made):
+            return with_loss(made)
+        if self._loss_chunk > 0:
+            raise ConfigError(
+                f"--model.loss-chunk {self._loss_chunk}: the logits of {self._name} are not its head's alone; leave it "
+                "out"
+            )
+        self._loss_chunk = 0
+        return made
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
-        return summed_cross_entropy(logits_of(model, batch["input_ids"]), batch["labels"])
+        ids, labels, more = batch["input_ids"], batch["labels"], inputs_of(batch)
+        if not (self._tried or torch.is_grad_enabled()):  # before step 1, and in the first evaluation after a resume
+            self._try(model, batch)
+            self._tried = True
+        chunk = chunk_of(self._loss_chunk, ids.numel(), self._vocab_size)
+        if chunk:
+            inside: Tensor = model(input_ids=ids, use_cache=False, **more, summed_labels=labels, chunk=chunk)
+            return inside
+        return summed_cross_entropy(logits_of(model, ids, **more), labels)
 
-    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
-        """`prompt`, taken as the beginning of a document, and what the model goes on with, at most to the document's
-        end. The same text for the same `sampling`, whatever was written before.
+    def _try(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+        """Whether the architecture does what its packing and its loss need; as many forwards on every rank."""
+        ids = batch["input_ids"]
+        if "documents" in batch and not keeps_apart(model, ids, batch["positions"], batch["documents"]):
+            raise ConfigError(
+                f"--data.packing documents: {self._name} looks from one document into the next whatever its positions "
+                "say; use --data.packing padded"
+            )
+        if self._loss_chunk and not same_head(model, ids, summed_cross_entropy):
+            raise ConfigError(
+                f"--model.loss-chunk: the logits of {self._name} are not its head's alone; give --model.loss-chunk 0"
+            )
 
-        Raises:
-            ConfigError: there is no token to begin with.
-        """
-        corpus = self.corpus
-        begun = corpus.separator >= 0 and not isinstance(corpus.train, Blocks)  # as it was trained
-        begin = [*[corpus.separator] * begun, *corpus.encode(prompt)]
-        if not begin:
-            raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
-        written = sampling.go_on(model, begin, device, self._reach, stop=corpus.separator, logits_of=logits_of)
-        return corpus.decode(written)
+    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
+        reach = self._reach
+        written = sampling.go_on(model, begin, device, reach, stop=stop, logits_of=logits_of, further=further_logits)
+        return self.corpus.decode(written)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
@@ -155,6 +179,11 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
         )
+    if config.data.packing == "documents" and not source.takes_documents:
+        raise ConfigError(
+            f"--data.packing documents: {name} cannot keep its state or its positions inside a document; use "
+            "--data.packing padded"
+        )
     own = partial(
         HubTokenizer,
         name,
@@ -172,6 +201,9 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         dtype=_DTYPES.get(config.precision, torch.float32),
         pretrained=asked.pretrained,
         sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
+        prompt=config.data.prompt,
+        loss_chunk=asked.loss_chunk,
+        other_tokenizer=chosen.other_tokenizer,
     )
 
 
@@ -188,6 +220,8 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | Trained], say: Say)
     data, name = config.data, config.dataset_name
     if data.packing == "blocks" and config.seq_len < 2:
         raise ConfigError("--seq-len 1 leaves a block nothing to predict; give 2 or more, or --data.packing stream")
+    if data.packing == "documents" and config.attention == "flash":
+        raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; leave it out")
     cache = cache_of(config)
     tokenizer = _named_tokenizer(config, cache, say) if config.tokenizer else own()
     if is_hub_name(name) or table_files(name):
@@ -195,7 +229,7 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | Trained], say: Say)
         rows = open_rows(asked, say)
     else:
         rows = plain_rows(name)
-    packing = Packing(data.packing, config.seq_len, data.evaluation)
+    packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=say)
     return Chosen(corpus, rows.revision, bool(config.tokenizer))
 

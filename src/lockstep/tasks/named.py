@@ -79,4 +79,5 @@ def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
         )
     chosen = corpus_for(config, lambda: Trained(config.data.vocab_size), say)
     shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
-    return CausalLM(chosen.corpus, shape, {config.dataset_name: chosen.revision} if chosen.revision else None)
+    sources = {config.dataset_name: chosen.revision} if chosen.revision else None
+    return CausalLM(chosen.corpus, shape, sources, prompt=config.data.prompt, loss_chunk=config.model.loss_chunk)

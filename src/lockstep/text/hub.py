@@ -1,7 +1,7 @@
 """Documents from the hub's datasets and from json, jsonl, csv and parquet files. The only file that needs `datasets`.
 
     rows = open_rows(Wanted("tatsu-lab/alpaca"), say=print)
-    for text, last in rows.documents(0.05, scratch).train.read(): ...
+    for example, last in rows.documents(0.05, scratch).train.read(): ...
 
 An evaluation set is the dataset's own (its split validation or test); where it has none, rows are split off in an order
 that a fixed seed gives, whatever the run's seed: runs with other seeds are evaluated on the same rows.
@@ -9,9 +9,9 @@ that a fixed seed gives, whatever the run's seed: runs with other seeds are eval
 
 import codecs
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import xxhash
 from lockstep.config.hub_name import is_hub_name
 from lockstep.data.order import Shuffled
 from lockstep.errors import DataError, LockstepError
-from lockstep.text.hub_rows import reader
+from lockstep.text.examples import Example
+from lockstep.text.hub_rows import has_prompts, reader
 from lockstep.text.reach import reach, snapshot, way_out
 
 __all__ = ["Documents", "Part", "Rows", "Wanted", "open_rows", "table_files"]
@@ -50,13 +51,13 @@ class Part:
     """The documents of one split.
 
     Attributes:
-        size: what `weigh` sums to over all texts, for progress.
-        read: an iterator over (text, whether it ends its document).
+        size: what `weigh` sums to over all examples, for progress.
+        read: an iterator over (example, whether it ends its document).
     """
 
     size: int
-    read: Callable[[], Iterator[tuple[str, bool]]]
-    weigh: Callable[[str], int]
+    read: Callable[[], Iterator[tuple[Example, bool]]]
+    weigh: Callable[[Example], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,14 @@ class Documents:
         train, evaluation: the splits.
         note: what a person should know of them.
         check: called when they have been read; raises DataError where they changed meanwhile.
+        prompts: they say which part of them is the answer.
     """
 
     train: Part
     evaluation: Part
     note: str = ""
     check: Callable[[], None] = lambda: None
+    prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +176,18 @@ def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
     train = builder.as_dataset(split=wanted.split)
     columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
     read = reader(columns, wanted.text_column, f"--dataset-name {wanted.name}")
+    prompts = has_prompts(columns, wanted.text_column)
     own = next((split for split in _EVALUATION if split in known and split != name), None)
     if own is not None:
-        return Documents(_part(train, read), _part(builder.as_dataset(split=own), read))
+        evaluation = builder.as_dataset(split=own)
+        return Documents(
+            _part(train, read, range(len(train))), _part(evaluation, read, range(len(evaluation))), prompts=prompts
+        )
     if len(train) < 2:
         raise DataError(f"--dataset-name {wanted.name}: {len(train)} row, and an evaluation needs one more; give more")
     kept, evaluated = _parted(len(train), fraction)
-    return Documents(_part(train.select(kept), read), _part(train.select(evaluated), read))
+    one, other = (_part(train.select(rows), read, rows) for rows in (kept, evaluated))
+    return Documents(one, other, prompts=prompts)
 
 
 def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
@@ -190,14 +198,20 @@ def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
     return [row for row in range(rows) if row not in apart], evaluated
 
 
-def _part(table: Any, read: Callable[[dict[str, Any]], str]) -> Part:
-    def documents() -> Iterator[tuple[str, bool]]:
+def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[int]) -> Part:
+    def documents() -> Iterator[tuple[Example, bool]]:
+        place = iter(rows)
         for batch in table.iter(batch_size=1000):
             names = list(batch)
             for values in zip(*batch.values(), strict=True):
-                yield read(dict(zip(names, values, strict=True))), True
+                number = next(place)
+                try:
+                    example = read(dict(zip(names, values, strict=True)))
+                except DataError as error:
+                    raise DataError(f"{error} (row {number})") from None
+                yield replace(example, row=number), True
 
-    return Part(len(table), documents, lambda text: 1)
+    return Part(len(table), documents, lambda example: 1)
 
 
 def _encoding(path: Path, wanted: Wanted) -> str:

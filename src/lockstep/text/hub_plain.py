@@ -3,12 +3,13 @@
 rows = plain_rows("notes/")
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
 from lockstep.errors import DataError
+from lockstep.text.examples import Example
 from lockstep.text.hub import Documents, Part, Rows
 from lockstep.text.sources import Source, Span, find, pieces, split
 from lockstep.units import bytes_text
@@ -44,5 +45,7 @@ def _note(sources: list[Source]) -> str:
 
 
 def _part(spans: list[Span]) -> Part:
-    read: Callable[[], Iterator[tuple[str, bool]]] = lambda: pieces(spans)  # noqa: E731 - an iterator for each call
-    return Part(sum(span.stop - span.start for span in spans), read, len)
+    def read() -> Iterator[tuple[Example, bool]]:
+        return ((Example(text), last) for text, last in pieces(spans))
+
+    return Part(sum(span.stop - span.start for span in spans), read, lambda example: len(example.text))

@@ -1,0 +1,241 @@
+"""Which tokens are learned: completions and the assistant's words, cut to the length of a sample, never silently."""
+
+import json
+import pickle
+from dataclasses import replace
+
+import hub_files
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.config.config import Config
+from lockstep.config.sections import Data
+from lockstep.errors import DataError
+from lockstep.models.chat import chat_tokens
+from lockstep.models.hf import HubTokenizer
+from lockstep.tasks.hf import corpus_for
+from lockstep.tasks.named import named_task
+from lockstep.text.documents import packed
+from lockstep.text.hub_corpus import Trained
+from lockstep.text.hub_rows import reader
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+# as ChatML has it, without and with marks around what the assistant writes; and one that changes earlier turns
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|endoftext|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}think {% endif %}"
+    "{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "name the rivers"},
+    {"role": "assistant", "content": "three rivers"},
+    {"role": "user", "content": "list colours"},
+    {"role": "assistant", "content": "a short line"},
+]
+
+
+@pytest.fixture
+def chat(tmp_path, model_folder):
+    """Makes a tokenizer with a template."""
+
+    def make(template):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "chat")
+        return HubTokenizer(str(tmp_path / "chat"), cache=tmp_path, say=print)
+
+    return make
+
+
+def corpus(path, tokenizer=None, say=lambda line: None, seq_len=64, packing="padded", **data):
+    config = Config(
+        dataset_name=str(path), seq_len=seq_len, data=Data(packing=packing, **data), batch_size=4, precision="float64"
+    )
+    return corpus_for(config, lambda: tokenizer or Trained(300), say).corpus
+
+
+def learned(found, sample):
+    """The text that a sample's labels spell."""
+    return found.decode([label for label in sample["labels"].tolist() if label >= 0])
+
+
+def pairs(count):
+    return [{"prompt": f"add {n}", "completion": f" name {n}."} for n in range(count)]
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(tmp_path):
+    found = corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", pairs(40)))
+    texts = {
+        learned(found, sample)
+        for part in (found.train, found.evaluation)
+        for sample in map(part.__getitem__, range(len(part)))
+    }
+    assert texts == {f" name {n}." for n in range(40)}
+    sample = found.train[3]
+    assert sample["labels"][-1] == found.separator  # where it ends is learned too
+    assert found.decode(sample["input_ids"].tolist()).startswith("add ")
+    assert sample["input_ids"][0] == found.separator
+    assert pickle.loads(pickle.dumps(found.train))[3]["labels"].equal(sample["labels"])
+    assert found.train.items_per_sample is None
+
+
+@pytest.mark.parametrize("packing", ["stream", "blocks", "padded", "documents"])
+def test_the_same_tokens_are_learned_in_every_packing(tmp_path, packing):
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", pairs(80))
+    found = corpus(path, packing=packing, labels="completion", seq_len=32, evaluation=0.3)
+    labels = torch.cat([found.train[i]["labels"] for i in range(len(found.train))])
+    words = found.decode(labels[labels >= 0].tolist())
+    assert words.count("name") > 40
+    assert "add" not in words
+    everything = corpus(path, packing=packing, labels="all", seq_len=32, evaluation=0.3)
+    assert "add" in learned(everything, everything.train[1])
+
+
+def test_what_is_learned_where_nothing_is_said(tmp_path):
+    alpaca = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
+    in_blocks = corpus(alpaca, packing="blocks", seq_len=32)
+    assert in_blocks.train.items_per_sample == 31  # as the source script has it
+    assert "Response" not in learned(*[(found := corpus(alpaca, seq_len=256)), found.train[0]])
+    text = hub_files.write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in hub_files.texts(30)])
+    assert (corpus(text, seq_len=256).train[0]["labels"] >= 0).all()
+    with pytest.raises(DataError, match="does not say which part of a row is the answer"):
+        corpus(text, labels="completion")
+
+
+def test_rows_of_prompts_and_conversations_are_found_by_their_columns():
+    assert reader({"prompt": True, "response": True}, "", "x")({"prompt": "a", "response": "b"}).given == 1
+    read = reader({"id": True, "messages": False}, "", "x")
+    assert read({"messages": [{"role": "user", "content": None, "tools": None}]}).messages == (
+        {"role": "user", "content": ""},
+    )
+    with pytest.raises(DataError, match="'messages' must be a list of turns"):
+        read({"messages": [{"from": "user"}]})
+    with pytest.raises(DataError, match=r"no 'prompt' with 'completion'.*its columns: a, b"):
+        reader({"a": True, "b": True}, "", "x")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_assistants_words_are_learned(chat, template):
+    tokenizer = chat(template)
+    tokens, labelled = tokenizer.encode_chat(TALK, 0)
+    theirs = tokenizer._tokenizer
+    assert tokens == theirs.apply_chat_template(TALK, tokenize=True)["input_ids"]
+    said = theirs.decode([token for token, mark in zip(tokens, labelled, strict=True) if mark])
+    assert said == "three rivers<|endoftext|>a short line<|endoftext|>"
+    assert all(tokenizer.encode_chat(TALK, 0, masked=False)[1])
+
+
+def test_conversations_are_prepared_and_gone_on_with(tmp_path, chat):
+    path = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK}] * 20)
+    found = corpus(path, chat(PLAIN), packing="documents")
+    assert found.chat
+    sample = found.train[0]
+    assert learned(found, sample).startswith("three riversa short line")
+    assert found.decode(found.begun("list colours")) == "<|user|>list colours<|assistant|>"
+    assert found.opening()[:4] == sample["input_ids"][:4].tolist()
+
+
+def test_what_a_template_cannot_tell_names_the_row(tmp_path, chat, model_folder):
+    path = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK[:2]}] * 3 + [{"messages": TALK}])
+    with pytest.raises(DataError, match=r"row 3: .* renders message 1 otherwise.*--data.labels all"):
+        corpus(path, chat(FORGETFUL), evaluation=0.01)
+    corpus(path, chat(FORGETFUL), evaluation=0.01, labels="all")
+    bare = HubTokenizer(str(model_folder), cache=tmp_path, say=print)
+    with pytest.raises(DataError, match=r"row \d is a conversation, and the tokenizer has no chat template: give"):
+        corpus(path, bare)
+    with pytest.raises(DataError, match="a tokenizer that is trained here has no template"):
+        corpus(path)
+    with pytest.raises(DataError, match=r"row 7: the tokenizer's chat template refuses its messages \(no\)"):
+        chat_tokens(chat("{{ raise_exception('no') }}")._tokenizer, TALK, 7)
+
+
+def test_examples_whose_completion_is_cut_away_are_counted_and_named(tmp_path):
+    rows = pairs(30)
+    rows[17] = {"prompt": "list the colours of the world " * 9, "completion": "no"}
+    rows[18] = {"prompt": "add ", "completion": "name a line " * 30}
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", rows)
+    said = []
+    found = corpus(path, say=said.append, seq_len=40, evaluation=0.04)
+    told = [line for line in said if "seq-len" in line]
+    assert len(told) == 2
+    assert "2 examples of the train split end at --seq-len 40, the rest cut off" in told[0]
+    assert "1 example of the train split (the first: row 17) have nothing to learn" in told[1]
+    assert len(found.train) == 28
+    said.clear()
+    corpus(path, say=said.append, seq_len=40, evaluation=0.04)
+    assert said == told  # said at every start, though prepared once
+    assert max(len(found.train[i]["labels"]) for i in range(28)) == 40
+
+
+def test_nothing_to_learn_at_all_is_refused(tmp_path, chat):
+    silent = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK[:1]}] * 9)
+    for packing in ("padded", "stream"):
+        with pytest.raises(DataError, match=r"its train split has nothing to learn: .*--data.labels all"):
+            corpus(silent, chat(PLAIN), packing=packing, seq_len=8)
+
+
+def test_long_texts_become_pieces_that_miss_no_token(tmp_path):
+    path = hub_files.write_jsonl(
+        tmp_path / "t.jsonl", [{"text": " ".join(hub_files.texts(9, seed))} for seed in range(6)]
+    )
+    for packing in ("padded", "documents"):
+        found, whole = (corpus(path, packing=kind, seq_len=16) for kind in (packing, "stream"))
+        labels = torch.cat([found.train[i]["labels"] for i in range(len(found.train))])
+        assert sorted(labels[labels >= 0].tolist()) == sorted(whole.train._tokens.tolist())
+
+
+@given(st.lists(st.integers(1, 50), max_size=80))
+@settings(max_examples=60)
+def test_windows_hold_every_document_once_and_are_well_filled(lengths):
+    windows = packed(lengths, 50)
+    assert sorted(document for window in windows for document in window) == list(range(len(lengths)))
+    filled = [sum(lengths[document] for document in window) for window in windows]
+    assert all(0 < size <= 50 for size in filled)
+    assert len([size for size in filled if size <= 25]) <= 1  # two half-empty ones would be one
+    assert windows == packed(list(lengths), 50)
+
+
+def test_a_window_restarts_its_positions(tmp_path):
+    found = corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", pairs(40)), packing="documents", seq_len=48)
+    for index in range(len(found.train)):
+        sample = found.train[index]
+        assert {len(values) for values in sample.values()} == {48}
+        begun = torch.cat((torch.tensor([True]), sample["documents"].diff() != 0))
+        assert (sample["positions"][begun] == 0).all()
+        assert (sample["positions"].diff()[~begun[1:]] == 1).all()
+    assert sum(int((found.train[i]["labels"] == found.separator).sum()) for i in range(len(found.train))) == 38
+    with pytest.raises(IndexError):
+        found.train[len(found.train)]
+    facts = json.loads((found.folder / "facts.json").read_text())
+    assert facts["masked"] is True
+
+
+def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder):
+    path = hub_files.write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "add three", "completion": f" {n}."} for n in range(30)]
+    )
+    for packing in ("stream", "padded", "documents"):
+        for model in ("builtin:nano", str(model_folder)):
+            config = Config(model_name=model, dataset_name=str(path), seq_len=12)
+            texts = []
+            for prompt in ("", "name the"):
+                task = named_task(
+                    replace(config, data=Data(packing=packing, vocab_size=300, prompt=prompt, evaluation=0.3)), print
+                )
+                torch.manual_seed(0)
+                texts.append(task.sample(task.model(), torch.device("cpu")))
+            assert texts[0].startswith("add three")
+            assert texts[1].startswith("name the")
