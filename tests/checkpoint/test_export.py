@@ -1,5 +1,6 @@
 """`lockstep export`: other programs read the same numbers, and nothing is held twice."""
 
+import dataclasses
 import gc
 import json
 import subprocess
@@ -24,7 +25,7 @@ from lockstep.models.gpt import GPT, PRESETS, GPTConfig
 NANO = PRESETS["builtin:nano"]
 
 
-def saved(folder, model, step=3, config="", optimizer=True):
+def saved(folder, model, step=3, config="", optimizer=True, state=None):
     """A run's folder with one checkpoint of the model."""
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     if optimizer:
@@ -34,7 +35,7 @@ def saved(folder, model, step=3, config="", optimizer=True):
             tensors[f"optimizer/{name}/step"] = torch.tensor(float(step))
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(config)
-    return checkpoint.save(folder, step, tensors, {}, World(), engine="single")
+    return checkpoint.save(folder, step, tensors, state or {}, World(), engine="single")
 
 
 def network():
@@ -143,7 +144,7 @@ def test_slices_of_several_ranks_come_out_whole(tmp_path):
 def test_no_format_holds_the_weights_twice(tmp_path, form, monkeypatch):
     """Counted are the bytes of tensors that are alive at one time while the files are written."""
     model = gpt()
-    path = saved(tmp_path / "run", model, config='model_name = "builtin:nano"\n')
+    path = saved(tmp_path / "run", model, config='model_name = "builtin:nano"\n', state=said(model))
     whole = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
     alive, peak = [0], [0]
@@ -175,9 +176,14 @@ def test_no_format_holds_the_weights_twice(tmp_path, form, monkeypatch):
     assert 0 < peak[0] <= (2 * largest if form in ("safetensors", "hf") else whole)
 
 
+def said(model):
+    """What a run keeps of its GPT beside the tensors."""
+    return {"gpt": dataclasses.asdict(model.config)}
+
+
 def gpt(**changed):
     torch.manual_seed(1)
-    shape = {"layers": 2, "heads": NANO.heads, "width": 32, "vocab_size": 100, "context": 16, **changed}
+    shape = {"layers": 2, "heads": 2, "width": 32, "vocab_size": 100, "context": 16, **changed}
     model = GPT(GPTConfig(**shape))
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)  # biases and norms too, so that a name mixed up is seen
@@ -188,7 +194,7 @@ def gpt(**changed):
 def test_the_built_in_gpt_is_a_gpt2_in_transformers(tmp_path, named):
     transformers = pytest.importorskip("transformers")
     model = gpt(dropout=0.1).eval()
-    path = saved(tmp_path / "run", model, config=f"{named}[model]\ndropout = 0.1\n")
+    path = saved(tmp_path / "run", model, config=f"{named}[model]\ndropout = 0.1\n", state=said(model))
     out = export(path, tmp_path / "hf", "hf")
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
@@ -196,7 +202,17 @@ def test_the_built_in_gpt_is_a_gpt2_in_transformers(tmp_path, named):
     assert theirs.config.resid_pdrop == 0.1
     ids = torch.randint(100, (2, 16))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=1e-5, atol=1e-5)
+        assert torch.equal(theirs(ids).logits, model(ids)), "bit for bit"
+
+
+def test_heads_that_no_tensor_tells_are_not_guessed(tmp_path):
+    """A checkpoint from before they were kept: a preset's name says them only where its width fits."""
+    path = saved(tmp_path / "run", gpt(), config='model_name = "builtin:nano"\n')
+    with pytest.raises(CheckpointError, match="does not say how many heads its GPT of width 32 has"):
+        export(path, tmp_path / "hf", "hf")
+    model = gpt(heads=NANO.heads, width=NANO.width)
+    path = saved(tmp_path / "older", model, config='model_name = "builtin:nano"\n')
+    assert json.loads((export(path, tmp_path / "hf", "hf") / "config.json").read_text())["n_head"] == NANO.heads
 
 
 def test_a_hub_model_keeps_its_names_and_gets_its_vocabulary(tmp_path):

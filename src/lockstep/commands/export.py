@@ -1,14 +1,17 @@
-"""`lockstep export RUN OUT --format safetensors|torch|hf|deepspeed`: the flags; `checkpoint/export.py` does the work.
+"""`lockstep export RUN OUT --format safetensors|torch|hf|peft|deepspeed`: the flags; `run/exporting.py` does the work.
 
 lockstep export outputs/first model.safetensors                     one file, for safetensors.torch.load_model
 lockstep export outputs/first model.pt --format torch               one file, for torch.load(weights_only=True)
-lockstep export outputs/first gpt --format hf                       a folder, for transformers
+lockstep export outputs/first gpt --format hf --best                a folder, for transformers, with its tokenizer
+lockstep export outputs/tuned adapters --format peft                a folder, for peft.PeftModel.from_pretrained
+lockstep export outputs/tuned whole --format hf --merge             adapters added to their base
 lockstep export outputs/first ds --format deepspeed --step 500      a folder, DeepSpeed's universal checkpoint
 """
 
 import importlib
-from pathlib import Path
+import sys
 
+from lockstep.commands.evaluate import which
 from lockstep.config.flags import Parser
 from lockstep.config.secrets import printable
 
@@ -26,10 +29,10 @@ def command(argv: list[str]) -> int:
         given = _parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    exporting = importlib.import_module("lockstep.checkpoint.export.export")  # loads torch
-    path = exporting.chosen(Path(given.run), given.step)
-    out = exporting.export(path, Path(given.out), given.format)
-    print(f"{printable(path.name)} as {given.format}: {printable(str(out))}")
+    exporting = importlib.import_module("lockstep.run.exporting")  # loads torch
+    asked = exporting.Asked(given.run, given.out, given.format, which(given), given.merge, given.task)
+    path = exporting.export_run(asked, lambda line: print(line, file=sys.stderr))
+    print(f"{printable(path.name)} as {given.format}: {printable(given.out)}")
     return 0
 
 
@@ -37,8 +40,17 @@ def _parser() -> Parser:
     parser = Parser(prog="lockstep export", description="Writes the weights of a checkpoint in a common format.")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
-    add("out", metavar="OUT", help="the file (safetensors, torch) or folder (hf, deepspeed) to make")
-    formats = ["safetensors", "torch", "hf", "deepspeed"]
+    add("out", metavar="OUT", help="the file (safetensors, torch) or folder (hf, peft, deepspeed) to make")
+    formats = ["safetensors", "torch", "hf", "peft", "deepspeed"]
     add("--format", choices=formats, default=formats[0], help="default: %(default)s")
-    add("--step", type=int, help="the checkpoint of this step (default: the newest whole one)")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest whole one)")
+    group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
+    add("--merge", action="store_true", help="add adapters to their base, for every format but peft")
+    add(
+        "--task",
+        metavar="FILE.py:CLASS",
+        default="",
+        help="with --merge: the run's task, if it was started from Python",
+    )
     return parser

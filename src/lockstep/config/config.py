@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any, Self, cast
 
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
-from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Model, Optim, auto
+from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Lora, Model, Optim, auto
 from lockstep.config.spans import SPAN, is_span
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
@@ -52,10 +53,14 @@ class Config:
     seed: int = option(0, "fixes weights, order and dropout")
     num_epochs: int = option(1, "passes over the training data")
     max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
+    extend_to: int = option(
+        0, "steps or epochs (3epochs) that the plan of a run is to have from now on; 0: as it is", span=True
+    )
     stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
     lr: float = auto(
         LATER,
-        "peak learning rate; auto: 2e-3 for a language model, 5e-5 for a pretrained one, 1e-3 for other work; sgd 1e-2",
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 for a pretrained one, 2e-4 for adapters, else 1e-3; "
+        "sgd 1e-2",
     )
     batch_size: int = option(16, "samples in a step, over all ranks")
     micro_batch_size: int = auto(
@@ -116,6 +121,7 @@ class Config:
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     engine_options: EngineOptions = field(default_factory=EngineOptions)
@@ -145,6 +151,11 @@ class Config:
                     )
         _check_optimizer(self.optim)
         _check_best(self)
+        _check_adapters(self.lora)
+        if is_span(self.extend_to) and not re.fullmatch(r"[1-9]\d* ?epochs?", str(self.extend_to)):
+            raise FieldError(
+                FieldName("extend_to"), f" is {self.extend_to}: it must be steps, or whole epochs: 3epochs"
+            )
         if self.batch_size % (self.micro_batch_size or 1):
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
             whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
@@ -301,6 +312,16 @@ def _check_optimizer(optim: Optim) -> None:
             *(FieldName("optim.muon_scale"), " original needs a rate of its own, as ", FieldName("optim.muon_lr")),
             " 0.02: the rate of adamw is far too small for it",
         )
+
+
+def _check_adapters(lora: Lora) -> None:
+    plain = Lora()
+    for name in ("alpha", "dropout", "targets"):
+        if not lora.rank and getattr(lora, name) != getattr(plain, name):
+            raise FieldError(
+                *(FieldName(f"lora.{name}"), " is of adapters, and there are none: give ", FieldName("lora.rank")),
+                ", say 16, or leave it out",
+            )
 
 
 def _check_best(config: Config) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config.fields import named, option
 
-__all__ = ["LATER", "Checkpoint", "Data", "Guards", "Model", "Optim", "auto"]
+__all__ = ["LATER", "Checkpoint", "Data", "Guards", "Lora", "Model", "Optim", "auto"]
 
 
 def auto(default: Any, text: str, *, span: bool = False) -> Any:
@@ -139,6 +139,19 @@ class Optim:
     gamma: float = option(0.1, "step: what the rate is multiplied by at each drop")
     floor: float = auto(
         LATER, "last (inverse-sqrt, step: least) rate, as a share of --lr; auto: 0.1, 0 for these two, one-cycle 4e-6"
+    )
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters beside the linear layers, which alone are trained (extra `peft`); see docs/tasks/lora.md."""
+
+    rank: int = option(0, "rows of each adapter; 0: no adapters, the model itself is trained")
+    alpha: float = option(0.0, "an adapter's output is multiplied by this / rank; 0: twice the rank")
+    dropout: float = option(0.0, "dropout probability of what goes into an adapter")
+    targets: str = option(
+        "", "names of the layers to adapt, or patterns: 'q_proj, layers.*.mlp.*'; default: all linear ones but the head"
     )
 
 

@@ -27,7 +27,7 @@ from lockstep.models.chat import chat_prompt, chat_template, chat_tokens
 from lockstep.models.hf_forward import takes_documents
 from lockstep.text.reach import reach, way_out
 
-__all__ = ["HubModel", "HubTokenizer", "repeated_blocks"]
+__all__ = ["HubModel", "HubTokenizer", "repeated_blocks", "save_trained"]
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ class HubModel:
         known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
         self.takes_documents = known is None or takes_documents(known)
 
-    def build(self, *, vocab_size: int, dtype: torch.dtype, pretrained: bool = False) -> nn.Module:
+    def build(self, *, vocab_size: int, dtype: torch.dtype | None, pretrained: bool = False) -> nn.Module:
         """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
 
         Parameters are drawn in float32 and then take `dtype`. Weights are read tensor by tensor from memory-mapped
@@ -79,7 +79,7 @@ class HubModel:
 
         Args:
             vocab_size: rows of the token table of a drawn model; a pretrained one keeps its own.
-            dtype: of the parameters.
+            dtype: of the parameters; None: as the weights are stored, float32 where they are drawn.
 
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
@@ -90,7 +90,7 @@ class HubModel:
                     return self._read(dtype).train()
             model = self._drawn(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(dtype or torch.float32)
             return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
@@ -100,13 +100,13 @@ class HubModel:
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
         return str(transformers.utils.extract_commit_hash(file, None) or "")
 
-    def _read(self, dtype: torch.dtype) -> nn.Module:
+    def _read(self, dtype: torch.dtype | None) -> nn.Module:
         model: nn.Module = _transformers("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
             self._where,
             config=self._config,
             revision=self.revision or None,
             trust_remote_code=self._trust,
-            dtype=dtype,
+            dtype=dtype or "auto",
             use_safetensors=True,
             low_cpu_mem_usage=True,
         )
@@ -162,6 +162,7 @@ class HubTokenizer:
     ) -> None:
         transformers = _transformers("--tokenizer", name)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in every worker that is forked later
+        self._name, self._where, self._revision = name, _where(name), revision
         with _explained("--tokenizer", name), _once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 _where(name), revision=revision or None, trust_remote_code=trust_remote_code
@@ -196,11 +197,42 @@ class HubTokenizer:
         """Writes what `HubTokenizer(folder)` reads."""
         self._tokenizer.save_pretrained(folder)
 
+    def save_generation(self, folder: Path) -> None:
+        """Writes the generation_config.json that stands beside the tokenizer's files, or one with its own tokens."""
+        transformers = _transformers("--tokenizer", self._name)
+        try:
+            settings = transformers.GenerationConfig.from_pretrained(self._where, revision=self._revision or None)
+        except OSError:
+            known = self._tokenizer
+            settings = transformers.GenerationConfig(bos_token_id=known.bos_token_id, eos_token_id=known.eos_token_id)
+        settings.save_pretrained(folder)
+
     def _fingerprint(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
         template = chat_template(self._tokenizer)
         return hashlib.sha256(f"{text} {self.separator} {template}".encode()).hexdigest()[:32]
+
+
+def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int) -> None:
+    """Makes of the tokenizer.json in `folder`, a `ByteBPE`, what `AutoTokenizer` opens, and says how to generate.
+
+    Args:
+        separator: the token that ends a document and begins one; the tokenizer's next, which it gets a name for.
+        temperature, top_k: of `GenerationConfig`, as `lockstep generate` has them.
+    """
+    transformers, end = _transformers("--format hf", str(folder)), "<|endoftext|>"
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=end,
+        eos_token=end,
+        clean_up_tokenization_spaces=False,
+    )
+    if tokenizer.convert_tokens_to_ids(end) != separator:
+        raise ConfigError(f"--format hf: the data's own text has the token {end}; use --format safetensors")
+    tokenizer.save_pretrained(folder)
+    settings = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    transformers.GenerationConfig(bos_token_id=separator, eos_token_id=separator, **settings).save_pretrained(folder)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

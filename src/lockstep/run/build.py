@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,30 +26,28 @@ from lockstep.data.order import Sequential, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed.config import check_batches
-from lockstep.engines.make import engine, model_init
-from lockstep.engines.shared.blocks import find_blocks
+from lockstep.engines.make import engine
 from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
-from lockstep.optim.groups import freeze
-from lockstep.optim.optimizers import rules_of
 from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.run.adapters import left_out
 from lockstep.run.best import JUDGED, check_evaluated
 from lockstep.run.defaults import idle, settled
 from lockstep.run.evaluate import one_step
+from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
+from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of, own_factor
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.task_check import check_task
-from lockstep.seeds import derive
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
 from lockstep.tasks.named import named_task
-from lockstep.transforms import Chosen, prepare
 from lockstep.transforms.determinism import check_precision, pin
 
-__all__ = ["Built", "build", "evaluation_of", "model_of", "notify"]
+__all__ = ["Built", "build", "evaluation_of", "notify"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -67,6 +64,7 @@ class Built:
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
         lr: base learning rate of the optimizer's first group.
         kept: the caller's own objects that have tensors, by name.
+        base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
         loading: what counts retries and skips of the loading (see guards/loader.py).
     """
 
@@ -86,6 +84,7 @@ class Built:
     loading: list[Any]
     lr: float
     kept: dict[str, Any]
+    base: frozenset[str] = frozenset()
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -107,11 +106,15 @@ class Built:
         return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the engine's state, and as `task/NAME` what the task's `state_dict()` names.
+        """What a checkpoint keeps: the engine's state but for the base of adapters, and the task's own as `task/NAME`.
 
         The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
         `load_state_dict` with them.
         """
+        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base}
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The same, with the base of adapters."""
         return self.engine.state_dict() | self.own
 
     @property
@@ -133,6 +136,8 @@ class Built:
             else:
                 engine[name] = tensor
         if engine:
+            if self.base:  # which is in place
+                engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base}
             self.engine.load_state_dict(engine)
         for group, state in own.items():
             owners[group].load_state_dict(state)
@@ -200,10 +205,12 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     training = _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
     source, state = _found(folder, world)
-    model = model_of(config, task, world)
+    config = extended(config, state)
+    model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config))
     config = run_plan.config
     state["origin"] = list(run_plan.origin)
+    check_longer(config, state, run_plan.step_plan.steps)
     if not cut_known:
         _check_cut(config, world)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
@@ -211,7 +218,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     own_task = given is not None or bool(config.task)
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
-    on_all_ranks(world, lambda: _check_plan(folder, state.get("plan"), plan, config, world))
+    on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
     stream = _training(config, task, training, run_plan, world)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     rates: list[float] = []
@@ -238,6 +245,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
         [training, stream.loader],
         rates[0],
         {} if kept is None else kept,
+        left_out(model) if config.lora.rank else frozenset(),
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
@@ -303,37 +311,6 @@ def _check_plan(
         )
     for change in changes:
         notify(world)(f"resuming although the plan differs: {change}")
-
-
-def model_of(config: Config, task: Task, world: World) -> nn.Module:
-    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world."""
-    torch.manual_seed(derive(config.seed, "model"))
-    where, moves = model_init(config.engine, world, config.engine_options)
-
-    def make() -> nn.Module:
-        with where:
-            made: nn.Module = task.model()
-        return made
-
-    model = on_all_ranks(world, make)
-    frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
-    if frozen:
-        more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
-        notify(world)(f"frozen by --optim.groups: {frozen[0]}{more}")
-    named = task.blocks(model)
-    return prepare(
-        model,
-        precision=config.precision,
-        compile_model=config.compile,
-        device=world.device,
-        move=moves,
-        chosen=Chosen(
-            config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact
-        ),
-        blocks=find_blocks(model).modules if named is None else list(named),
-        named=named is not None,
-        say=notify(world),
-    )
 
 
 def _datasets(task: Task) -> tuple[Any, Any]:

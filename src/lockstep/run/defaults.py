@@ -23,6 +23,11 @@ from lockstep.task import Task
 
 __all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "idle", "settled", "warm_up", "warnings"]
 
+# Adapters: 2e-4 for GPT-2 and GPT-3 (Hu et al., arXiv 2106.09685, tables 11 and 12); about ten times what the whole
+# model takes (Schulman et al., "LoRA Without Regret", https://thinkingmachines.ai/blog/lora, 2025).
+LORA: dict[str, float] = {"lr": 2e-4, "optim.beta2": 0.999, "optim.weight_decay": 0.0}
+_LORA_RATES = (5e-5, 5e-3)  # outside of these a warning
+
 # From scratch: the betas and the decay that GPT-3 and its successors are trained with (Brown et al., arXiv 2005.14165,
 # appendix B). Pretrained weights: the defaults of the HF Trainer. Else torch's own AdamW: lr 1e-3, decay 0.01.
 KINDS: dict[str, dict[str, float]] = {
@@ -74,7 +79,8 @@ def _in_steps(run_plan: RunPlan) -> dict[str, int]:
     """The lengths that are said in epochs or as a share of the plan, as steps."""
     config = run_plan.config
     known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    return {name: in_steps(value, **known) for name in sorted(SPANS) if is_span(value := lookup(config, name))}
+    names = sorted(SPANS - {"extend_to"})  # which is the plan's length itself: see run/extending.py
+    return {name: in_steps(value, **known) for name in names if is_span(value := lookup(config, name))}
 
 
 def _suited(config: Config, task: Task) -> dict[str, float]:
@@ -85,7 +91,7 @@ def _suited(config: Config, task: Task) -> dict[str, float]:
         )
     if config.optim.name == "sgd":
         return SGD
-    return KINDS[kind] | (ADAM if config.optim.name == "adam" else {})
+    return (LORA if config.lora.rank else KINDS[kind]) | (ADAM if config.optim.name == "adam" else {})
 
 
 def warm_up(steps: int, shape: str = "") -> int:
@@ -132,6 +138,12 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
             f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "
             f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for "
             f"{warm_up(steps, config.optim.schedule)}"
+        )
+    least, most = _LORA_RATES
+    if config.lora.rank and config.optim.name != "sgd" and not least <= config.lr <= most:
+        found.append(
+            f"--lr {config.lr:g} is {'low' if config.lr < least else 'high'} for adapters, which take about ten times "
+            f"the rate of the whole model: leave it out for {LORA['lr']:g}"
         )
     norms, micro_size = _norms(model), config.micro_batch_size
     if norms and micro_size < _FEW and config.batchnorm != "sync":

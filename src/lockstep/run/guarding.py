@@ -52,7 +52,7 @@ class Guards:
         self._fp16 = built.config.precision == "fp16"
         self._loss = loss_of(built.task)
         if built.start:  # a new run's weights were compared when they were made
-            desync.check(built.tensors(), built.world, built.start)  # collective
+            desync.check(built.all_tensors(), built.world, built.start)  # collective
 
     def limit(self, step: int) -> float:
         """What the norm of `step` must stay below to be applied."""
@@ -75,7 +75,7 @@ class Guards:
         freq, done = self._config.desync_freq, record.step + 1
         replicas = freq and self._built.world.size > 1
         if replicas and (done % freq == 0 or done == self._built.last):  # what is kept at the end is compared too
-            desync.check(self._built.tensors(), self._built.world, done)  # collective
+            desync.check(self._built.all_tensors(), self._built.world, done)  # collective
 
     def settle(self) -> None:
         """Looks at every step that was taken, before a checkpoint keeps what they did. Raises as `after`."""

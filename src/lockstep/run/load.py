@@ -4,25 +4,27 @@ model = lockstep.load("outputs/mine", Mine(), which="best")
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep import checkpoint
-from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run.folder import RunFolder
+from lockstep.errors import ConfigError
+from lockstep.run.adapters import left_out, with_adapters
+from lockstep.run.weights import chosen, fill
 from lockstep.task import adapted
 
-__all__ = ["chosen", "fill", "load"]
+__all__ = ["load"]
 
 
 def load(
     path: str | os.PathLike[str], task: Any, which: str | int = "best", device: str | torch.device = "cpu"
 ) -> nn.Module:
     """The model of `task` with the weights of a checkpoint, in eval mode. Whatever engine and world wrote it.
+
+    A checkpoint of adapters gives the base, as `task.model()` makes it, with the adapters beside its layers.
 
     Args:
         path: a run's folder, or a checkpoint's.
@@ -32,40 +34,15 @@ def load(
         device: where the model is put.
 
     Raises:
-        CheckpointError: no such checkpoint, it is damaged, or it is of another model.
+        CheckpointError: no such checkpoint, it is damaged, or it is of another model (or adapters for another base).
         ConfigError: `which` is none of these.
     """
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
     found = chosen(Path(path).expanduser(), which)
-    model = adapted(task).model().to(device)
-    fill(found, model)
+    known = checkpoint.read_state(found).get("lora")
+    model = adapted(task).model()
+    if known:
+        with_adapters(model, known)
+    fill(found, model.to(device), without=left_out(model) if known else frozenset())
     return model.eval()
-
-
-def fill(found: Path, model: nn.Module, own: Mapping[str, Tensor] | None = None) -> None:
-    """Fills the model with the weights of the checkpoint in `found`, and the task's own tensors where they are given.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model.
-    """
-    state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
-    state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
-    with torch.no_grad():
-        checkpoint.load(found, state, None)
-
-
-def chosen(path: Path, which: str | int) -> Path:
-    """The checkpoint that `load` takes for these two. Raises CheckpointError where there is no such one."""
-    if (path / "manifest.json").is_file():
-        return path
-    steps = checkpoint.list_steps(path) if path.is_dir() else []
-    if not steps:
-        raise CheckpointError(f"{path}: no checkpoint there; give a run's folder or a checkpoint's")
-    if which == "best":
-        folder = RunFolder(str(path.parent), path.name)
-        which = (folder.read_evaluated().get("best") or {}).get("step", "last")
-    step = steps[-1] if which == "last" else int(which)
-    if step not in steps:
-        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return checkpoint.path_of(path, step)

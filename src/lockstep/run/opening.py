@@ -12,10 +12,11 @@ from typing import Any
 
 from lockstep import checkpoint
 from lockstep.config import options
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import on_all_ranks
 from lockstep.errors import CheckpointError
 from lockstep.run import environment
 from lockstep.run.build import Built
+from lockstep.run.weights import weights_in
 from lockstep.sinks import Sinks
 from lockstep.sinks.console import Console
 from lockstep.sinks.jsonl import JsonLines, read
@@ -29,7 +30,8 @@ _LOG = logging.getLogger("lockstep")
 def claimed(built: Built) -> None:
     """Rank 0 takes the folder's lock. Raises ConfigError as `RunFolder.claim` and `check_writable` do."""
     if built.world.is_main:
-        size = sum(p.numel() * p.element_size() for p in built.model.parameters())
+        kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
+        size = sum(p.numel() * p.element_size() for p in kept)
         built.folder.check_writable(3 * size)  # the parameters and AdamW's two moments
         built.folder.claim()
 
@@ -85,19 +87,20 @@ def load_state(built: Built) -> None:
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
     elif built.config.init_from:
-        source, verified = _weights_in(Path(built.config.init_from), world)
+        _begin_from(built, Path(built.config.init_from).expanduser())
+
+
+def _begin_from(built: Built, path: Path) -> None:
+    source, verified = weights_in(path, built.world, _LOG.warning)  # collective
+    theirs = on_all_ranks(built.world, lambda: "lora" in checkpoint.read_state(source))  # collective
+    if theirs and not built.base:
+        raise CheckpointError(
+            f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "
+            "export --format hf --merge` makes of them"
+        )
+    if theirs or not built.base:  # else these are the base's weights, which are in place
         state = built.engine.state_dict()
-        weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
-        checkpoint.load(source, weights, world, verified=verified)  # collective
+        begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
+        checkpoint.load(source, begun, built.world, verified=verified)  # collective
         built.engine.load_state_dict(state)
-        _LOG.info("a new run with the weights of %s", source)
-
-
-def _weights_in(path: Path, world: World) -> tuple[Path, bool]:
-    """The checkpoint that --init-from names, and whether it was verified: itself, or the newest whole one of a run."""
-    if any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
-        return path, False
-    found = checkpoint.find_newest(path, world, _LOG.warning)  # collective
-    if found is None:
-        raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
-    return found, True
+    _LOG.info("a new run with the weights of %s", source)

@@ -107,6 +107,7 @@ def plan_of(
         "samples": run_plan.samples,
         "data": task.fingerprint,
         "task": type(written(task)).__qualname__,
+        **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
     }

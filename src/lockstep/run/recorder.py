@@ -150,6 +150,8 @@ class RunRecorder:
         self.saver.settle(last=True)  # collective
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
+        elif built.world.is_main and self.saved:  # that it was evaluated, too
+            built.folder.write_state(built.state)
         self._exchange.progress.at(self.saved, ENDING)
         text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
         self._sinks.close(

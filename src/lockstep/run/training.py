@@ -31,6 +31,7 @@ from lockstep.launch import failure
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import Best, Step, StepRecord
+from lockstep.run import extending
 from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.defaults import described_optimizer, described_step, warnings
@@ -345,6 +346,8 @@ def _announce(built: Built) -> None:
     _LOG.info(described_step(built.run_plan, built.world.size))
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
+    if line := extending.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
+        _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
 
@@ -376,4 +379,7 @@ def _finished(built: Built) -> str:
         return (
             f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"
         )
-    return f"{path} is finished after {whole} steps; to train on: another --experiment-name, with --init-from {path}"
+    return (
+        f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
+        f"--experiment-name with --init-from {path}"
+    )

@@ -23,15 +23,17 @@ from lockstep.config.secrets import printable
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.launch.exit_with_launcher import tie
-from lockstep.run.build import model_of, notify
-from lockstep.run.load import chosen, fill
+from lockstep.run.adapters import left_out
+from lockstep.run.build import notify
+from lockstep.run.model import model_of
+from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, load_task, written
 from lockstep.tasks.causal_lm import CausalLM
 from lockstep.tasks.hf import HubCausalLM
 from lockstep.tasks.named import named_task, on_data
 from lockstep.transforms.determinism import check_precision, pin
 
-__all__ = ["Used", "Wanted", "opened"]
+__all__ = ["Used", "Wanted", "config_of", "opened", "task_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def opened(wanted: Wanted) -> Iterator[Used]:
         DataError: the data is not.
     """
     path = Path(wanted.run).expanduser()
-    config = _config(path, wanted)
+    config = config_of(path, wanted)
     tie()
     world = World.join(config.device, config.timeout)
     try:
@@ -87,8 +89,12 @@ def opened(wanted: Wanted) -> Iterator[Used]:
     world.leave()
 
 
-def _config(path: Path, wanted: Wanted) -> Config:
-    """As the run wrote it, without its engine, which only training needs."""
+def config_of(path: Path, wanted: Wanted) -> Config:
+    """The configuration as the run wrote it, without its engine, which only training needs.
+
+    Raises:
+        CheckpointError: the folder is no run's.
+    """
     file = path / "config.toml"
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
@@ -106,13 +112,19 @@ def _made(path: Path, config: Config, wanted: Wanted, world: World) -> Used:
     check_precision(config.precision, world.device)
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))
     state = on_all_ranks(world, lambda: checkpoint.read_state(found))
-    task = on_all_ranks(world, lambda: _task(path, config, wanted, state, notify(world)))
-    model = model_of(config, task, world)
-    on_all_ranks(world, lambda: _filled(found, model, task))
+    task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
+    model = model_of(config, task, world, dict(state), notify(world))
+    on_all_ranks(world, lambda: _filled(found, model, task, left_out(model) if "lora" in state else frozenset()))
     return Used(config, world, task, model, int(state.get("global_step", 0)))
 
 
-def _task(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], say: Callable[[str], None]) -> Task:
+def task_of(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], say: Callable[[str], None]) -> Task:
+    """The run's task, made anew.
+
+    Raises:
+        ConfigError: it was trained from Python, and is not named.
+        DataError: its data is not to be had.
+    """
     trained = state.get("plan", {}).get("task", "")
     if wanted.task:
         task = load_task(wanted.task)
@@ -124,10 +136,10 @@ def _task(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], say
     return on_data(task, config, wanted.data, say) if wanted.data else task
 
 
-def _filled(found: Path, model: nn.Module, task: Task) -> None:
+def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str]) -> None:
     own = task.state_dict()
     try:
-        fill(found, model, own)
+        fill(found, model, own, without=without)
     except CheckpointError as error:
         raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
     if own:

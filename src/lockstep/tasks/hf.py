@@ -58,7 +58,7 @@ class HubCausalLM(LanguageModel):
         corpus, sources, prompt, loss_chunk: see `LanguageModel`.
         source: the model's configuration, and where its weights are.
         vocab_size: rows of the token table of a model that is drawn.
-        dtype: what pretrained weights are read as.
+        dtype: what pretrained weights are read as; None: as they are stored.
         pretrained: read the weights instead of drawing them.
         other_tokenizer: the corpus's tokenizer is not the model's own.
 
@@ -76,7 +76,7 @@ class HubCausalLM(LanguageModel):
         source: HubModel,
         *,
         vocab_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         pretrained: bool,
         sources: Mapping[str, str],
         prompt: str = "",
@@ -198,7 +198,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         corpus,
         source,
         vocab_size=corpus.vocab_size if chosen.other_tokenizer else max(source.vocab_size, corpus.vocab_size),
-        dtype=_DTYPES.get(config.precision, torch.float32),
+        dtype=None if config.lora.rank else _DTYPES.get(config.precision, torch.float32),
         pretrained=asked.pretrained,
         sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
         prompt=config.data.prompt,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.transforms.attention import attention, described
@@ -55,6 +55,7 @@ def prepare(
     chosen: Chosen | None = None,
     blocks: Sequence[nn.Module] = (),
     named: bool = True,
+    as_made: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """The model, transformed in place in the order below.
@@ -66,6 +67,7 @@ def prepare(
         chosen: the techniques; None: the defaults.
         blocks: the model's repeated blocks, in order; () where none are known.
         named: the task itself named them. Blocks that were only found are not compiled one by one.
+        as_made: of the model's tensors those that keep their dtype whatever `precision` says.
         say: takes a line for the person.
 
     Raises:
@@ -85,7 +87,7 @@ def prepare(
         say(line)
     model = attention(model, chosen.attention, blocks)
     model = checkpointed(model, chosen.activation_checkpointing, blocks)
-    model = parameters_in(model, dtype, mixes=precision in AUTOCAST, say=say)
+    model = parameters_in(model, dtype, as_made=as_made, mixes=precision in AUTOCAST, say=say)
     if move:
         model = model.to(device)
     if precision in AUTOCAST:

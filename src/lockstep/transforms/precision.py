@@ -20,7 +20,12 @@ _DEFAULTS = (torch.float32, torch.complex64)  # what a maker gets without asking
 
 
 def parameters_in(
-    model: nn.Module, dtype: torch.dtype, *, mixes: bool = False, say: Callable[[str], None] = lambda line: None
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    as_made: Sequence[Tensor] = (),
+    mixes: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """The model's floating-point parameters and buffers in `dtype`, in place. Three kinds of tensors are no plain case:
 
@@ -30,16 +35,21 @@ def parameters_in(
       rotary frequencies, which bfloat16 would round to other positions.
 
     Args:
+        as_made: tensors of the model that keep their dtype, whatever they are; nothing is said of these.
         mixes: autocast will bring the dtypes together, so nothing needs to be said.
         say: takes a line for the person where the model mixes dtypes that torch may refuse to multiply.
     """
+    asked = set(as_made)
     frozen = {
         name: p
         for name, p in model.named_parameters()
-        if not p.requires_grad and p.dtype not in _DEFAULTS and (p.is_floating_point() or p.is_complex())
+        if p not in asked
+        and not p.requires_grad
+        and p.dtype not in _DEFAULTS
+        and (p.is_floating_point() or p.is_complex())
     }
-    tables = _tables(model) if dtype is torch.bfloat16 else {}
-    kept = {*frozen.values(), *tables.values()}
+    tables = {name: b for name, b in _tables(model).items() if b not in asked} if dtype is torch.bfloat16 else {}
+    kept = {*frozen.values(), *tables.values(), *asked}
     wide = torch.complex128 if dtype is torch.float64 else torch.complex64
 
     def cast(tensor: Tensor) -> Tensor:

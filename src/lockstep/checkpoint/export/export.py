@@ -12,6 +12,7 @@ import secrets
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,18 @@ import torch
 from lockstep.checkpoint.dtypes import CODES, itemsize
 from lockstep.checkpoint.export.deepspeed import write_universal
 from lockstep.checkpoint.export.hf import write_hub
+from lockstep.checkpoint.export.peft import write_adapters
 from lockstep.checkpoint.files import printable, refusal, remove, write_file
-from lockstep.checkpoint.format import read_manifest, step_of
+from lockstep.checkpoint.format import read_manifest, read_state, step_of
 from lockstep.checkpoint.read import Whole, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError, ConfigError
 
 __all__ = ["Source", "chosen", "export", "safetensors_of"]
+
+
+Beside = Callable[[Path], None]
 
 
 class Source(NamedTuple):
@@ -39,12 +44,16 @@ class Source(NamedTuple):
         tensors: its tensors.
         options: the run's config.toml as nested dicts; {} where there is none.
         step: of the checkpoint.
+        state: what it keeps besides tensors.
+        beside: writes what else belongs into the folder of `hf`: a tokenizer.
     """
 
     path: Path
     tensors: Whole
     options: dict[str, Any]
     step: int
+    state: dict[str, Any]
+    beside: Beside
 
 
 def chosen(run: Path, step: int | None) -> Path:
@@ -67,13 +76,17 @@ def chosen(run: Path, step: int | None) -> Path:
     return found
 
 
-def export(path: Path, out: Path, form: str) -> Path:
+def export(
+    path: Path, out: Path, form: str, *, weights: Whole | None = None, beside: Beside = lambda folder: None
+) -> Path:
     """Writes the model of the checkpoint in the folder `path` to `out` in the format `form`, and returns `out`.
 
     It appears under its name when it is complete.
 
     Args:
-        form: "safetensors", "torch", "hf" or "deepspeed".
+        form: "safetensors", "torch", "hf", "deepspeed", or "peft" for adapters.
+        weights: in place of the checkpoint's own tensors, by the names that it would have: `model/NAME`.
+        beside: writes what else belongs into the folder of `hf`.
 
     Raises:
         CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
@@ -83,10 +96,10 @@ def export(path: Path, out: Path, form: str) -> Path:
         raise ConfigError(f"OUT {printable(str(out))} is there already and is not written over; choose another name")
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
     try:
-        with opened(path) as tensors:
+        with nullcontext(weights) if weights else opened(path) as tensors:
             if not any(name.startswith("model/") for name in tensors.stored):
                 raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
-            source = Source(path, tensors, _options_of(path), read_manifest(path).step)
+            source = Source(path, tensors, _options_of(path), read_manifest(path).step, read_state(path), beside)
             out.parent.mkdir(parents=True, exist_ok=True)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
@@ -174,7 +187,8 @@ def _hub(source: Source, out: Path) -> None:
     names, seconds = _weights(source.tensors)
     shapes = {name: source.tensors.stored[f"model/{name}"].shape for name in (*names, *seconds)}
     out.mkdir()
-    renamed = write_hub(source.options, shapes, out)
+    renamed = write_hub(source.options, source.state, shapes, out)
+    source.beside(out)
     sent = []
     for each in outgoing(source, names):
         name, turned = renamed(each.name)
@@ -188,6 +202,14 @@ def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
     return read().t()
 
 
+def _peft(source: Source, out: Path) -> None:
+    names, _ = _weights(source.tensors)
+    out.mkdir()
+    renamed = write_adapters(source.options, source.state, names, out)
+    sent = [each._replace(name=renamed[each.name]) for each in outgoing(source, names)]
+    write_file(out / "adapter_model.safetensors", safetensors_of(sent, {}))
+
+
 def _deepspeed(source: Source, out: Path) -> None:
     write_universal(source.tensors, source.step, out)
 
@@ -196,5 +218,6 @@ _FORMATS: dict[str, Callable[[Source, Path], None]] = {
     "safetensors": _safetensors,
     "torch": _torch,
     "hf": _hub,
+    "peft": _peft,
     "deepspeed": _deepspeed,
 }

@@ -41,11 +41,12 @@ _INNER = {
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 
 
-def write_hub(options: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renamed:
+def write_hub(options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renamed:
     """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
 
     Args:
         options: the run's configuration, nested as in its config.toml.
+        state: of the checkpoint; of a built-in GPT it says the shape.
         shapes: of the model's tensors by plain name.
 
     Raises:
@@ -53,8 +54,8 @@ def write_hub(options: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renam
         ConfigError: the hub's model is not to be had any more, or transformers is not installed.
     """
     name = str(options.get("model_name", Config().model_name if options else ""))  # what is left out is the default
-    if name in PRESETS and {"tokens.weight", "positions.weight"} <= shapes.keys():
-        _write(folder, _gpt2(name, options, shapes))
+    if {"tokens.weight", "positions.weight"} <= shapes.keys() and ("gpt" in state or name in PRESETS):
+        _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
     if not name or name.startswith("builtin:") or all(key in shapes for key in _TOP):
         raise CheckpointError(
@@ -73,19 +74,36 @@ def write_hub(options: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renam
     return lambda plain: (plain, False)
 
 
-def _gpt2(name: str, options: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
+    """Of a built-in GPT: no tensor's shape says it. A checkpoint from before it was kept has the preset's, if it fits.
+
+    Raises:
+        CheckpointError: the width is another than the preset's.
+    """
+    if "gpt" in state:
+        return int(state["gpt"]["heads"])
+    width = shapes["tokens.weight"][1]
+    if PRESETS[name].width != width:
+        raise CheckpointError(
+            f"--format hf: the checkpoint does not say how many heads its GPT of width {width} has; use --format "
+            "safetensors"
+        )
+    return PRESETS[name].heads
+
+
+def _gpt2(heads: int, options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     rows, width = shapes["tokens.weight"]
-    dropout = float(options.get("model", {}).get("dropout", 0.0))
+    dropout = float(state.get("gpt", options.get("model", {})).get("dropout", 0.0))
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu_new",
+        "activation_function": "gelu_pytorch_tanh",  # torch's own kernel, so that logits have the same bits
         "layer_norm_epsilon": 1e-5,
         "vocab_size": rows,  # padded, as the table is
         "n_positions": shapes["positions.weight"][0],
         "n_embd": width,
         "n_layer": 1 + max(int(found[1]) for found in map(_BLOCK.fullmatch, shapes) if found),
-        "n_head": PRESETS[name].heads,
+        "n_head": heads,
         "attn_pdrop": dropout,
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,

@@ -1,0 +1,258 @@
+"""Low-rank adapters beside a model's linear layers. The only file that needs `peft`.
+
+    targets = chosen_targets(model, "q_proj, v_proj")       # "": every linear layer but the head
+    inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned), torch.float32)
+    adapter_names(model), base_names(model)
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685: of a layer W x becomes
+W x + alpha / rank * B A x, with A [rank, inputs] drawn and B [outputs, rank] zero, so that the model begins as it was.
+W is frozen, and stays in its own dtype. The module tree is the model's own, each adapted layer one step further down:
+`fc.weight` is `fc.base_layer.weight`, beside `fc.lora_A.default.weight` and `fc.lora_B.default.weight`.
+"""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Adapters",
+    "Targets",
+    "adapter_names",
+    "base_names",
+    "chosen_targets",
+    "exported_name",
+    "inject",
+    "merge",
+    "plain_name",
+    "write_config",
+]
+
+_ADAPTER = re.compile(r"\.lora_[AB]\.default\.(weight|bias)$", re.ASCII)
+_INSIDE = ".base_layer."
+
+
+class Adapters(NamedTuple):
+    """What adapters are like.
+
+    Attributes:
+        rank, alpha, dropout: as the flags of `--lora` have them, `alpha` settled.
+        targets: the adapted layers as peft's `target_modules` has them: last parts of their names, or one expression.
+        turned: their weights lie transposed, [inputs, outputs], as GPT-2's do.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: list[str] | str
+    turned: bool
+
+
+class Targets(NamedTuple):
+    """Layers to adapt: their names, how peft is told, and whether any has its weight transposed."""
+
+    names: list[str]
+    said: list[str] | str
+    turned: bool
+
+
+def chosen_targets(model: nn.Module, wanted: str) -> Targets:
+    """The layers that `--lora.targets` asks for, in the model's order.
+
+    Args:
+        wanted: names or patterns with `*`, `?`, `[...]`, between commas; a name of one part means each layer whose name
+            ends with it. "" means all linear layers but the head: the output table of a `transformers` model, and what
+            shares its weight with another module.
+
+    Raises:
+        ConfigError: one matches no linear layer (the nearest is named), or there are none.
+    """
+    linear = _linear(model)
+    found = list(dict.fromkeys(name for part in _parts(wanted) for name in _matched(model, part, linear)))
+    if not wanted.strip():
+        heads = _heads(model)
+        found = [name for name in linear if name not in heads]
+    if not found:
+        raise ConfigError("--lora.rank: the model has no linear layer to adapt; adapters need torch.nn.Linear")
+    ordered = [name for name in linear if name in set(found)]
+    turned = any(not isinstance(linear[name], nn.Linear) for name in ordered)
+    return Targets(ordered, _as_peft(ordered, [name for name, _ in model.named_modules()]), turned)
+
+
+def _parts(wanted: str) -> list[str]:
+    return [part.strip() for part in wanted.split(",") if part.strip()]
+
+
+def _linear(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can be adapted. What torch's own attention reads without calling it is none of them."""
+    within = {
+        id(part) for each in model.modules() if isinstance(each, nn.MultiheadAttention) for part in each.modules()
+    }
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and id(module) not in within and (isinstance(module, nn.Linear) or _is_turned(module))
+    }
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in `transformers`, which need not be imported to know."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _heads(model: nn.Module) -> set[str]:
+    asked = getattr(model, "get_output_embeddings", None)
+    head = asked() if callable(asked) else None
+    owners: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] = owners.get(parameter, 0) + 1
+    return {
+        name
+        for name, module in model.named_modules()
+        if module is head or any(owners[parameter] > 1 for parameter in module.parameters(recurse=False))
+    }
+
+
+def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> list[str]:
+    found = _reached(linear, pattern)
+    if found:
+        return found
+    others = _reached(dict(model.named_modules()), pattern)
+    if others:
+        kind = type(model.get_submodule(others[0])).__name__
+        raise ConfigError(
+            f"--lora.targets: '{pattern}' is {others[0]}, a {kind}, and adapters go beside linear layers: leave it out"
+        )
+    lasts = {name.rpartition(".")[2] for name in linear}
+    close = difflib.get_close_matches(pattern, sorted({*lasts, *linear}), n=1, cutoff=0.5)
+    meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(sorted(lasts)[:8]) or 'none'}"
+    raise ConfigError(f"--lora.targets: '{pattern}' matches no linear layer; {meant}")
+
+
+def _reached(names: Iterable[str], pattern: str) -> list[str]:
+    return [name for name in names if name and (fnmatchcase(name, pattern) or name.endswith(f".{pattern}"))]
+
+
+def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
+    """The last parts of the names, where these mean the same layers to peft; else an expression of the whole names."""
+    lasts = sorted({name.rpartition(".")[2] for name in names})
+    if [name for name in modules if name.rpartition(".")[2] in lasts] == names:
+        return lasts
+    return "|".join(re.escape(name) for name in names)
+
+
+def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
+    """Puts the adapters in, in place, drawn from torch's default generator; all else is frozen, and not touched.
+
+    Args:
+        dtype: of the adapters' own parameters.
+
+    Raises:
+        ConfigError: peft is not installed, or refuses.
+    """
+    peft = _peft()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where linear layers of both kinds are adapted, of the other kind
+            peft.inject_adapter_in_model(_config(peft, adapters), model)
+    except ValueError as error:
+        raise ConfigError(f"--lora.targets: peft refuses: {' '.join(str(error).split())[:200]}") from error
+    for name in adapter_names(model):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
+    fast = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    if any(True for each in fast for _ in _layers(each)):  # in an evaluation it reads the base's weights by itself
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The names of the adapters' parameters."""
+    return [name for name, _ in model.named_parameters() if _ADAPTER.search(name)]
+
+
+def base_names(model: nn.Module) -> list[str]:
+    """The names of all other parameters, second names of tied ones too."""
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _ADAPTER.search(name)]
+
+
+def plain_name(name: str) -> str:
+    """What a parameter of the base was called before there were adapters."""
+    return name.replace(_INSIDE, ".")
+
+
+def exported_name(name: str) -> str:
+    """What an adapter's parameter is called in a file of peft's; "" for what is none."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> dict[str, Tensor]:
+    """The base's tensors by their plain names, each adapted weight with its adapter added, in the base's dtype.
+
+    The sum is taken in the adapter's dtype where that is wider. The model itself stays as it is.
+    """
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if _ADAPTER.search(name):
+            continue
+        layer = layers.get(name)
+        if layer is not None:
+            change = layer.get_delta_weight("default")
+            tensor = (tensor.to(torch.promote_types(tensor.dtype, change.dtype)) + change).to(tensor.dtype)
+        found[plain_name(name)] = tensor
+    return found
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "get_delta_weight"):
+            yield name, module
+
+
+def write_config(adapters: Adapters, folder: Path, base: str, causal_lm: bool) -> None:
+    """Writes `folder`/adapter_config.json, which `peft.PeftModel.from_pretrained` reads.
+
+    Args:
+        base: the name of the model that was adapted, where others know it by one; else "".
+        causal_lm: it is a causal language model of `transformers`.
+    """
+    config = _config(_peft(), adapters, inference_mode=True)
+    config.base_model_name_or_path = base or None
+    config.task_type = "CAUSAL_LM" if causal_lm else None
+    config.save_pretrained(str(folder))
+
+
+def _config(peft: Any, adapters: Adapters, **more: Any) -> Any:
+    alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
+    return peft.LoraConfig(
+        r=adapters.rank,
+        lora_alpha=alpha,
+        lora_dropout=adapters.dropout,
+        target_modules=adapters.targets,
+        fan_in_fan_out=adapters.turned,
+        bias="none",
+        **more,
+    )
+
+
+def _peft() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the package's own imports
+            import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora.rank needs the package peft ({error.name} is missing): pip install 'torch-lockstep[peft]'"
+        ) from error
+    return peft

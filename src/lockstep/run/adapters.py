@@ -1,0 +1,163 @@
+"""A run of adapters: its base, which no checkpoint of it holds, and what says that it is still the same one.
+
+    adapt(config, task, model, world, state)        # before an engine takes the model; fills state["lora"]
+    left_out(model)                                 # the names that checkpoints do without
+
+`state["lora"]` goes with every checkpoint: what the adapters are like, the digest of the base's weights, and the
+checkpoint that these came from, where they are of a run and not of the task itself.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import contents
+from lockstep.checkpoint.format import read_manifest
+from lockstep.config.config import Config
+from lockstep.config.secrets import printable
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.models.lora import Adapters, base_names, chosen_targets, inject
+from lockstep.run.weights import fill, weights_in
+from lockstep.seeds import derive
+from lockstep.task import Task
+from lockstep.transforms.precision import PARAMETERS
+
+__all__ = ["adapt", "adapters_of", "check_same_base", "left_out", "with_adapters"]
+
+Say = Callable[[str], None]
+
+
+def left_out(model: nn.Module) -> frozenset[str]:
+    """What the checkpoints of adapters do without: `model/NAME` of each parameter of the base."""
+    return frozenset(f"model/{name}" for name in base_names(model))
+
+
+def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
+    """Gives the model its base's weights and its adapters, in place, where --lora.rank asks for them. Collective.
+
+    Args:
+        model: as the task made it. Under `meta_init` rank 0 alone has values.
+        state: of the checkpoint to go on from, {} for a new run; its "lora" is filled.
+
+    Returns:
+        Whether there are adapters.
+
+    Raises:
+        ConfigError: nothing to adapt, no trained base, or peft is not installed.
+        ResumeError: the checkpoint's adapters are for another base.
+    """
+    known = state.get("lora")
+    if not config.lora.rank:
+        if known:
+            raise ResumeError(
+                f"the run holds adapters of rank {known['rank']}: give --lora.rank {known['rank']}, or another "
+                "--experiment-name"
+            )
+        return False
+    first = known or _begun(config, world, say)  # what says where the base is from, and perhaps which it is
+    begun = first["base_from"]
+    if not first.get("base"):
+        _check_trained(config, task, begun, say)
+    if begun:
+        on_all_ranks(world, lambda: _filled(model, Path(begun)))
+    found = on_all_ranks(world, lambda: _settled(config, model, known))
+    digest = on_all_ranks(world, lambda: _digest(model) if world.is_main else "")
+    found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
+    if first.get("base"):
+        check_same_base(first, found, ResumeError)
+    torch.manual_seed(derive(config.seed, "lora"))
+    on_all_ranks(world, lambda: inject(model, adapters_of(found), getattr(torch, found["dtype"])))
+    state["lora"] = found
+    return True
+
+
+def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
+    """The model as a checkpoint's `state["lora"]` has it: base and adapters; the latter are still to be filled.
+
+    Raises:
+        CheckpointError: its base is another one.
+    """
+    if known["base_from"]:
+        _filled(model, Path(known["base_from"]))
+    check_same_base(known, {"base": _digest(model)}, CheckpointError)
+    inject(model, adapters_of(known), getattr(torch, known["dtype"]))
+    return model
+
+
+def adapters_of(known: dict[str, Any]) -> Adapters:
+    """What the adapters of a checkpoint's `state["lora"]` are like."""
+    return Adapters(known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+
+
+def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
+    """Raises `kind` where the adapters of `known` are for another base than that of `found`."""
+    if known["base"] != found["base"]:
+        raise kind(
+            f"these are adapters for another base: its weights have the digest {known['base'][:19]}..., and this "
+            f"model's {found['base'][:19]}...; give the model and the revision that they were trained on"
+        )
+
+
+def _settled(config: Config, model: nn.Module, known: dict[str, Any] | None) -> dict[str, Any]:
+    lora = config.lora
+    targets = chosen_targets(model, lora.targets)
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha or 2.0 * lora.rank,
+        "dropout": lora.dropout,
+        "targets": targets.said,
+        "turned": targets.turned,
+        "dtype": str(PARAMETERS[config.precision]).removeprefix("torch."),
+    }
+
+
+def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
+    """Adapters change little: beside weights that were only drawn they learn next to nothing."""
+    if begun or task.defaults == "fine-tuning":
+        return
+    if task.defaults == "language-model":
+        raise ConfigError(
+            "--lora.rank adapts a model that is trained already, and this one is drawn: give --init-from RUN, or a "
+            "hub's --model-name with --model.pretrained"
+        )
+    say(
+        "--lora.rank: the base is what the task's model() returns; if its weights are drawn there, adapters learn "
+        "little: give --init-from RUN, or say defaults = 'fine-tuning' in the task"
+    )
+
+
+def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
+    """Where a new run's base is from: the checkpoint that --init-from names; of adapters, what they say themselves.
+
+    Rank 0 looks, and tells all.
+    """
+    if not config.init_from:
+        return {"base_from": ""}
+    source, _ = weights_in(Path(config.init_from).expanduser(), world, say)  # collective
+    state = on_all_ranks(world, lambda: checkpoint.read_state(source) if world.is_main else {})
+    told = state.get("lora", {"base_from": str(source.resolve())})
+    return dict(world.gather({name: told[name] for name in ("base", "base_from") if name in told})[0])  # collective
+
+
+def _filled(model: nn.Module, source: Path) -> None:
+    """The base's weights, in the dtypes that they have there. Under `meta_init` rank 0's, which are sent on later."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    if not (source / "manifest.json").is_file():
+        raise CheckpointError(f"the adapters' base was in {printable(str(source))}, which is gone; put it back")
+    stored = contents(source, read_manifest(source))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if f"model/{name}" in stored:
+            tensor.data = tensor.data.to(getattr(torch, stored[f"model/{name}"].dtype))
+    fill(source, model)
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the base's parameters, by their plain names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return checkpoint.fingerprint_of({name: parameter.detach() for name, parameter in named})

@@ -1,0 +1,246 @@
+"""Adapters: what is trained, what a checkpoint holds, the same bits however they are trained, and another base."""
+
+import re
+
+import pytest
+import torch
+from ranks import run
+from small_runs import config
+from torch import nn
+from toys import Network, Ragged, Sentences
+
+import lockstep
+from lockstep import checkpoint, cli
+from lockstep.errors import CheckpointError, ConfigError, ResumeError
+
+pytest.importorskip("peft", reason="the extra peft is not installed")
+
+LORA = {"rank": 2, "dropout": 0.1}
+
+
+class Tuned(Ragged):
+    """A network that counts as trained; its weights are those of `model_seed`."""
+
+    defaults = "fine-tuning"
+    model_seed = 5
+    base = torch.bfloat16
+
+    def model(self):
+        torch.manual_seed(self.model_seed)
+        return Network(0.1, dtype=self.base)
+
+    def loss(self, model, batch):
+        logits = model(batch["input"]).flatten(0, 1).double()
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+class Another(Tuned):
+    model_seed = 6
+
+
+def lora(folder, **changes):
+    return config(folder, **{"lora": LORA, "max_steps": 6, "precision": "float32"} | changes)
+
+
+def held(path):
+    """(what a run's newest checkpoint holds of the model, name -> dtype and bits; its state)."""
+    from lockstep.checkpoint.read import opened
+
+    newest = checkpoint.newest(path, say=print)
+    with opened(newest) as whole:
+        names = [name for name in whole.stored if name.startswith("model/")]
+        return {name: whole.read(name).clone() for name in names}, checkpoint.read_state(newest)
+
+
+def digest(world, folder, changes, stop):
+    task = Tuned()
+    before = {name: p.clone() for name, p in task.model().state_dict().items()}
+    with lockstep.Run(lora(folder, **changes, stop_at=stop), task, world) as made:
+        for _ in made:
+            pass
+    if world.size == 1:  # elsewhere the model is in shards
+        after = {name.replace(".base_layer", ""): p for name, p in made.model.state_dict().items()}
+        assert all(torch.equal(after[name], p) and after[name].dtype is p.dtype for name, p in before.items())
+    return checkpoint.fingerprint(checkpoint.newest(made.result.folder, say=print)), made.status
+
+
+def each(world, cases):
+    return [digest(world, *case) for case in cases]
+
+
+def test_adapters_alone_are_trained_and_kept_and_the_base_stays(tmp_path):
+    run_ = lockstep.Run(lora(tmp_path), Tuned())
+    run_()
+    kept, state = held(tmp_path / "r")
+    assert kept
+    assert all(".lora_" in name and tensor.dtype is torch.float32 for name, tensor in kept.items())
+    layers = [name for name in kept if ".lora_B." in name]
+    assert len(layers) == 4, "each linear layer of two blocks, and not the head, which is the embedding"
+    assert all(kept[name].any() for name in layers), "B began as zeros"
+    base = Tuned().model().state_dict()
+    after = {name.replace(".base_layer", ""): p for name, p in run_.model.state_dict().items() if ".lora_" not in name}
+    assert after.keys() == base.keys()
+    assert all(torch.equal(after[name], p) and p.dtype is torch.bfloat16 for name, p in base.items())
+    assert state["lora"]["base"] == checkpoint.fingerprint_of(dict(base))
+    assert re.fullmatch(state["lora"]["targets"], "blocks.1.3")
+    assert not re.fullmatch(state["lora"]["targets"], "blocks.1"), "whose last part is that of a layer"
+
+
+def test_the_same_bits_in_every_engine_and_world_and_after_a_resume(tmp_path):
+    def case(name, stop=0, **changes):
+        return tmp_path, {"exact": True, "experiment_name": name, **changes}, stop
+
+    [[(wanted, _)]] = run(each, 1, [case("one", engine="ddp")])
+    names = ("ddp", "zero", "fsdp")
+    firsts = [case(name, 3, engine=name) for name in names]  # a half on two ranks
+    found = run(each, 2, [case(f"{name}2", engine=name) for name in names] + firsts)
+    assert [bits for bits, _ in found[0][:3]] == [wanted] * 3
+    rest = [case(name, engine=name) for name in names]  # the other half on four
+    assert [bits for bits, _ in run(each, 4, rest, timeout=120.0)[0]] == [wanted] * 3
+
+
+def test_a_step_is_what_plain_torch_makes_of_the_formula(tmp_path):
+    """One layer, W x + alpha / rank * B A x, by hand and in float64."""
+    torch.manual_seed(0)
+    data = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+
+    class Plain(lockstep.Task):
+        defaults = "fine-tuning"
+
+        def model(self):
+            torch.manual_seed(1)
+            return nn.Sequential(nn.Linear(4, 3).double())
+
+        def dataset(self, split):
+            return list(zip(*data, strict=True)) if split == "train" else None
+
+        def loss(self, model, batch):
+            return (model(batch[0]) - batch[1]).square().sum()
+
+    settings = {"optim": {"name": "sgd", "momentum": 0.0, "clip": 0.0, "schedule": "constant", "warmup_steps": 0}}
+    settings["optim"]["weight_decay"] = 0.0
+    more = {"precision": "float64", "max_steps": 3, "micro_batch_size": 2, "lora": {"rank": 2, "alpha": 3.0}}
+    run_ = lockstep.Run(config(tmp_path, **settings, **more), Plain())
+    with run_:
+        layer = run_.model[0]
+        a, b = (getattr(layer, name)["default"].weight.detach().clone() for name in ("lora_A", "lora_B"))
+        assert not b.any()
+        for _ in run_:
+            pass
+    a.requires_grad_(), b.requires_grad_()
+    weight, bias = Plain().model()[0].weight.detach(), Plain().model()[0].bias.detach()
+    for _ in range(3):
+        out = data[0] @ (weight + 1.5 * b @ a).T + bias
+        loss = (out - data[1]).square().sum() / 8
+        grads = torch.autograd.grad(loss, (a, b))
+        with torch.no_grad():
+            for p, g in zip((a, b), grads, strict=True):
+                p -= 0.01 * g
+    kept, _ = held(tmp_path / "r")
+    torch.testing.assert_close(kept["model/0.lora_A.default.weight"], a.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kept["model/0.lora_B.default.weight"], b.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_another_base_is_refused_wherever_the_adapters_are_taken(tmp_path):
+    lockstep.train(lora(tmp_path), Tuned())
+    line = "adapters for another base: .* give the model and the revision"
+    with pytest.raises(ResumeError, match=line):
+        lockstep.train(lora(tmp_path, resume_anyway=True), Another())
+    with pytest.raises(CheckpointError, match=line):
+        lockstep.load(tmp_path / "r", Another())
+    begun = lora(tmp_path, experiment_name="new", init_from=str(tmp_path / "r"))
+    with pytest.raises(ResumeError, match=line):
+        lockstep.train(begun, Another())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_of_adapters_does_not_go_on_without_them(tmp_path):
+    lockstep.train(lora(tmp_path, stop_at=2), Tuned())
+    with pytest.raises(ResumeError, match="holds adapters of rank 2: give --lora.rank 2"):
+        lockstep.train(config(tmp_path, max_steps=6, precision="float32"), Tuned())
+    with pytest.raises(ResumeError, match=r"lora.rank \(2 before, 3 now\)"):
+        lockstep.train(lora(tmp_path, lora={"rank": 3, "dropout": 0.1}), Tuned())
+    begun = config(tmp_path, max_steps=6, precision="float32", experiment_name="new", init_from=str(tmp_path / "r"))
+    with pytest.raises(CheckpointError, match="holds adapters alone: give --lora.rank too"):
+        lockstep.train(begun, Tuned())
+
+
+def test_what_was_loaded_is_what_was_trained(tmp_path):
+    run_ = lockstep.Run(lora(tmp_path), Tuned())
+    run_()
+    batch = Sentences(4)[0]["input"][None]
+    model = lockstep.load(tmp_path / "r", Tuned(), which="last")
+    with torch.no_grad():
+        assert torch.equal(model(batch), run_.model.eval()(batch))
+        assert not torch.equal(model(batch), Tuned().model().eval()(batch))
+
+
+def test_a_new_run_begins_with_the_adapters_of_another(tmp_path):
+    lockstep.train(lora(tmp_path), Tuned())
+    begun = lora(tmp_path, experiment_name="new", init_from=str(tmp_path / "r"), lr=0.0, max_steps=1)
+    lockstep.train(begun, Tuned())
+    before, after = held(tmp_path / "r")[0], held(tmp_path / "new")[0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_the_base_may_be_a_whole_run_also_in_another_dtype(tmp_path):
+    """The base is then that checkpoint, also when the other run has gone on."""
+    base = {"experiment_name": "base", "max_steps": 4, "precision": "float64", "ckpt_freq": 0}
+    lockstep.train(config(tmp_path, **base, stop_at=2), Ragged())
+    weights, _ = held(tmp_path / "base")
+    tuned = lora(tmp_path, init_from=str(tmp_path / "base"), precision="float32", stop_at=3)
+    lockstep.train(tuned, Ragged())
+    lockstep.train(config(tmp_path, **base), Ragged())
+    run_ = lockstep.Run(lora(tmp_path, init_from=str(tmp_path / "base"), precision="float32"), Ragged())
+    assert run_().status == "finished"
+    found = {name.replace(".base_layer", ""): p for name, p in run_.model.state_dict().items()}
+    assert all(torch.equal(found[name.removeprefix("model/")], p) for name, p in weights.items())
+    model = lockstep.load(tmp_path / "r", Ragged(), which="last")
+    assert all(torch.equal(p, run_.model.state_dict()[name]) for name, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "line"),
+    [
+        ("blocks.0.l", "'blocks.0.l' matches no linear layer; did you mean blocks.0.3"),
+        ("embedding", "'embedding' is embedding, a Embedding, and adapters go beside linear layers"),
+    ],
+)
+def test_targets_that_are_none_are_named(tmp_path, targets, line):
+    with pytest.raises(ConfigError, match=line):
+        lockstep.train(lora(tmp_path, lora={"rank": 2, "targets": targets}), Tuned())
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("targets", "layers"), [("blocks.1.*", ["1.1", "1.3"]), ("3", ["0.3", "1.3"])])
+def test_targets_by_pattern_and_by_name(tmp_path, targets, layers):
+    lockstep.train(lora(tmp_path, lora={"rank": 2, "targets": targets}, max_steps=1), Tuned())
+    kept, _ = held(tmp_path / "r")
+    assert {name.partition(".lora_")[0] for name in kept} == {f"model/blocks.{layer}" for layer in layers}
+
+
+def test_a_drawn_model_has_nothing_to_adapt(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="adapts a model that is trained already, and this one is drawn"):
+        cli.dispatch(["train", "--lora.rank", "4", "--save-dir", str(tmp_path), "--device", "cpu"])
+    assert not list(tmp_path.iterdir())
+    lockstep.train(lora(tmp_path, max_steps=1), Ragged())
+    assert "if its weights are drawn there, adapters learn little" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lr", "word"), [(1e-5, "low"), (1.0, "high"), (2e-4, "")])
+def test_a_rate_that_does_not_suit_adapters_gets_a_line(tmp_path, lr, word, capsys):
+    lockstep.train(lora(tmp_path, lr=lr, max_steps=1), Tuned())
+    said = capsys.readouterr()
+    assert (f"is {word} for adapters" in said.out + said.err) is bool(word)
+
+
+def test_the_default_rate_is_that_of_adapters(tmp_path):
+    run_ = lockstep.Run(lora(tmp_path, lr="auto", max_steps=1), Tuned())
+    with run_:
+        for step in run_:
+            assert step.lr == pytest.approx(2e-4)
+
+
+def test_options_of_adapters_without_a_rank(tmp_path):
+    with pytest.raises(ConfigError, match=r"lora.alpha is of adapters, and there are none: give lora.rank"):
+        config(tmp_path, lora={"alpha": 8.0})
