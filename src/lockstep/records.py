@@ -43,6 +43,9 @@ class EvaluationRecord:
         loss: mean over the items.
         items: counted once each.
         metrics: the task's own, each a sum over a count, or what a torchmetrics.Metric computed.
+
+    Of several sets `loss` and `items` are those of the first, and `metrics` has the numbers of each under its name:
+    NAME/loss, NAME/items, NAME/METRIC.
     """
 
     step: int

@@ -71,7 +71,8 @@ class Task(ABC):
     def dataset(self, split: str) -> Any:
         """The samples of "train" or "evaluation": an object with `len(dataset)` and `dataset[i]`.
 
-        None, for "evaluation" alone: there is nothing to evaluate on.
+        For "evaluation" alone: a dict, name -> such an object, for several sets; None where there is nothing to
+        evaluate on.
         """
 
     @abstractmethod

@@ -63,7 +63,12 @@ def test_a_language_models_are_what_they_were():
 
 def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
     given = Config(
-        lr=0.5, micro_batch_size=8, optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2), max_steps=100
+        lr=0.5,
+        micro_batch_size=8,
+        eval_micro_batch_size=4,
+        eval_workers=1,
+        optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2),
+        max_steps=100,
     )
     assert chosen(given, Language(), NORMED).config == given
     (tmp_path / "a.toml").write_text('lr = "auto"\nmicro_batch_size = 8\n[optim]\nwarmup_steps = "auto"\nbeta2 = 0.5\n')
@@ -71,6 +76,7 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
     assert config == Config(max_steps=40, optim=Optim(beta2=0.5))
     found = chosen(config, Language()).config
     assert (found.lr, found.micro_batch_size, found.optim.warmup_steps, found.optim.beta2) == (2e-3, 2, 2, 0.5)
+    assert (found.eval_micro_batch_size, found.eval_workers) == (2, 0)
     (tmp_path / "b.toml").write_text(to_toml(found))
     assert parse(["--config", str(tmp_path / "b.toml")]) == found
     (tmp_path / "c.toml").write_text(to_toml(config))
@@ -124,13 +130,17 @@ def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
     assert set(SHAPES) == set(next(spec for spec in fields(Optim) if spec.name == "schedule").metadata["choices"])
     found = {}
     for shape in SHAPES:
-        optim = chosen(Config(max_steps=100, optim=Optim(schedule=shape))).config.optim
+        optim = chosen(Config(max_steps=100, eval_freq=10, optim=Optim(schedule=shape))).config.optim
         found[shape] = (optim.warmup_steps, optim.floor)
-    special = {"one-cycle": (30, 4e-6), "inverse-sqrt": (5, 0.0), "step": (5, 0.0)}
+    special = {"one-cycle": (30, 4e-6), "inverse-sqrt": (5, 0.0), "step": (5, 0.0), "plateau": (5, 0.0)}
     assert found == dict.fromkeys(SHAPES, (5, 0.1)) | special
     given = chosen(Config(max_steps=100, optim=Optim(schedule="one-cycle", warmup_steps=7, floor=0.5))).config.optim
     assert (given.warmup_steps, given.floor) == (7, 0.5)
-    for optim, meant in (({"gamma": 0.5}, "step"), ({"power": 2.0}, "polynomial")):
+    for optim, meant in (
+        ({"gamma": 0.5}, "step or plateau"),
+        ({"power": 2.0}, "polynomial"),
+        ({"plateau_patience": 2}, "plateau"),
+    ):
         with pytest.raises(ConfigError, match=rf"is no option of optim.schedule cosine, but of {meant}: leave it out"):
             Config(optim=optim)
 

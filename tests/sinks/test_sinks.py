@@ -83,6 +83,9 @@ class Shown(Recorder):
     def progress(self, step, evaluated):
         self._call("progress", (step, evaluated))
 
+    def best(self, text):
+        self._call("best", text)
+
 
 def test_only_sinks_that_show_it_are_told_how_far_the_run_is():
     plain, shown, broken = Recorder(), Shown(), Shown(fails=("start",))
@@ -91,7 +94,8 @@ def test_only_sinks_that_show_it_are_told_how_far_the_run_is():
     both.start({})
     both.progress(1)
     both.progress(2, (3, 4))
-    assert shown.calls[1:] == [("progress", (1, None)), ("progress", (2, (3, 4)))]
+    both.best("loss 2 at 3")
+    assert shown.calls[1:] == [("progress", (1, None)), ("progress", (2, (3, 4))), ("best", "loss 2 at 3")]
     assert [name for name, _ in plain.calls + broken.calls] == ["start", "start"]
 
 

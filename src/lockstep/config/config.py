@@ -22,11 +22,11 @@ from typing import Any, Self, cast
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
 from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Lora, Model, Optim, auto
-from lockstep.config.spans import SPAN, is_span
+from lockstep.config.spans import SPAN, is_share, is_span
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 
-__all__ = ["SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
+__all__ = ["SHARES", "SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
 
 
 @named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
@@ -70,7 +70,13 @@ class Config:
     seq_len: int = option(128, "tokens in a sample", builtin=True)
     log_freq: int = option(10, "steps between records", span=True)
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
+    limit_train_batches: int = option(
+        0, "steps of an epoch, which then is the first samples of its shuffle; 0: all", share=True
+    )
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
+    limit_eval_batches: int = option(0, "first micro-batches of each evaluation set; 0: all", share=True)
+    eval_micro_batch_size: int = auto(0, "samples in one forward of an evaluation; auto: as in training")
+    eval_workers: int = auto(-1, "loader processes a rank while it evaluates; auto: as --data.workers")
     best_metric: str = option(
         "loss", "what the best evaluation is judged by: loss, or a metric of the task with its direction, accuracy:max"
     )
@@ -138,9 +144,9 @@ class Config:
         _check_name(self.experiment_name)
         for name, (least, most, what) in BOUNDS.items():
             value = lookup(self, name)
-            if value == _PLACES.get(name) or is_span(value):
+            if value == _PLACES.get(name) or (is_share if name in SHARES else is_span)(value):
                 continue
-            if not (math.isfinite(value) and least <= value <= most):
+            if isinstance(value, str) or not (math.isfinite(value) and least <= value <= most):
                 raise FieldError(FieldName(name), f" is {value}: it must be {what}")
         for owner, prefix in sections(self):
             for spec in dataclasses.fields(owner):
@@ -212,12 +218,18 @@ _PLACES: dict[str, Any] = {
 }
 
 
+# The numbers of batches that may be said as a share of those that there are.
+SHARES = frozenset(spec.name for spec in dataclasses.fields(Config) if spec.metadata.get("share"))
+
 # The lengths that may be said in epochs, or as a share of the plan.
-SPANS = frozenset(
-    prefix + spec.name
-    for kind, prefix in ((Config, ""), (Optim, "optim."))
-    for spec in dataclasses.fields(kind)
-    if spec.metadata.get("span")
+SPANS = (
+    frozenset(
+        prefix + spec.name
+        for kind, prefix in ((Config, ""), (Optim, "optim."))
+        for spec in dataclasses.fields(kind)
+        if spec.metadata.get("span")
+    )
+    - SHARES
 )
 
 
@@ -279,7 +291,8 @@ def _check_types(config: Config) -> None:
                 object.__setattr__(owner, spec.name, float(value))
             elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 expected = _KINDS.get(wanted, f"a {wanted.__name__}")
-                expected += f", or {SPAN}" if spec.metadata.get("span") else ""
+                expected += ", or a share such as 10%" if spec.metadata.get("share") else ""
+                expected += f", or {SPAN}" if prefix + spec.name in SPANS else ""
                 raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
 
 
@@ -292,7 +305,8 @@ _FIELDS_OF = {
     ("name", "sgd"): ("momentum", "nesterov"),
     ("name", "muon"): ("muon_lr", "muon_scale", "muon_momentum", "ns_steps"),
     ("schedule", "polynomial"): ("power",),
-    ("schedule", "step"): ("gamma",),
+    ("schedule", "step or plateau"): ("gamma",),
+    ("schedule", "plateau"): ("plateau_patience",),
 }
 
 
@@ -332,9 +346,11 @@ def _check_best(config: Config) -> None:
             f" is '{config.best_metric}': it must be loss, or a metric of the task and whether more of it is better: "
             "accuracy:max, error:min",
         )
-    if config.patience and not config.eval_freq:
+    plateau = config.optim.schedule == "plateau"
+    if (config.patience or plateau) and not config.eval_freq:
+        what = ("optim.schedule", "plateau") if plateau else ("patience", config.patience)
         raise FieldError(
-            *(FieldName("patience"), f" {config.patience} needs ", FieldName("eval_freq")),
+            *(FieldName(what[0]), f" {what[1]} needs ", FieldName("eval_freq")),
             ": else the only evaluation is at the end",
         )
 

@@ -22,14 +22,18 @@ __all__ = ["FieldError", "FieldName", "UnknownField", "named", "option"]
 T = TypeVar("T")
 
 
-def option(default: Any, text: str, *choices: str, builtin: bool = False, span: bool = False) -> Any:
+def option(
+    default: Any, text: str, *choices: str, builtin: bool = False, span: bool = False, share: bool = False
+) -> Any:
     """A field with its help text, and the values it may take where these are few.
 
     Args:
         builtin: the built-in tasks alone have it: who trains a task of their own need not see it.
         span: a number of steps that may be said in epochs, or as a share of the plan: see `config.spans`.
+        share: a number of batches that may be said as a share of those that there are.
     """
-    return field(default=default, metadata={"help": text, "choices": choices, "builtin": builtin, "span": span})
+    known = {"help": text, "choices": choices, "builtin": builtin, "span": span or share, "share": share}
+    return field(default=default, metadata=known)
 
 
 class FieldName(str):

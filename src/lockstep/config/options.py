@@ -182,12 +182,24 @@ FIRST = (
 # The flags outside the sections, as `--help-all` shows them.
 _GROUPS = {
     "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
-    "the plan": ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "lr", "seed", "preset"),
+    "the plan": (
+        "num_epochs",
+        "max_steps",
+        "limit_train_batches",
+        "batch_size",
+        "micro_batch_size",
+        "lr",
+        "seed",
+        "preset",
+    ),
     "how it is computed": (
         *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),
         *("compile", "compile_scope", "activation_checkpointing", "timeout"),
     ),
-    "evaluation": ("eval_freq", "best_metric", "patience", "min_delta"),
+    "evaluation": (
+        *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),
+        *("best_metric", "patience", "min_delta"),
+    ),
     "what is written": ("log_freq", "ckpt_freq", "tensorboard", "wandb", "wandb_project"),
 }
 
@@ -226,15 +238,23 @@ def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> 
         text += f" (default: {'auto' if auto else spec.default})"
     settings: dict[str, Any] = {"action": _Switch}
     if spec.type is not bool:
-        choices = spec.metadata["choices"]
         kind = cast(type, spec.type)
         span = bool(spec.metadata.get("span"))
         settings = {
             "type": (kind, *["auto"] * auto, *["span"] * span) if auto or span else kind,
-            "metavar": "|".join(choices) if choices else "STEPS|5%|1epoch" if span else kind.__name__.upper(),
+            "metavar": _metavar(spec, kind),
         }
     settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
+
+
+def _metavar(spec: "dataclasses.Field[Any]", kind: type) -> str:
+    said = spec.metadata
+    if said["choices"]:
+        return "|".join(said["choices"])
+    if said.get("share"):
+        return "BATCHES|10%"
+    return "STEPS|5%|1epoch" if said.get("span") else kind.__name__.upper()
 
 
 class _Switch(argparse.BooleanOptionalAction):

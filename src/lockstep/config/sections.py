@@ -122,7 +122,7 @@ class Optim:
         "cosine",
         "shape of the rate after the warm-up; wsd: constant, then down over --optim.cooldown",
         *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
-        *("inverse-sqrt", "step", "one-cycle"),
+        *("inverse-sqrt", "step", "one-cycle", "plateau"),
     )
     period: int = option(
         0,
@@ -136,9 +136,11 @@ class Optim:
     )
     cooldown: float = option(0.2, "wsd: share of the plan in which the rate falls")
     power: float = option(1.0, "polynomial: exponent of the fall")
-    gamma: float = option(0.1, "step: what the rate is multiplied by at each drop")
+    gamma: float = option(0.1, "step, plateau: what the rate is multiplied by at each drop")
+    plateau_patience: int = option(10, "plateau: evaluations in a row that may be no better before the rate drops")
     floor: float = auto(
-        LATER, "last (inverse-sqrt, step: least) rate, as a share of --lr; auto: 0.1, 0 for these two, one-cycle 4e-6"
+        LATER,
+        "last (inverse-sqrt, step, plateau: least) rate, as a share of --lr; auto: 0.1, 0 for these, one-cycle 4e-6",
     )
 
 

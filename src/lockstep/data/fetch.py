@@ -57,8 +57,12 @@ def draws(dataset: Any) -> bool:
     return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
 
 
-def check_dataset(dataset: Any, split: str) -> None:
-    """Raises DataError, in one line, for what is no map-style dataset: the order is arithmetic on indices."""
+def check_dataset(dataset: Any, split: str, name: str = "") -> None:
+    """Raises DataError, in one line, for what is no map-style dataset: the order is arithmetic on indices.
+
+    Args:
+        name: of the set, where the split has several.
+    """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
@@ -69,9 +73,11 @@ def check_dataset(dataset: Any, split: str) -> None:
     if isinstance(dataset, IterableDataset):
         missing = ["__len__", "__getitem__"]
     if missing:
+        where = f"['{name}']" if name else ""
         raise DataError(
-            f"the task's dataset('{split}') returned {kind}, which has no {' and no '.join(missing)}: any sample must "
-            "be had by its index, dataset[i] for i below len(dataset); write an iterable one out, or index its files"
+            f"the task's dataset('{split}'){where} returned {kind}, which has no {' and no '.join(missing)}: any "
+            "sample must be had by its index, dataset[i] for i below len(dataset); write an iterable one out, or "
+            "index its files"
         )
 
 

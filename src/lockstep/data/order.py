@@ -2,6 +2,7 @@
 
     order = Shuffled(size=len(dataset), seed=0)
     epochs, samples = order.at(start, stop)         # positions start .. stop - 1 of an endless stream
+    order = Begun(order, len(dataset), 1000)        # an epoch is the first 1000 samples of its permutation
 
 Position p lies in epoch p // size, and its sample is a permutation, keyed by (seed, epoch), of p % size. Nothing is
 stored and nothing is drawn in sequence, so a run resumes at any position and the world size has no say in the order.
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from lockstep.errors import DataError
 from lockstep.seeds import derive
+from lockstep.task import Order
 
-__all__ = ["Sequential", "Shuffled", "permute"]
+__all__ = ["Begun", "Sequential", "Shuffled", "permute"]
 
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
@@ -76,6 +78,38 @@ class Sequential:
             ValueError: start is negative, or stop comes before start.
         """
         return _places(self.size, start, stop)
+
+
+@final
+class Begun:
+    """Of every epoch of another order the first samples alone, as one endless stream without the rest.
+
+    Args:
+        order: the whole one.
+        size: its samples in an epoch.
+        kept: how many of them an epoch has here, 1 to `size`.
+    """
+
+    def __init__(self, order: Order, size: int, kept: int) -> None:
+        self.size = _checked(kept)
+        self._order, self._whole = order, size
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+
+        Raises:
+            ValueError: start is negative, or stop comes before start.
+        """
+        _places(1, start, min(start, stop))
+        epochs, samples = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
+        done = 0
+        while done < stop - start:  # one turn per epoch that the range touches
+            epoch, place = divmod(start + done, self.size)
+            end = min(done + self.size - place, stop - start)
+            begin = epoch * self._whole + place
+            epochs[done:end], samples[done:end] = self._order.at(begin, begin + end - done)
+            done = end
+        return epochs, samples
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:

@@ -9,7 +9,7 @@ __all__ = ["CYCLE_START", "SHAPES", "cycled_momentum", "factor"]
 
 SHAPES = (
     *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
-    *("inverse-sqrt", "step", "one-cycle"),
+    *("inverse-sqrt", "step", "one-cycle", "plateau"),
 )
 CYCLE_START = 0.04  # one-cycle: the first rate, as a share of the peak; torch's div_factor is 25
 _MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
@@ -26,6 +26,7 @@ def factor(
     power: float = 1.0,
     period: int = 0,
     gamma: float = 0.1,
+    fallen: int = 0,
 ) -> float:
     """What the base learning rate is multiplied by in `step` (0-based).
 
@@ -39,18 +40,23 @@ def factor(
     - "constant";
     - "inverse-sqrt", 1 / sqrt(step / warmup) (Vaswani et al., arXiv 1706.03762, section 5.3), never below `floor`;
     - "step", times `gamma` after every `period` steps (0: a third of `horizon`), torch's StepLR, never below `floor`;
+    - "plateau", times `gamma` each of the `fallen` times that the evaluations got no better, as torch's
+      ReduceLROnPlateau, and never below `floor`; the step itself has no say, but in the warm-up;
     - "cosine-periodic", which after `horizon` rises again, the closed form of torch's CosineAnnealingLR;
     - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` half a
       cosine from CYCLE_START to 1, then half a cosine down to `floor` in the last step.
 
-    From `horizon` on it is `floor`, but 1 for "constant", and "inverse-sqrt" and "step" go on.
+    From `horizon` on it is `floor`, but 1 for "constant", and "inverse-sqrt", "step" and "plateau" go on.
     """
     if shape == "one-cycle":
         place, falling = _in_cycle(step, horizon, warmup)
         low = floor if falling else CYCLE_START
         return low + (1.0 - low) * place
+    share = max(floor, gamma**fallen) if shape == "plateau" else 1.0
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        return share * (step + 1) / (warmup + 1)
+    if shape == "plateau":
+        return share
     if shape == "constant":
         return 1.0
     if shape == "inverse-sqrt":

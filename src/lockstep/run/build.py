@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import check_dataset
-from lockstep.data.order import Sequential, Shuffled
+from lockstep.data.order import Begun, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed.config import check_batches
@@ -33,21 +32,22 @@ from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
-from lockstep.run.best import JUDGED, check_evaluated
+from lockstep.run.best import JUDGED, check_evaluated, judges
 from lockstep.run.defaults import idle, settled
-from lockstep.run.evaluate import one_step
+from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of, own_factor
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
+from lockstep.run.plateau import fallen
 from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
 from lockstep.tasks.named import named_task
 from lockstep.transforms.determinism import check_precision, pin
 
-__all__ = ["Built", "build", "evaluation_of", "notify"]
+__all__ = ["Built", "build", "notify"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -59,7 +59,7 @@ class Built:
     Attributes:
         own_task: `task` is the user's own, and not one of the built-in ones that the configuration names.
         model: the plain module that `engine` holds.
-        batches, evaluation: the training stream and the evaluation set (None where the task has none).
+        batches, evaluation: the training stream, and the evaluation's sets by name (see evaluation_sets.py).
         plan: what a resume must find unchanged.
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
         lr: base learning rate of the optimizer's first group.
@@ -77,7 +77,7 @@ class Built:
     model: nn.Module
     engine: Engine
     batches: Batches
-    evaluation: Batches | None
+    evaluation: dict[str, Batches]
     plan: dict[str, Any]
     source: Path | None
     state: dict[str, Any]
@@ -163,8 +163,8 @@ class Built:
         """step -> what the base learning rate is multiplied by."""
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
-        said = partial(
-            factor,
+        said = lambda step: factor(  # noqa: E731
+            step,
             horizon=horizon,
             warmup=optim.warmup_steps,
             floor=optim.floor,
@@ -173,6 +173,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
+            fallen=fallen(self.state),
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
@@ -185,8 +186,14 @@ class Built:
         return lambda step: cycled_momentum(step, whole, optim.warmup_steps)
 
 
-def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None = None) -> Built:
+def build(
+    config: Config, given: Any, world: World, kept: dict[str, Any] | None = None, *, resume: bool = True
+) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
+
+    Args:
+        kept: what `Built.kept` is.
+        resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
 
     Raises:
         UsageError: what was asked for cannot be done; the same on every rank.
@@ -204,7 +211,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     training, evaluation = on_all_ranks(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
-    source, state = _found(folder, world)
+    source, state = _found(folder, world) if resume else (None, _new_state())
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config))
@@ -223,8 +230,8 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     rates: list[float] = []
     made = _engine(config, task, model, world, rates)
-    held_out = evaluation_of(config, task, evaluation, world)
-    if source is None or config.patience or config.best_metric != "loss":  # which a resume may bring
+    held_out = batches_of(config, task, evaluation, world)
+    if source is None or judges(config):  # which a resume may bring
         stops = config.guards.nonfinite == "stop"
         metrics = check_task(made.model, model, task, stream, held_out, world, refuse_nan=stops)  # collective
         check_evaluated(config, metrics)
@@ -242,7 +249,7 @@ def build(config: Config, given: Any, world: World, kept: dict[str, Any] | None 
         plan,
         source,
         state,
-        [training, stream.loader],
+        [training, stream.loader, *(each.loader for each in held_out.values())],
         rates[0],
         {} if kept is None else kept,
         left_out(model) if config.lora.rank else frozenset(),
@@ -281,11 +288,15 @@ def _size(dataset: Any) -> int:
     return len(dataset)
 
 
+def _new_state() -> dict[str, Any]:
+    return {"running_loss": 0.0, "best": None}
+
+
 def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
     """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
     found = checkpoint.find_resume(folder.path, world, notify(world))
     if found is None:
-        return None, {"running_loss": 0.0, "best": None}
+        return None, _new_state()
     source, state = found
     if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
         noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
@@ -313,13 +324,11 @@ def _check_plan(
         notify(world)(f"resuming although the plan differs: {change}")
 
 
-def _datasets(task: Task) -> tuple[Any, Any]:
-    """The training set, and the evaluation set or None."""
+def _datasets(task: Task) -> tuple[Any, dict[str, Any]]:
+    """The training set, and the evaluation's sets."""
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
     check_dataset(training, "train")
-    if evaluation is not None:
-        check_dataset(evaluation, "evaluation")
-    return training, evaluation
+    return training, named_sets(evaluation)
 
 
 def _guarded(config: Config, dataset: Any, world: World) -> Any:
@@ -352,16 +361,10 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
 
 def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world: World) -> Batches:
     order = task.order(len(dataset), config.seed) or Shuffled(len(dataset), config.seed)
+    if run_plan.samples < len(dataset):
+        order = Begun(order, len(dataset), run_plan.samples)
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading)
-
-
-def evaluation_of(config: Config, task: Task, dataset: Any, world: World) -> Batches | None:
-    """The evaluation set as one step; None where there is none."""
-    if dataset is None or not len(dataset):
-        return None
-    step_plan = one_step(len(dataset), config.micro_batch_size)
-    return Batches(task, dataset, Sequential(len(dataset)), step_plan, world, seed=config.seed)
 
 
 def notify(world: World) -> Callable[[str], None]:

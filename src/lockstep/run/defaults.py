@@ -18,7 +18,7 @@ from lockstep.config.config import SPANS, Config, default_micro_batch_size, is_a
 from lockstep.config.spans import in_steps, is_span
 from lockstep.data.batches import START, Origin
 from lockstep.errors import ConfigError, DataError
-from lockstep.run.plan import RunPlan
+from lockstep.run.plan import RunPlan, in_epoch
 from lockstep.task import Task
 
 __all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "idle", "settled", "warm_up", "warnings"]
@@ -41,7 +41,12 @@ SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., a
 _SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
 _RISE = 0.3  # one-cycle: share of the plan in which the rate rises, torch's pct_start
 _FLOOR = 0.1
-_FLOORS = {"one-cycle": 4e-6, "inverse-sqrt": 0.0, "step": 0.0}  # torch's final rate of a cycle; no bound
+_FLOORS = {
+    "one-cycle": 4e-6,
+    "inverse-sqrt": 0.0,
+    "step": 0.0,
+    "plateau": 0.0,
+}  # torch's final rate of a cycle; no bound
 _FEW = 16  # samples below which BatchNorm's statistics cost quality (Wu & He, arXiv 1803.08494, figure 1)
 
 
@@ -51,7 +56,8 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
     Args:
         task: its attribute `defaults` names one of KINDS.
         model: as it is trained; whether BatchNorm is in it decides how a step is cut.
-        samples, origin: see `RunPlan`.
+        samples: of the training set.
+        origin: see `RunPlan`.
 
     Raises:
         ConfigError: the task names no known kind.
@@ -60,7 +66,8 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
     norms = _norms(model)
     least = _FEW if norms else 1
     size = config.micro_batch_size or default_micro_batch_size(config.batch_size, least)
-    run_plan = RunPlan(samples, dataclasses.replace(config, micro_batch_size=size), origin, 2 if norms else 1)
+    config = dataclasses.replace(config, micro_batch_size=size)
+    run_plan = RunPlan(in_epoch(config, samples), config, origin, 2 if norms else 1, samples)
     steps = run_plan.step_plan.steps
     if not steps:
         _refuse(run_plan)
@@ -69,6 +76,8 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
         **_suited(config, task),
         "optim.warmup_steps": warm_up(steps, shape),
         "optim.floor": _FLOORS.get(shape, _FLOOR),
+        "eval_micro_batch_size": size,
+        "eval_workers": config.data.workers,
     }
     values = {name: value for name, value in chosen.items() if is_auto(config, name)}
     values |= _in_steps(run_plan)
@@ -119,7 +128,7 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
 def described_optimizer(run_plan: RunPlan) -> str:
     """What the configuration's optimizer is: `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`."""
     config, optim = run_plan.config, run_plan.config.optim
-    to = "" if optim.schedule in ("constant", "inverse-sqrt", "step") else f" to {optim.floor:.3g}"
+    to = "" if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau") else f" to {optim.floor:.3g}"
     numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
     if optim.name == "muon":
         numbers += f"; matrices: lr {optim.muon_lr or config.lr:g}, momentum {optim.muon_momentum:g}"

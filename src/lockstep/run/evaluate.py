@@ -1,10 +1,12 @@
 """The exact distributed evaluation: every sample counts once, whatever the world size.
 
 record = evaluate(engine, task, batches, world, step=500, seed=0)
+record = evaluate_all(engine, task, {"near": batches, "far": others}, world, step=500, seed=0)
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +22,9 @@ from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task
 
-__all__ = ["evaluate", "measures", "one_step"]
+__all__ = ["evaluate", "evaluate_all", "measures", "numbered", "one_step"]
+
+Progress = Callable[[int, int], None]
 
 
 def one_step(samples: int, micro_size: int) -> StepPlan:
@@ -34,6 +38,40 @@ class Held(Protocol):
     model: nn.Module
 
 
+def evaluate_all(
+    engine: Held,
+    task: Task,
+    sets: Mapping[str, Batches],
+    world: World,
+    *,
+    step: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> EvaluationRecord:
+    """Each of the sets (one or more), in their order, as `evaluate` does it; all of them as one record.
+
+    Args:
+        sets: name -> the set; "" is the name of one that stands alone.
+        progress: as for `evaluate`, of all sets together.
+    """
+    shares = {name: _share(batches) for name, batches in sets.items()}
+    whole, before, found = sum(shares.values()), 0, dict[str, EvaluationRecord]()
+    for name, batches in sets.items():
+        told = _after(progress, before, whole) if progress else None
+        found[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=told)
+        before += shares[name]
+    first = next(iter(found.values()))
+    if list(found) == [""]:
+        return first
+    metrics = {f"{name}/{key}": value for name, each in found.items() for key, value in numbered(each).items()}
+    return EvaluationRecord(step, first.loss, first.items, metrics)
+
+
+def numbered(record: EvaluationRecord) -> dict[str, float]:
+    """Every number of the record by its name: loss, items, and the metrics."""
+    return {"loss": record.loss, "items": record.items, **record.metrics}
+
+
 def evaluate(
     engine: Held,
     task: Task,
@@ -42,7 +80,7 @@ def evaluate(
     *,
     step: int,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> EvaluationRecord:
     """Mean loss and metrics over the set, in `eval()` and without gradients; each module's mode is put back.
 
@@ -109,13 +147,30 @@ class _Own:
     states: list[tuple[int, dict[str, Any]]]
 
 
-def _own_rows(
-    model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Callable[[int, int], None] | None
+def _share(batches: Batches) -> int:
+    """Micro-batches that each rank computes, those of empty slots included."""
+    return -(-batches.step_plan.micro_batches // batches.world_size)
+
+
+def _after(progress: Progress, before: int, whole: int) -> Progress:
+    return lambda done, _: progress(before + done, whole)
+
+
+def _own_rows(model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Progress | None) -> _Own:
+    with closing(batches.micro(0)) as found:  # an error ends its loader processes too
+        return _found(model, task, found, reseed, (lambda done: progress(done, _share(batches))) if progress else None)
+
+
+def _found(
+    model: nn.Module,
+    task: Task,
+    micro: Iterable[tuple[int, MicroBatch]],
+    reseed: Any,
+    progress: Callable[[int], None] | None,
 ) -> _Own:
     measure, own = measures(task), _Own([], [], [], [], [])
-    mine = -(-batches.step_plan.micro_batches // batches.world_size)
     rows: list[list[Any]] = []
-    for done, (_, batch) in enumerate(batches.micro(0), 1):
+    for done, (_, batch) in enumerate(micro, 1):
         reseed(0, batch.index)
         loss, found = measure(model, batch)
         if done == 1:
@@ -134,7 +189,7 @@ def _own_rows(
             rows.append(_kept([loss, float(batch.items), *numbers]))
             own.states += [(batch.index, states)] if states else []
         if progress:
-            progress(done, mine)
+            progress(done)
     own.rows = _read(rows)
     return own
 

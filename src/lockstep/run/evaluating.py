@@ -7,10 +7,11 @@ from lockstep.config.secrets import printable
 from lockstep.distributed.world import on_all_ranks
 from lockstep.errors import DataError
 from lockstep.records import EvaluationRecord
-from lockstep.run.build import evaluation_of
-from lockstep.run.evaluate import evaluate
+from lockstep.run.evaluate import evaluate_all
+from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.using import Used, Wanted, opened
 from lockstep.sinks.jsonl import plain
+from lockstep.sinks.waiting import waiting
 
 __all__ = ["evaluate_run"]
 
@@ -30,11 +31,12 @@ def evaluate_run(wanted: Wanted, *, as_json: bool = False) -> EvaluationRecord:
 
 
 def _record(used: Used) -> EvaluationRecord:
-    dataset = on_all_ranks(used.world, lambda: used.task.dataset("evaluation"))
-    batches = evaluation_of(used.config, used.task, dataset, used.world)
-    if batches is None:
+    found = on_all_ranks(used.world, lambda: named_sets(used.task.dataset("evaluation")))
+    sets = batches_of(used.config, used.task, found, used.world)
+    if not sets:
         raise DataError("the task has no evaluation set: its dataset('evaluation') is None or empty")
-    return evaluate(used, used.task, batches, used.world, step=used.step, seed=used.config.seed)
+    with waiting("evaluating", shown=used.world.is_main) as progress:
+        return evaluate_all(used, used.task, sets, used.world, step=used.step, seed=used.config.seed, progress=progress)
 
 
 def _print(record: EvaluationRecord, wanted: Wanted, as_json: bool) -> None:
@@ -44,8 +46,11 @@ def _print(record: EvaluationRecord, wanted: Wanted, as_json: bool) -> None:
         found = {"run": wanted.run, **{name: plain(value) for name, value in found.items()}, "metrics": numbers}
         print(json.dumps(found, indent=1, allow_nan=False))
         return
-    print(f"{printable(wanted.run)} after step {record.step}, on {record.items:,} items")
-    shown = {"loss": record.loss, **record.metrics}
+    counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
+    on = ", ".join(f"{value:,.0f} items of {name.removesuffix('/items')}" for name, value in counts.items())
+    print(f"{printable(wanted.run)} after step {record.step}, on {on or f'{record.items:,} items'}")
+    shown = {"loss": record.loss, **record.metrics} if not counts else record.metrics
     width = max(map(len, shown))
     for name, value in shown.items():
-        print(f"{printable(name):<{width}}  {value:.6g}")
+        if name not in counts:
+            print(f"{printable(name):<{width}}  {value:.6g}")

@@ -15,6 +15,7 @@ from lockstep.config import options
 from lockstep.distributed.world import on_all_ranks
 from lockstep.errors import CheckpointError
 from lockstep.run import environment
+from lockstep.run.best import brief
 from lockstep.run.build import Built
 from lockstep.run.weights import weights_in
 from lockstep.sinks import Sinks
@@ -56,6 +57,7 @@ def open_sinks(built: Built) -> Sinks:
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_described(built))
+    sinks.best(brief(built.state))
     return sinks
 
 

@@ -12,16 +12,19 @@ from torch import nn
 
 from lockstep.config import options
 from lockstep.config.config import Config
+from lockstep.config.spans import in_batches
 from lockstep.data.batches import START, Origin, StepPlan
 from lockstep.task import Task, written
 
-__all__ = ["RunPlan", "differences", "origin_of", "plan_of"]
+__all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "batchnorm", "model_name", "dataset_name", "model.dropout"),
 )
+# And these, where the rate follows the evaluations.
+_JUDGING = ("eval_freq", "best_metric", "min_delta", "limit_eval_batches", "eval_micro_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +32,18 @@ class RunPlan:
     """The steps of the plan, and the place of a step among the epochs.
 
     Attributes:
-        samples: n, in the training set.
+        samples: n, in an epoch: of the training set, or as many as --limit-train-batches leaves of it.
         config: how many epochs or steps, and how large a step is.
         origin: the step, and the position in the stream of samples, from which on a step is as large as that.
         least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.
+        whole: samples of the training set; 0: as many as `samples`.
     """
 
     samples: int
     config: Config
     origin: Origin = START
     least: int = 1
+    whole: int = 0
 
     @property
     def step_plan(self) -> StepPlan:
@@ -78,6 +83,13 @@ class RunPlan:
         }
 
 
+def in_epoch(config: Config, samples: int) -> int:
+    """Samples of an epoch of a training set of `samples`, by --limit-train-batches: whole steps, or all of them."""
+    if not config.limit_train_batches:
+        return samples
+    return min(samples, in_batches(config.limit_train_batches, samples / config.batch_size) * config.batch_size)
+
+
 def origin_of(state: dict[str, Any], config: Config) -> Origin:
     """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
 
@@ -101,14 +113,17 @@ def plan_of(
     said = options.flat(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
+    judged = _JUDGING if optim.schedule == "plateau" else ()
     return {
         **{name: said[name] for name in _FIXED if name in said},
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
+        "dataset_samples": run_plan.whole or run_plan.samples,
         "data": task.fingerprint,
         "task": type(written(task)).__qualname__,
         **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        **{name: getattr(config, name) for name in judged},
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
     }
 
@@ -121,6 +136,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     plain = options.flat(Config())
     left_out = {name: plain[name] for name in _FIXED if name not in options.flat(Config(), own_task=True)}
     left_out |= {name: value for name, value in plain.items() if name.startswith("optim.") and value != "auto"}
-    before, now = left_out | before, left_out | now
+    everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
+    before, now = left_out | everything | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]
     return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]

@@ -19,10 +19,11 @@ from lockstep.engines.make import name_of
 from lockstep.errors import PeerError
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
-from lockstep.run.best import JUDGED, judged_by, noted, out_of_patience, shown
+from lockstep.run.best import JUDGED, brief, judged_by, noted, out_of_patience, shown
 from lockstep.run.build import Built
-from lockstep.run.evaluate import evaluate
+from lockstep.run.evaluate import evaluate_all, numbered
 from lockstep.run.meter import Meter
+from lockstep.run.plateau import looked_at
 from lockstep.sinks import Sinks
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
@@ -76,10 +77,10 @@ class RunRecorder:
         """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
         built, began = self._built, time.perf_counter()
         self.is_best = False
-        if built.evaluation is None:
+        if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        found = evaluate(
+        found = evaluate_all(
             built.engine,
             built.task,
             built.evaluation,
@@ -89,13 +90,14 @@ class RunRecorder:
             progress=lambda *evaluated: self._sinks.progress(done, evaluated),
         )
         if built.world.is_main:
-            metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
-            shown = {"evaluation/loss": found.loss, "evaluation/items": found.items, **metrics}
-            self._sinks.log({"global_step": done, **shown})
+            numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
+            self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - began)
         self.is_best = noted(judged_by(built.config), built.state, found)  # alike on every rank, as the record is
+        looked_at(built.config, built.state, better=self.is_best)
         if built.world.is_main:
-            built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED})
+            self._sinks.best(brief(built.state))
+            built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED if name in built.state})
         return found
 
     def save(self, done: int) -> None:
@@ -161,6 +163,7 @@ class RunRecorder:
                 "seconds": time.perf_counter() - self._began,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
+                "best": shown(built.state) if built.state.get("best") else None,
                 "sample": text,
                 "files": {
                     "checkpoint": checkpoint.path_of(built.folder.path, self.saved),

@@ -37,7 +37,7 @@ _BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What the check computes on: a micro-batch, its two halves, and one of the evaluation set, where there are such.
+    """What the check computes on: a micro-batch, its two halves, and one of each evaluation set, where there are such.
 
     Attributes:
         samples: in each half.
@@ -48,7 +48,7 @@ class _Trial:
     halves: tuple[MicroBatch, ...]
     samples: tuple[int, ...]
     drew: bool
-    evaluation: MicroBatch | None
+    evaluation: dict[str, MicroBatch]
 
 
 def check_task(
@@ -56,7 +56,7 @@ def check_task(
     plain: nn.Module,
     task: Task,
     training: Batches,
-    evaluation: Batches | None,
+    evaluation: Mapping[str, Batches],
     world: World,
     *,
     refuse_nan: bool = True,
@@ -69,7 +69,7 @@ def check_task(
         refuse_nan: a loss that is not finite of a batch that holds NaN is an error; else the guards see to it.
 
     Returns:
-        The names of the evaluation's metrics; None where nothing is evaluated.
+        The names of the evaluation's metrics, as its record has them; None where nothing is evaluated.
 
     Raises:
         DataError, ConfigError: a method fails, or returns what it must not; a loss that is no sum though it says so, or
@@ -87,7 +87,7 @@ def check_task(
         return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
 
 
-def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
+def _loaded(training: Batches, evaluation: Mapping[str, Batches]) -> _Trial:
     ((whole, drew),) = training.parts(0, [(0, None)])
     if not whole.items and whole.weight:
         training.with_items(0)
@@ -97,7 +97,7 @@ def _loaded(training: Batches, evaluation: Batches | None) -> _Trial:
     if half:
         with contextlib.suppress(DataError):  # a collation may need what half of the samples do not have
             halves = tuple(part for part, _ in training.parts(0, [(0, half), (half, None)]))
-    seen = evaluation.parts(0, [(0, None)])[0][0] if evaluation else None
+    seen = {name: batches.parts(0, [(0, None)])[0][0] for name, batches in evaluation.items()}
     return _Trial(whole, halves, (half, samples - half), drew, seen)
 
 
@@ -218,11 +218,18 @@ def _is_mean(whole: float, halves: list[float], weights: tuple[Any, ...], scale:
 
 def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> list[str] | None:
     """What the evaluation will call, on what it will call it with. The metrics' names."""
-    if trial.evaluation is None:
+    if not trial.evaluation:
         return None
+    found = {name: _metrics_of(model, task, batch, reseed) for name, batch in trial.evaluation.items()}
+    if list(found) == [""]:
+        return found[""]
+    return [f"{name}/{key}" for name, keys in found.items() for key in ("loss", "items", *keys)]
+
+
+def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callable[[int, int], None]) -> list[str]:
     reseed(0, 0)
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
-    result: Any = _called(method, lambda data: getattr(task, method)(model, data), trial.evaluation.data)
+    result: Any = _called(method, lambda data: getattr(task, method)(model, data), batch.data)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")

@@ -254,7 +254,7 @@ def _saved_and_evaluated(session: Session, built: Built, works: _Works, step: St
     due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
     saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
     late = bool(session.kept)  # the body of this step has yet to bring them up to it
-    if due and built.evaluation is not None:
+    if due and built.evaluation:
         state["evaluation_due"] = True
     if saves and not late:
         _save(works, done)

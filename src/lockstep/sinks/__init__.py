@@ -39,6 +39,9 @@ class Showing(Protocol):
     def progress(self, step: int, evaluated: tuple[int, int] | None) -> None:
         """As of `Sinks.progress`."""
 
+    def best(self, text: str) -> None:
+        """As of `Sinks.best`."""
+
 
 class Sinks:
     """Several sinks as one. One that fails is reported once, as a warning, and never stops the run.
@@ -66,6 +69,11 @@ class Sinks:
         """
         for sink in self._shows:
             self._holds(sink, partial(sink.progress, step, evaluated))
+
+    def best(self, text: str) -> None:
+        """Tells the same ones the best evaluation so far, in a few words; "" for none."""
+        for sink in self._shows:
+            self._holds(sink, partial(sink.best, text))
 
     def log(self, record: dict[str, Any]) -> None:
         """Gives the record to each sink."""

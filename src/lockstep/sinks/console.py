@@ -5,19 +5,18 @@
     console.log(record)
     console.close({"seconds": 118.0, "engine": "single", "world_size": 1, "sample": text, "files": paths, "next": line})
 
-On a terminal the progress is redrawn in place, a few times a second at most, when a record comes or a step or a part of
-an evaluation is done: no thread of its own. Anywhere else (a file, a pipe, Slurm) each record is one plain line without
-control sequences. Text that comes from outside is written literally, its control characters visible.
+On a terminal the progress is redrawn in place, a few times a second at most: when a record comes, when a step or a part
+of an evaluation is done, and by a timer where none of that happens for a while. Anywhere else (a file, a pipe, Slurm)
+each record is one plain line without control sequences. Text that comes from outside is written literally, its control
+characters visible.
 """
 
 import atexit
-import contextlib
 import math
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
@@ -28,12 +27,14 @@ from rich.text import Text
 
 from lockstep.config.secrets import mask, printable
 from lockstep.sinks.plot import curve
+from lockstep.sinks.terminal import Ticker, terminal
 from lockstep.sinks.words import duration_text, line_of, numbers_of, summary_rows
 
 __all__ = ["Console"]
 
 _REDRAW = 0.2  # seconds between two drawings of the progress
 _MOVE = 0.5  # and where no record has come
+_TICK = 1.0  # and where nothing has: the clock goes on
 _RECENT = 20  # records over which the time left is reckoned
 _WIDEST = 100  # columns; a longer bar or curve says no more
 
@@ -62,6 +63,7 @@ class Console:
         self._steps, self._step, self._items = steps, start, items
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
+        self._doing: list[str] = []
         self._seen: dict[str, Any] = {}  # the latest value of each name
         self._losses: list[tuple[float, float]] = []
         self._recent: deque[tuple[int, float]] = deque([(start, time.monotonic())], _RECENT)
@@ -73,12 +75,13 @@ class Console:
         """Shows an empty bar, on a terminal. `info` is not shown: the log says it."""
         self._recent[0] = (self._step, time.monotonic())
         if self._page.terminal.is_terminal:
-            self._bar = _Bar(self._page.terminal)
+            self._bar = _Bar(self._page.terminal, self._tick)
             self._bar.draw(self._step, self._steps, None, [])
 
     def log(self, record: dict[str, Any]) -> None:
         """Takes the record into the progress, or prints it as a line of its own."""
         self._remember(record)
+        self._doing = []
         if "running_loss" in record:
             self._step = int(record["global_step"])
             self._recent.append((self._step, time.monotonic()))
@@ -89,9 +92,13 @@ class Console:
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
         """Moves the bar, now and then; of an evaluation (micro-batches done, of how many) it shows the part."""
+        self._step, self._doing = step, [f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else []
         if self._bar is not None and self._bar.is_due(_MOVE):
-            self._step = step
-            self._draw([f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else [])
+            self._draw()
+
+    def best(self, text: str) -> None:
+        """Has the bar show the best evaluation so far."""
+        self._seen = {**self._seen, "best": text or None}
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Closes the bar; then, unless the run failed, shows the summary, the curve, a sample, the files, the way on.
@@ -102,6 +109,7 @@ class Console:
                 text; `files`, paths or {what: path}; `next`, the last line. None where the run failed.
         """
         if self._bar is not None:
+            self._doing = []
             self._draw()
             self._bar.stop()
             self._bar = None
@@ -114,9 +122,7 @@ class Console:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         peak = max(self._seen.get("memory") or 0, record.get("memory") or 0)
-        self._seen.update(record)
-        if peak:
-            self._seen["memory"] = peak
+        self._seen = {**self._seen, **record, **({"memory": peak} if peak else {})}  # as a whole: the timer reads it
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
 
@@ -125,11 +131,17 @@ class Console:
         (first, since), (last, until) = self._recent[0], self._recent[-1]
         if first == last:  # no record yet
             last, until = self._step, time.monotonic()
-        return (until - since) / (last - first) * (self._steps - last) if last > first else None
+        return (until - since) / (last - first) * (self._steps - self._step) if last > first else None
 
-    def _draw(self, doing: Iterable[str] = ()) -> None:
+    def _tick(self) -> None:
+        """Called by the timer."""
+        bar = self._bar
+        if bar is not None and bar.is_due(_TICK):
+            self._draw()
+
+    def _draw(self) -> None:
         if self._bar is not None:
-            numbers = [*doing, *numbers_of(self._seen, self._items)]
+            numbers = [*self._doing, *numbers_of(self._seen, self._items)]
             self._bar.draw(self._step, self._steps, self._time_left(), numbers)
 
     def _table(self, summary: Mapping[str, Any]) -> None:
@@ -172,7 +184,7 @@ class _Page:
     """Lines on a stream, written literally."""
 
     def __init__(self, stream: TextIO, interactive: bool | None) -> None:
-        self.terminal = _terminal(stream, interactive)
+        self.terminal = terminal(stream, interactive)
         self.unicode = "utf" in self.terminal.encoding.lower()
 
     @property
@@ -202,9 +214,13 @@ class _Bar:
 
     What others print to stdout or stderr meanwhile is put above them. The cursor is hidden until `stop`, which also
     runs at the end of a process that nobody closed.
+
+    Args:
+        tick: called now and then by a thread of its own, until `stop`.
     """
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal, tick: Callable[[], None]) -> None:
+        self._since = time.monotonic()
         self._width = min(terminal.width, _WIDEST)
         self._live = Live(
             console=terminal,
@@ -215,6 +231,7 @@ class _Bar:
         self._drawn = -math.inf
         atexit.register(self.stop)
         self._live.start()
+        self._ticker = Ticker(tick, _TICK)
 
     def is_due(self, seconds: float = _REDRAW) -> bool:
         return time.monotonic() - self._drawn >= seconds
@@ -227,34 +244,12 @@ class _Bar:
         bar.add_row(Text(before, "bold"), ProgressBar(max(steps, 1), step, width=room), Text(after))
         both = Table.grid()
         both.add_row(bar)
-        both.add_row(Text(printable("  ".join(numbers)) or "starting", "cyan", overflow="ellipsis", no_wrap=True))
+        shown = [duration_text(time.monotonic() - self._since), *(numbers or ["starting"])]
+        both.add_row(Text(printable("  ".join(shown)), "cyan", overflow="ellipsis", no_wrap=True))
         self._live.update(both, refresh=True)
         self._drawn = time.monotonic()
 
     def stop(self) -> None:
+        self._ticker.stop()
         self._live.stop()
         atexit.unregister(self.stop)
-
-
-class _Screen(Terminal):
-    """rich's console, which for itself would end the process when whoever reads its output is gone (`| head`)."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True  # the run goes on; its records and its log are in its folder
-        with contextlib.suppress(OSError, ValueError):  # what is still in the stream must not fail at the exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-
-
-def _terminal(stream: TextIO, interactive: bool | None) -> Terminal:
-    # Not rich's own guess: FORCE_COLOR, which CI services set, would put control sequences into a log.
-    able = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    wanted = able if interactive is None else interactive
-    return _Screen(
-        file=stream,
-        force_terminal=wanted,
-        color_system="auto" if wanted else None,
-        force_jupyter=False,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )

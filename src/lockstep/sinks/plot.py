@@ -7,7 +7,7 @@ Unicode.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["curve"]
 
@@ -17,7 +17,13 @@ Point = tuple[float, float]
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-def curve(points: Sequence[Point], width: int = 78, height: int = 10, unicode: bool = True) -> list[str]:
+def curve(
+    points: Sequence[Point],
+    width: int = 78,
+    height: int = 10,
+    unicode: bool = True,
+    label: Callable[[float], str] = "{:g}".format,
+) -> list[str]:
     """The points (x, y), x rising, as lines of at most `width` characters: `height` of them and two for the x axis.
 
     Points that are not finite are left out; where none is left, so is the curve: []. Several points that fall on one
@@ -25,6 +31,7 @@ def curve(points: Sequence[Point], width: int = 78, height: int = 10, unicode: b
 
     Args:
         unicode: draw with braille dots; otherwise with ASCII alone.
+        label: what stands at an x of the axis.
     """
     kept = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not kept:
@@ -39,7 +46,7 @@ def curve(points: Sequence[Point], width: int = 78, height: int = 10, unicode: b
     rows = _braille(lit, columns, height) if unicode else _ascii(lit, columns, height)
     edge, corner, line = ("│", "└", "─") if unicode else ("|", "+", "-")
     lines = [f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip() for row, text in enumerate(rows)]
-    first, last = f"{kept[0][0]:g}", f"{kept[-1][0]:g}"
+    first, last = label(kept[0][0]), label(kept[-1][0])
     gap = columns - len(first) - len(last)
     axis = first + " " * gap + last if len(kept) > 1 and gap > 0 else first
     return [*lines, " " * (margin + 1) + corner + line * columns, " " * (margin + 2) + axis]

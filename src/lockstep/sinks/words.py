@@ -38,12 +38,19 @@ def numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
     """The record's main numbers with their names, most wanted first; those that are missing are left out."""
     shown = (
         ("running_loss", lambda value: f"loss {loss_text(value)}"),
+        ("evaluation/loss", lambda value: f"evaluation {_losses(seen, value)}"),
+        ("best", str),
         ("lr", lambda value: f"lr {value:.2e}"),
         ("items_per_second", lambda value: f"{count_text(value)} {items}/s"),
         ("memory", bytes_text),
-        ("evaluation/loss", lambda value: f"evaluation {loss_text(value)}"),
     )
     return [text(seen[name]) for name, text in shown if seen.get(name) is not None]
+
+
+def _losses(seen: Mapping[str, Any], loss: float) -> str:
+    """The evaluation's loss; of several sets that of each, with its name."""
+    named = [f"{name} {loss_text(seen[f'evaluation/{name}/loss'])}" for name in _sets(seen)]
+    return "  ".join(named) or loss_text(loss)
 
 
 def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | None) -> str:
@@ -55,10 +62,8 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
     """
     parts = [f"step {record.get('global_step', '?')}/{steps}"]
     if "evaluation/loss" in record:
-        loss = record["evaluation/loss"]
-        parts += [f"evaluation loss {loss_text(loss)}"]
-        parts += [f"perplexity {_perplexity(loss)}"] if items == "tokens" else []
-        return "  ".join(parts + [f"{name} {record[f'evaluation/{name}']:.5g}" for name in _metrics(record)])
+        numbers = _evaluated(record, items)
+        return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += numbers_of(record, items)
@@ -76,16 +81,16 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         items: what a batch counts.
     """
     memory = values.get("memory") or None  # 0 where nobody measured it
-    loss = values.get("evaluation/loss")
-    metrics = [(f"evaluation {name}", values[f"evaluation/{name}"], _short) for name in _metrics(values)]
+    evaluated = [
+        (name if name == "perplexity" else f"evaluation {name}", text) for name, text in _evaluated(values, items)
+    ]
     rows: tuple[tuple[str, Any, Callable[[Any], str]], ...] = (
         ("experiment", values.get("experiment"), str),
         ("steps", values.get("global_step"), lambda step: f"{step} of {steps}"),
         ("epochs", _epochs(values), lambda epoch: f"{epoch:.3g}"),
         ("training loss", values.get("running_loss"), loss_text),
-        ("evaluation loss", loss, loss_text),
-        ("perplexity", loss if items == "tokens" else None, _perplexity),
-        *metrics,
+        *((name, text, str) for name, text in evaluated),
+        ("best evaluation", values.get("best"), str),
         (f"{items}/s", values.get("items_per_second"), count_text),
         ("time", values.get("seconds"), duration_text),
         ("peak memory", memory, bytes_text),
@@ -95,14 +100,24 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
     return [(name, text(value)) for name, value, text in rows if value is not None]
 
 
-def _metrics(record: Mapping[str, Any]) -> list[str]:
-    """The names of an evaluation's own numbers, besides loss and items."""
-    named = [name.removeprefix("evaluation/") for name in record if name.startswith("evaluation/")]
-    return [name for name in named if name not in ("loss", "items")]
+def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
+    """An evaluation's numbers, name and text: loss, perplexity of tokens, metrics; of several sets those of each."""
+    found: list[tuple[str, str]] = []
+    for prefix in [f"{name}/" for name in _sets(record)] or [""]:
+        loss = record.get(f"evaluation/{prefix}loss")
+        if loss is not None:
+            found.append((f"{prefix}loss", loss_text(loss)))
+            found += [(f"{prefix}perplexity", _perplexity(loss))] if items == "tokens" else []
+        own = [name.removeprefix(f"evaluation/{prefix}") for name in record if name.startswith(f"evaluation/{prefix}")]
+        metrics = [name for name in own if name not in ("loss", "items")]
+        found += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
+    return found
 
 
-def _short(number: float) -> str:
-    return f"{number:.5g}"
+def _sets(record: Mapping[str, Any]) -> list[str]:
+    """The names of the evaluation's sets, where they have names."""
+    counted = [name.removesuffix("/items") for name in record if name.endswith("/items") and name != "evaluation/items"]
+    return [name.removeprefix("evaluation/") for name in counted if f"{name}/loss" in record]
 
 
 def _epochs(record: Mapping[str, Any]) -> float | None:

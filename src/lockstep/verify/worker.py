@@ -28,7 +28,7 @@ from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.run.build import Built, build
-from lockstep.run.evaluate import evaluate
+from lockstep.run.evaluate import evaluate_all
 from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.tasks.named import named_task
 from lockstep.verify.fault import FaultContext, Seed
@@ -120,9 +120,9 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
         if end < request.steps:
             state = built.state | built.run_plan.place(end) | {"plan": built.plan, "world_size": world.size}
             checkpoint.save(built.folder.path, end, built.tensors(), state, world, engine=spec.combination.engine)
-        elif built.evaluation is not None:
-            batches = fault.evaluation(built.evaluation, context)
-            found = evaluate(built.engine, built.task, batches, world, step=end, seed=built.config.seed)
+        elif built.evaluation:
+            sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
+            found = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": found.loss, "items": found.items, "metrics": found.metrics}
         del built, context, recorder
         gc.collect()  # engines, before the next is made or the groups are left

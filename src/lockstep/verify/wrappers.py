@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from lockstep.config.config import Config
 from lockstep.engines.base import Engine, StepResult
+from lockstep.run.evaluation_sets import named_sets
 from lockstep.task import Order, Task, items_of_a_sample
 
 __all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
@@ -78,9 +79,14 @@ class PreparedTask(TaskWrapper):
 
     def dataset(self, split: str) -> Any:
         found = self.inner.dataset(split)
-        if split == "train" or found is None or len(found) <= self._samples:
+        if split == "train":
             return found
-        return Subset(found, range(self._samples))
+        sets = named_sets(found)
+        few = {
+            name: each if len(each) <= self._samples else Subset(each, range(self._samples))
+            for name, each in sets.items()
+        }
+        return few.get("", few)
 
     def collate(self, samples: list[Any]) -> Any:
         batch = self.inner.collate(samples)
