@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.engines.make import engine
     from lockstep.engines.options import EngineOptions
     from lockstep.records import Best, EvaluationRecord, Step
+    from lockstep.run.find_lr import find_lr
     from lockstep.run.load import load
     from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
@@ -28,6 +29,7 @@ _MODULES = {
     "lockstep.config.sections": ("Checkpoint", "Data", "Guards", "Model", "Optim"),
     "lockstep.engines.make": ("engine",),
     "lockstep.engines.options": ("EngineOptions",),
+    "lockstep.run.find_lr": ("find_lr",),
     "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),
     "lockstep.run.run": ("Result", "Run", "train"),
@@ -54,6 +56,7 @@ __all__ = [
     "Task",
     "World",
     "engine",
+    "find_lr",
     "load",
     "train",
     "verify",

@@ -25,6 +25,9 @@ def command(argv: list[str]) -> int:
     if given["show_groups"]:
         importlib.import_module("lockstep.run.groups_table").show_groups(config)
         return 0
+    if given["find_lr"]:
+        importlib.import_module("lockstep.run.find_lr").show(config)
+        return 0
     if os.environ.get("RANK", "0") == "0":  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
     run = _loaded().Run(config)
@@ -38,7 +41,11 @@ def command(argv: list[str]) -> int:
 
 def _parser(argv: Sequence[str] = ()) -> Parser:
     parser = options.parser_of(list(argv), "lockstep train")
-    parser.add_argument("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
+    add = parser.add_argument
+    add("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
+    add(
+        "--find-lr", action="store_true", help="try 100 rates, print the curve of the loss and a rate, and keep nothing"
+    )
     return parser
 
 
