@@ -1,11 +1,16 @@
 """The examples run as they stand, alone and on two processes."""
 
+import ast
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from shell import environment, inspected
+
+from lockstep.sinks.jsonl import read
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -42,5 +47,72 @@ def test_my_training_as_a_project_would_run_it():
     assert "2 passed" in done.stdout
 
 
+def numbers(shown, word):
+    """What stands behind `word` in each line that has it."""
+    return [float(found) for found in re.findall(rf"{word} (-?[\d.]+(?:e-?\d+)?)", shown)]
+
+
+def test_images_learns_and_says_its_f1(tmp_path):
+    shown = go("images.py", "--max-steps", "60", "--eval-freq", "30", "--save-dir", str(tmp_path))
+    (f1,) = numbers(shown, "best F1")
+    assert 0.8 < f1 <= 1
+    assert "one-cycle" in (tmp_path / "digits" / "config.toml").read_text()
+
+
+def test_a_gan_of_two_engines_is_the_same_alone_and_on_two():
+    alone, two = (numbers(go("gan.py", "--steps", "100", processes=count), "off") for count in (0, 2))
+    assert len(alone) == len(two) == 1
+    assert two == pytest.approx(alone, abs=0.02)  # rank 0 prints its own points
+
+
+def test_a_sweep_takes_the_best_and_tells_what_it_has(tmp_path):
+    flags = ("--max-steps", "40", "--save-dir", str(tmp_path))
+    shown = [go("sweep.py", *flags).splitlines()[-1] for _ in range(2)]
+    assert shown[0] == shown[1]
+    losses = {}
+    for rate in ("0.001", "0.01", "0.1"):
+        records = read(tmp_path / f"lr-{rate}" / "metrics.jsonl")
+        (losses[rate],) = [record["evaluation/loss"] for record in records if "evaluation/loss" in record]
+    best = min(losses, key=losses.get)
+    assert shown[0] == f"best: lr {best}, evaluation loss {losses[best]:.4f}, 4482 parameters"
+
+
+def test_the_notebooks_cells_run_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
+    names = {}
+    for cell in code:
+        exec(compile(cell, "notebook.ipynb", "exec"), names)
+    assert names["run"].result.status == "finished"
+    assert len(names["losses"]) == 250
+    assert names["run"].best.value > 0.8
+    for cell in code:  # once more: the run is finished, and says so
+        exec(compile(cell, "notebook.ipynb", "exec"), names)
+    assert names["losses"] == []
+
+
+def lines_of_code(text):
+    """Lines that hold more than space, comments and docstrings."""
+    tree = ast.parse(text)
+    owners = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    spoken = {
+        line
+        for node in owners
+        if ast.get_docstring(node)
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    rows = enumerate(text.splitlines(), 1)
+    return sum(bool(row.strip()) and not row.strip().startswith("#") and n not in spoken for n, row in rows)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short(path):
+    assert lines_of_code(path.read_text(encoding="utf-8")) < 40
+
+
 def test_there_is_no_example_without_a_test():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_task.py", "own_loop.py", "test_my_training.py"}
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    own = Path(__file__).read_text(encoding="utf-8")
+    assert {name for name in files if f'"{name}"' not in own} == set()
