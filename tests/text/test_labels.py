@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from dataclasses import replace
 
 import hub_files
 import pytest
@@ -15,6 +14,7 @@ from lockstep.config.sections import Data
 from lockstep.errors import DataError
 from lockstep.models.chat import chat_tokens
 from lockstep.models.hf import HubTokenizer
+from lockstep.tasks import causal_lm
 from lockstep.tasks.hf import corpus_for
 from lockstep.tasks.named import named_task
 from lockstep.text.documents import packed
@@ -223,19 +223,17 @@ def test_a_window_restarts_its_positions(tmp_path):
     assert facts["masked"] is True
 
 
-def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder):
+@pytest.mark.parametrize(("packing", "hub"), [("stream", False), ("documents", False), ("padded", True)])
+def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder, monkeypatch, packing, hub):
+    monkeypatch.setattr(causal_lm, "_SAMPLE", 3)
     path = hub_files.write_jsonl(
         tmp_path / "a.jsonl", [{"prompt": "add three", "completion": f" {n}."} for n in range(30)]
     )
-    for packing in ("stream", "padded", "documents"):
-        for model in ("builtin:nano", str(model_folder)):
-            config = Config(model_name=model, dataset_name=str(path), seq_len=12)
-            texts = []
-            for prompt in ("", "name the"):
-                task = named_task(
-                    replace(config, data=Data(packing=packing, vocab_size=300, prompt=prompt, evaluation=0.3)), print
-                )
-                torch.manual_seed(0)
-                texts.append(task.sample(task.model(), torch.device("cpu")))
-            assert texts[0].startswith("add three")
-            assert texts[1].startswith("name the")
+    for prompt in ("", "name the"):
+        data = Data(packing=packing, vocab_size=300, prompt=prompt, evaluation=0.3)
+        named = {"model_name": str(model_folder)} if hub else {}
+        task = named_task(Config(dataset_name=str(path), seq_len=12, data=data, **named), print)
+        torch.manual_seed(0)
+        text = task.sample(task.model(), torch.device("cpu"))
+        assert text.startswith(prompt or "add three")
+        assert len(text) > len(prompt or "add three")

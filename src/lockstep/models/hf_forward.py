@@ -79,7 +79,8 @@ def with_loss(model: nn.Module) -> nn.Module:
 def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **named: Any) -> Any:
     if summed_labels is None:
         return type(self).forward(self, *inputs, **named)
-    hidden = self.base_model(*inputs, **named).last_hidden_state
+    asked = {name: value for name, value in named.items() if value is not None}  # adapters pass on whatever there is
+    hidden = self.base_model(*inputs, **asked).last_hidden_state
     return summed_loss(partial(_head, self), hidden, summed_labels, chunk)
 
 
