@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_files import texts, write_jsonl
 from shell import environment, inspected
 
 from lockstep.sinks.jsonl import read
@@ -18,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def go(name, *flags, processes=0):
     launcher = ["-m", "lockstep", "launch", f"--nproc-per-node={processes}", "--"] if processes else []
     arguments = [sys.executable, *launcher, str(EXAMPLES / name), *flags]
-    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,6 +64,18 @@ def test_a_gan_of_two_engines_is_the_same_alone_and_on_two():
     alone, two = (numbers(go("gan.py", "--steps", "100", processes=count), "off") for count in (0, 2))
     assert len(alone) == len(two) == 1
     assert two == pytest.approx(alone, abs=0.02)  # rank 0 prints its own points
+
+
+def test_lora_trains_adapters_and_exports_them(tmp_path, weights_folder):
+    notes = write_jsonl(tmp_path / "notes.jsonl", [{"text": text} for text in texts(60)])
+    flags = (
+        f"--max-steps 4 --eval-freq 2 --batch-size 4 --seq-len 16 --save-dir {tmp_path} --data.cache {tmp_path}/cache"
+    )
+    names = ["--model-name", str(weights_folder), "--dataset-name", str(notes)]
+    shown = go("lora.py", *flags.split(), *names)
+    assert len(numbers(shown, "step [24]: evaluation loss")) == 2
+    assert re.search(r"^\d+ numbers of adapters$", shown, re.MULTILINE)
+    assert (tmp_path / "tuned-adapters" / "adapter_config.json").is_file()
 
 
 def test_a_sweep_takes_the_best_and_tells_what_it_has(tmp_path):

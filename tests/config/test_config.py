@@ -252,6 +252,8 @@ PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step o
         ("--optimizer", ": here it is --optim.name"),
         ("--eval-strategy", ": here it is --eval-freq, which takes 1epoch too"),
         ("--load-best-model-at-end", ": the best is kept by itself, judged by --best-metric; lockstep.load takes it"),
+        ("--lora-r", ": here it is --lora.rank"),
+        ("--target-modules", ": here it is --lora.targets"),
         ("--overwrite-output-dir", ": nothing is overwritten: give another --experiment-name"),
     ],
 )

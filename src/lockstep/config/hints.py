@@ -97,6 +97,15 @@ FOREIGN: dict[str, str] = {
     "lr_scheduler": "{optim.schedule}",
     "sched": "{optim.schedule}",
     "scheduler": "{optim.schedule}",
+    # adapters
+    "use_lora": "{lora.rank}, above 0",
+    "use_peft": "{lora.rank}, above 0",
+    "lora_r": "{lora.rank}",
+    "lora_rank": "{lora.rank}",
+    "lora_alpha": "{lora.alpha}",
+    "lora_dropout": "{lora.dropout}",
+    "lora_target_modules": "{lora.targets}",
+    "target_modules": "{lora.targets}",
     # numbers and kernels
     "bf16": "{precision} bf16",
     "fp16": "{precision} fp16",
