@@ -7,9 +7,11 @@ import torch
 
 from lockstep import cli
 from lockstep.config import options
+from lockstep.config.config import lookup
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed import engine as module
 from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
+from lockstep.engines.deepspeed_file import hold, told_of_scale
 from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.optim.optimizers import adamw
@@ -82,7 +84,6 @@ def test_offload():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"scheduler": {"type": "WarmupLR"}}, "take out 'scheduler': the schedule is lockstep's: --optim.schedule"),
         ({"amp": {"enabled": True}}, "take out 'amp': .*--precision bf16 or fp16"),
         ({"zero_optimisation": {}}, "'zero_optimisation' is unknown to this engine: did you mean 'zero_optimization'"),
         ({"curriculum_learning": {}}, "'curriculum_learning' is unknown to this engine"),
@@ -129,9 +130,19 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
         ({"bf16": {"enabled": True}}, {}, r"bf16\.enabled is true, and --precision is not bf16-true"),
         ({"fp16": {"enabled": True}}, {}, r"fp16\.enabled is true, and --precision is not fp16; set --precision fp16"),
         ({"fp16": {"enabled": False}}, {"scaled": True}, r"fp16\.enabled is false, and --precision is fp16"),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"scaled": True}, r"take out fp16\.loss_scale"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128}},
+            {"scaled": True},
+            r"take out fp16\.loss_scale 128: the loss's scale",
+        ),
         ({"fp16": True}, {}, "fp16 is no object"),
-        ({"optimizer": {"type": "Adam"}}, {}, r'optimizer\.type is "Adam", and the run\'s optimizer makes it "AdamW"'),
+        ({"optimizer": {"type": "SGD"}}, {}, r'optimizer\.type is "SGD", and the run\'s optimizer makes it "AdamW"'),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            {},
+            r'optimizer\.type is "Adam", and the run\'s optimizer makes it "AdamW"',
+        ),
+        ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": True}, r"'fp16\.scale' is unknown"),
         ({"optimizer": {"params": {"lr": 0.1}}}, {}, r"optimizer\.params\.lr is 0\.1, and the flags make it 0\.01"),
         ({"optimizer": {"params": {"momentum": 0.1}}}, {}, r"'optimizer\.params\.momentum' is unknown to AdamW"),
         ({"optimizer": {"kind": "AdamW"}}, {}, r"'optimizer\.kind' is unknown"),
@@ -148,7 +159,9 @@ def test_contradictions_are_named(given, changed, message):
 # the command line
 
 
-def test_flags_of_the_deepspeed_launcher_are_taken(tmp_path):
+def test_flags_of_the_deepspeed_launcher_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
     config = options.parse(["--local_rank=1", "--deepspeed", "--deepspeed_config", "ds.json", "--lr", "0.1"])
     assert (config.engine, config.engine_options.config, config.lr) == ("deepspeed", "ds.json", 0.1)
     assert options.parse(["--local_rank", "0"]).engine == "auto"
@@ -162,6 +175,89 @@ def test_flags_of_the_deepspeed_launcher_are_taken(tmp_path):
 def test_the_launcher_puts_its_flag_before_the_command(capsys):
     assert cli.dispatch(["--local_rank=0", "--version"]) == 0
     assert capsys.readouterr().out.startswith("lockstep ")
+
+
+# what the file says becomes the run's settings
+
+SOURCE = {  # as a lecture on DeepSpeed shows it
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000},
+    "amp": {"enabled": False},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def parsed(tmp_path, content, *argv):
+    return options.parse(["--deepspeed_config", written(tmp_path, content), *argv])
+
+
+def test_a_whole_file_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = parsed(tmp_path, SOURCE)
+    assert (config.engine, config.batch_size, config.micro_batch_size) == ("deepspeed", 8, 4)
+    assert (config.lr, config.precision, config.optim.name) == (1.5e-4, "fp16", "adamw")
+    assert (config.optim.beta2, config.optim.weight_decay, config.optim.eps) == (0.999, 0.0, 1e-8)
+    path = config.engine_options.config
+    check_batches(path, batch_size=8, micro_batch_size=4, ranks=2)
+    assert merged(read_config(path), wanted(scaled=True, optimizer=adamw(torch.nn.Linear(2, 2), lr=1.5e-4)))
+    assert told_of_scale(SOURCE) == ["loss_scale_window 1000 (here 2000)"]
+    assert parsed(tmp_path, SOURCE, "--optim.weight-decay", "0.1").optim.weight_decay == 0.1, "the file does not say it"
+    assert parsed(tmp_path, SOURCE, "--lr", "1.5e-4").lr == 1.5e-4
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "found"),
+    [
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 7, "warmup_type": "linear"}},
+            {"lr": 0.02, "optim.schedule": "constant", "optim.warmup_steps": 7},
+        ),
+        (
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_type": "linear", "warmup_min_lr": 0}},
+            {"optim.schedule": "linear", "optim.floor": 0.0, "max_steps": 50, "optim.warmup_steps": 1000},
+        ),
+        (
+            {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5, "cos_min_ratio": 0.1}},
+            {"optim.schedule": "cosine", "optim.floor": 0.1, "max_steps": 50, "optim.warmup_steps": 5},
+        ),
+    ],
+)
+def test_schedulers(tmp_path, scheduler, found):
+    config = parsed(tmp_path, {"scheduler": scheduler})
+    assert {name: lookup(config, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "message"),
+    [
+        (SOURCE, ["--lr", "0.1"], r"optimizer\.params\.lr is 0\.00015, which makes --lr 0\.00015, and it is 0\.1"),
+        (SOURCE, ["--precision", "bf16"], r"fp16\.enabled is true, which makes --precision fp16, and it is bf16"),
+        (SOURCE, ["--batch-size", "16"], "train_batch_size is 8, which makes --batch-size 8, and it is 16"),
+        ({"optimizer": {"type": "Lamb"}}, [], r"optimizer\.type Lamb is not served: Adam, AdamW or SGD"),
+        ({"scheduler": {"type": "OneCycle"}}, [], r"scheduler\.type OneCycle is not served: WarmupLR"),
+        ({"scheduler": {"type": "WarmupLR"}}, [], "warmup_type is log, DeepSpeed's default, and here it is linear"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, [], r"'scheduler\.params\.warmup' is unknown"),
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_type": "linear"}},
+            },
+            [],
+            r"scheduler\.params\.warmup_max_lr is 0\.2, and optimizer\.params\.lr 0\.1; make them the same",
+        ),
+    ],
+)
+def test_what_a_flag_and_the_file_say_otherwise_is_named(tmp_path, content, argv, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parsed(tmp_path, content, *argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_made_in_python_is_held_too():
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr is 0\.00015, which makes --lr 0\.00015, and it is 1"):
+        hold(SOURCE, {"lr": 1.0, "optim.name": "adamw", "batch_size": 8, "precision": "fp16"}.__getitem__, 1)
 
 
 # what needs the package, or finds it missing

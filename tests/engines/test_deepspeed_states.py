@@ -102,3 +102,38 @@ def _norms(world, stage, offload):
 @pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (2, True), (3, False), (3, True)])
 def test_what_a_micro_batch_leaves_out_has_no_gradient_of_an_earlier_step(stage, offload):
     close(run(_norms, 2, stage, offload)[0], _norms(World(), 0, False))
+
+
+def _taken_over(world, stage):
+    """The state after a step of another engine in which the second layer had no gradient is taken, and gone on with."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    before = engine("single", Branching(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), World())
+    batch = torch.arange(8.0).view(2, 4)
+    before.backward(before.model(batch, False).square().sum(), 1.0)
+    before.step(1.0)
+    state = {name: tensor.detach().clone() for name, tensor in before.state_dict().items()}
+    assert not any(name.startswith("optimizer/second") for name in state)
+    options = EngineOptions(zero_stage=stage)
+    after = engine(
+        "deepspeed", Branching(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), world, options=options
+    )
+    after.load_state_dict(dict(state))
+    found = after.state_dict()
+    for name in ("first.weight", "second.weight"):
+        kept = found[f"optimizer/{name}/exp_avg"]
+        if kept.to_local().numel() == kept.numel():  # on its owner
+            wanted = state.get(f"optimizer/{name}/exp_avg", torch.zeros(4, 4))
+            assert torch.equal(kept.to_local(), wanted)
+    for made in (before, after):
+        made.backward(made.model(batch, True).square().sum(), 1 / (world.size if made is after else 1))
+        made.step(1.0)
+    kept = after.state_dict()["model/first.weight"]
+    return kept.to_local().tolist() if kept.to_local().ndim else None, before.model.first.weight.tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_engines_state_without_that_of_an_unused_parameter(stage):
+    results = run(_taken_over, 2, stage)
+    held = next(found for found, _ in results if found)
+    close(held, results[0][1])

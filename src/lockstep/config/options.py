@@ -12,6 +12,7 @@ A command with flags of its own has them in one parser with these:
 
 import argparse
 import dataclasses
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from lockstep.config.config import Config, flag, is_auto, sections
 from lockstep.config.fields import FieldError
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN, hint
+from lockstep.engines.deepspeed_file import read_json, taken
 from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
 
@@ -80,7 +82,9 @@ def told(given: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in given.items() if name in _DESTINATIONS}
     from_launcher(values)
     path = values.pop("config", None)
-    return {**(read(Path(path)) if path else {}), **values}
+    values = {**(read(Path(path)) if path else {}), **values}
+    file = read_json(str(values.get("engine_options.config", "")))
+    return taken(values, file, int(os.environ.get("WORLD_SIZE", "1"))) if file else values
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -183,14 +187,8 @@ FIRST = (
 _GROUPS = {
     "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
     "the plan": (
-        "num_epochs",
-        "max_steps",
-        "limit_train_batches",
-        "batch_size",
-        "micro_batch_size",
-        "lr",
-        "seed",
-        "preset",
+        *("num_epochs", "max_steps", "extend_to", "limit_train_batches", "batch_size", "micro_batch_size"),
+        *("lr", "seed", "preset"),
     ),
     "how it is computed": (
         *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.config import options
-from lockstep.config.config import Config
+from lockstep.config.config import Config, lookup
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Begun, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed.config import check_batches
+from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.make import engine
 from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import DataError, ResumeError, UsageError, said
@@ -216,6 +217,8 @@ def build(
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config))
     config = run_plan.config
+    file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
+    hold(file, lambda name: lookup(config, name), world.size)
     state["origin"] = list(run_plan.origin)
     check_longer(config, state, run_plan.step_plan.steps)
     if not cut_known:

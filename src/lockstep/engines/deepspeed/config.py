@@ -4,18 +4,19 @@
     check_batches("ds_config.json", batch_size=64, micro_batch_size=4, ranks=8)
     config = merged(given, wanted)                               what `deepspeed.initialize` gets
 
-A number that a flag gives too may be left out, be "auto", or say the same; anything else is refused by name, so that
-what a run's config.toml says is what was trained.
+What the file says of optimizer, schedule, precision and batch has become the run's settings where flags were read (see
+`lockstep.engines.deepspeed_file`); here it is held against them: a number that contradicts them is refused by name, so
+that what a run's config.toml says is what was trained.
 """
 
 import difflib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from lockstep.engines.deepspeed_file import read_json, told_of_scale
 from lockstep.errors import ConfigError
 
 __all__ = ["Wanted", "check_batches", "merged", "read_config"]
@@ -35,11 +36,7 @@ _PASSED = (
 )
 # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
 _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-_HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "bf16", "fp16")
-_REFUSED = {
-    "scheduler": "the schedule is lockstep's: --optim.schedule, --optim.warmup-steps, --optim.floor",
-    "amp": "Apex is not served: --precision bf16 or fp16",
-}
+_HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16", "amp")
 
 
 class Wanted(NamedTuple):
@@ -68,19 +65,10 @@ def read_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, is no JSON object, or has a key that this engine does not serve.
     """
-    if not path:
-        return {}
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--engine.config {path}: {error.strerror or error}; give a DeepSpeed JSON file") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--engine.config {path} is not a JSON file: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--engine.config {path}: it holds no object; give a DeepSpeed configuration")
+    found = read_json(path)
     for key in found:
-        if key in _REFUSED:
-            raise ConfigError(f"--engine.config: take out '{key}': {_REFUSED[key]}")
+        if key == "amp" and found[key] != {"enabled": False}:
+            raise ConfigError("--engine.config: take out 'amp': Apex is not served: --precision bf16 or fp16")
         if key not in (*_PASSED, *_HELD):
             close = difflib.get_close_matches(key, (*_PASSED, *_HELD), n=1)
             hint = f"did you mean '{close[0]}'?" if close else "take it out"
@@ -163,24 +151,28 @@ def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
                 f"--engine.config: {key}.enabled is {json.dumps(found)}, and --precision {'is' if on else 'is not'} "
                 f'{flag}; set --precision {flag if found else "float32"}, or write "auto"'
             )
-        stray = [name for name, value in section.items() if name != "enabled" and value != "auto"]
-        if stray:
-            raise ConfigError(
-                f"--engine.config: take out {key}.{stray[0]}: the loss's scale is lockstep's, the same in every engine"
-            )
+        if key == "bf16" and section.keys() - {"enabled"}:
+            raise ConfigError(f"--engine.config: take out bf16.{min(section.keys() - {'enabled'})}: it is not served")
+    told_of_scale(given)
 
 
 def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
     if not isinstance(section, dict):
         raise ConfigError("--engine.config: optimizer is no object; take it out, since the flags say what it is")
-    _hold(section, "type", type(optimizer).__name__, "the run's optimizer", "optimizer.")
+    params = section.get("params", {})
+    kind = type(optimizer).__name__
+    decoupled = section.get("type") == "Adam" and isinstance(params, dict) and params.get("adam_w_mode", True)
+    if not (decoupled and kind == "AdamW"):  # which is what DeepSpeed's Adam is, unless it is told otherwise
+        _hold(section, "type", kind, "the run's optimizer", "optimizer.")
     stray = [key for key in section if key not in ("type", "params")]
     if stray:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: take it out")
-    groups, params = optimizer.param_groups, section.get("params", {})
+    groups = optimizer.param_groups
     if not isinstance(params, dict):
         raise ConfigError("--engine.config: optimizer.params is no object; take it out, since the flags say what it is")
     for key, value in params.items():
+        if key in ("adam_w_mode", "torch_adam", "bias_correction"):  # held where the file was taken
+            continue
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
         # The weights that decay are in the first group; the rest has none, whatever the number.

@@ -20,6 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult, set_momentum
 from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
+from lockstep.engines.deepspeed_file import told_of_scale
 from lockstep.engines.shared.ddp_common import check_launched
 from lockstep.engines.shared.optimizer_step import LossScale, OptimizerStep
 from lockstep.engines.shared.scaled_backward import ScaledBackward
@@ -59,6 +60,8 @@ class DeepSpeed:
         else:
             self._finish = OptimizerStep(made, settings)
             self._module = model
+        if odd := told_of_scale(given):
+            settings.say(f"--engine.config: the loss's scale is lockstep's, the same in every engine: {', '.join(odd)}")
         settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.checkpoint.layout import owners_of
 from lockstep.distributed.world import World
 from lockstep.engines.shared.extra import set_extra
-from lockstep.engines.shared.state_dict import first_step
+from lockstep.engines.shared.state_dict import begin, first_step
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
@@ -71,9 +71,15 @@ class SplitState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what `state` gave, or plain tensors that every rank has whole."""
+        """Takes what `state` gave, or plain tensors that every rank has whole.
+
+        Another engine's may have no optimizer state of a parameter that never had a gradient: here it begins anew,
+        beside the count of steps that all parameters share.
+        """
         own = self.state_dict()
-        missing = sorted(own.keys() ^ state.keys())
+        stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
+        unstepped = {n for n in own if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped}
+        missing = sorted((own.keys() - unstepped) ^ state.keys())
         if missing:
             raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
         numbers: dict[str, Tensor] = {}
@@ -84,8 +90,14 @@ class SplitState:
             if parameter.requires_grad:
                 for key in self._flat.elementwise():
                     full = f"optimizer/{name}/{key}"
-                    self._set_state(parameter, self._whole(state[full], owners[full]), key)
-                numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._flat.numbers()}
+                    if full in unstepped:
+                        whole = torch.zeros(own[full].shape, dtype=own[full].dtype, device=self._world.device)
+                        self._flat.begin(key, whole)
+                    else:
+                        whole = self._whole(state[full], owners[full])
+                    self._set_state(parameter, whole, key)
+                if f"optimizer/{name}" in stepped:
+                    numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._flat.numbers()}
         for key, number in numbers.items():
             self._flat.set_number(key, number)
         for name, buffer in self._buffers():
@@ -93,13 +105,14 @@ class SplitState:
         set_extra(self._model, state)
 
     def _owners(self) -> dict[str, int]:
-        """Which rank keeps which tensor, so that all keep about as much; the same on every rank."""
+        """Which rank keeps which tensor, so that all keep about as many bytes; the same on every rank."""
         sizes = []
         for name, parameter in self._model.named_parameters():
             count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 leaves a parameter empty between uses
-            sizes.append((count, f"model/{name}"))
+            each = 4 if parameter.requires_grad else parameter.element_size()  # what is trained is kept in float32
+            sizes.append((each * count, f"model/{name}"))
             if parameter.requires_grad:
-                sizes += [(count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
+                sizes += [(each * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
         return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -192,6 +205,10 @@ class _FlatStates:
             for key, value in values.items()
             if key not in keys and isinstance(value, Tensor | int | float)
         }
+
+    def begin(self, key: str, value: Tensor) -> None:
+        """Fills what the optimizer keeps as `key` with what it begins with."""
+        begin(self._zero.optimizer, self._zero.optimizer.param_groups[0], {key: value})
 
     def set_number(self, key: str, number: Tensor) -> None:
         for values in self._states().values():
