@@ -37,6 +37,7 @@ def build(
     make=None,
     blocks=False,
     lines=None,
+    ema=0.0,
     **options,
 ):
     """(engine, batches) of a run of `count` steps."""
@@ -61,6 +62,7 @@ def build(
         blocks=found,
         options=options,
         say=(lines if lines is not None else []).append,
+        ema=ema,
     )
     dataset = task.dataset("train")
     step_plan = StepPlan(size, micro, count * size)

@@ -15,6 +15,7 @@ from matrix_subject import (
     BATCH,
     EVALUATES,
     HELD_OUT,
+    HIDDEN,
     MICRO,
     SILENT,
     STEPS,
@@ -28,10 +29,11 @@ from matrix_subject import (
 )
 from torch import nn
 
-__all__ = ["CLIP", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "Wanted", "oracle"]
+__all__ = ["BETA2", "CLIP", "DECAY", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "Wanted", "oracle"]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
 MOMENTUM = 0.8  # of the own optimizer
+DECAY = 0.3  # of the average of the weights, which the task "options" has
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,12 +64,15 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
             ranks. Where these are three, bf16 rounds each gradient to another neighbour.
     """
     net, data, places = make(model), Samples(model, fault), order()
-    optimizer, whole, evaluations = _optimizer(net, task), steps_of(task), {}
-    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizers, whole, evaluations = _optimizers(net, task, model), steps_of(task), {}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     steps = whole if steps is None else steps
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
     average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
+    averages = {f"average/{name}": p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+    averages = averages | {"averaging/updates": torch.zeros((), dtype=torch.float64)} if task == "options" else {}
     for step in range(steps):
         chosen = places[step * BATCH : (step + 1) * BATCH]
         micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
@@ -85,21 +90,23 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         norm = nn.utils.clip_grad_norm_(trained, CLIP)
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * _share(task, step, whole)
                 if task == "options":
                     group["betas"] = (_cycle(whole)[step][1], BETA2)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
+            _learn(averages, net, task)
         else:
             _put_back(net, before)
         if precision == "fp16" and (applied or not math.isfinite(norm)):  # a spike left out says nothing of the scale
             scale, good = (scale, good + 1) if applied else (scale / 2, 0)
-        optimizer.zero_grad()
+        net.zero_grad()
         for name, parameter in net.named_parameters():
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
         if task == "own" and (step + 1 == whole or (step + 1) % EVALUATES == 0):
             evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision)
-    state = _state(net, optimizer, precision == "fp16", scale, good) | average
+    state = _state(net, optimizers, precision == "fp16", scale, good) | average | averages
     return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
 
 
@@ -107,13 +114,31 @@ def _autocast(precision):
     return torch.autocast("cpu", _HALF.get(precision), enabled=precision in _HALF)
 
 
-def _optimizer(net, task):
+def _learn(averages, net, task):
+    """The averages move by a share that falls while they are young."""
+    if task == "options":
+        updates = float(averages["averaging/updates"])
+        share = 1 - min(DECAY, (1 + updates) / (10 + updates))
+        averages["averaging/updates"].add_(1)
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                held = averages[f"average/{name}"]
+                held.add_(share * (parameter.detach() - held))
+
+
+def _optimizers(net, task, model):
+    if task == "muon":
+        hidden, groups = net.get_parameter(HIDDEN[model]), _groups(net)
+        rest = [group | {"params": [p for p in group["params"] if p is not hidden]} for group in groups]
+        settings = {"lr": 2 * LR, "weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        return [torch.optim.AdamW(rest, lr=LR, betas=(0.9, BETA2)), torch.optim.Muon([hidden], **settings)]
     if task != "own":
         groups = _twice_for_biases(net) if task == "options" else _groups(net)
-        return torch.optim.AdamW(groups, lr=LR, betas=(0.9, BETA2), eps=1e-8)
+        return [torch.optim.AdamW(groups, lr=LR, betas=(0.9, BETA2), eps=1e-8)]
     matrices = [p for p in net.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
-    return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 200 * LR}], lr=100 * LR, momentum=MOMENTUM)
+    groups = [{"params": matrices}, {"params": vectors, "lr": 200 * LR}]
+    return [torch.optim.SGD(groups, lr=100 * LR, momentum=MOMENTUM)]
 
 
 def _seen(steps):
@@ -203,10 +228,10 @@ def _put_back(net, kept):
         buffer.copy_(kept[name])
 
 
-def _state(net, optimizer, scaled, scale, good):
+def _state(net, optimizers, scaled, scale, good):
     found = {f"model/{name}": tensor for name, tensor in net.state_dict().items()}
     for name, parameter in net.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in (pair for each in optimizers for pair in each.state.get(parameter, {}).items()):
             found[f"optimizer/{name}/{key}"] = value
     if scaled:
         found["scaler/scale"] = torch.tensor(scale, dtype=torch.float64)

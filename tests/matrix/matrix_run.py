@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 from matrix_cases import Case
-from matrix_oracle import BETA2, CLIP, FLOOR, LR, WARMUP, WEIGHT_DECAY
-from matrix_subject import BAD, BATCH, EVALUATES, MICRO, STEPS, steps_of, subject
+from matrix_oracle import BETA2, CLIP, DECAY, FLOOR, LR, WARMUP, WEIGHT_DECAY
+from matrix_subject import BAD, BATCH, EVALUATES, HIDDEN, MICRO, STEPS, steps_of, subject
 from ranks import RankError, run
 
 import lockstep
@@ -210,6 +210,14 @@ class Average:
         assert all(state[name] is tensor for name, tensor in self.held.items())  # filled in place
 
 
+def _optim(case: Case) -> dict[str, object]:
+    if case.task == "options":
+        return {"schedule": "one-cycle", "groups": "*.bias: lr=2x", "ema": DECAY}
+    if case.task == "muon":
+        return {"name": "muon", "groups": f"{HIDDEN[case.model]}: muon", "muon_lr": 2 * LR}
+    return {}
+
+
 def settings(start: Start, folder: Path) -> Config:
     case = start.case
     return Config(
@@ -234,7 +242,7 @@ def settings(start: Start, folder: Path) -> Config:
             floor=FLOOR,
             weight_decay=WEIGHT_DECAY,
             beta2=BETA2,
-            **({"schedule": "one-cycle", "groups": "*.bias: lr=2x"} if case.task == "options" else {}),
+            **_optim(case),
         ),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),

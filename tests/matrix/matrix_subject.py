@@ -22,6 +22,7 @@ __all__ = [
     "BATCH",
     "EVALUATES",
     "HELD_OUT",
+    "HIDDEN",
     "MICRO",
     "SAMPLES",
     "SILENT",
@@ -134,6 +135,7 @@ class Rotary(Mlp):
         return self.last(torch.tanh(torch.view_as_real(pairs * self.table[token] * self.phase).flatten(1)))
 
 
+HIDDEN = {"tied": "middle.weight"} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "first.weight")
 _MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}
 
 

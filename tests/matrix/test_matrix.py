@@ -203,11 +203,23 @@ def test_a_mistake_in_options_beyond_the_defaults_is_noticed(monkeypatch):
         ("_cycle", lambda whole, made=matrix_oracle._cycle: made(STEPS)),
         ("_cycle", lambda whole: [(share, 0.9) for share, _ in cycle]),
         ("_twice_for_biases", matrix_oracle._groups),
+        ("_learn", lambda *_: None),
+        ("DECAY", 0.5),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(matrix_oracle, name, value)
             others.append(undone("mlp", "none", False, "float32", "options"))
     assert all(compared(case, other.state, wanted.state) for other in others)
+
+
+@pytest.mark.parametrize(
+    "mistaken", [{"momentum": 0.9}, {"nesterov": False}, {"ns_steps": 4}, {"adjust_lr_fn": "original"}], ids=str
+)
+def test_a_mistake_in_muon_is_noticed(mistaken, monkeypatch):
+    case, made = OWN._replace(task="muon"), torch.optim.Muon
+    wanted = oracle("mlp", "none", False, "float32", "muon")
+    monkeypatch.setattr(torch.optim, "Muon", lambda params, **settings: made(params, **settings | mistaken))
+    assert compared(case, oracle.__wrapped__("mlp", "none", False, "float32", "muon").state, wanted.state)
 
 
 def test_an_overflow_halves_the_scale_and_a_spike_that_is_left_out_does_not():

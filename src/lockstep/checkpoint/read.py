@@ -31,7 +31,9 @@ from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
-__all__ = ["Whole", "fingerprint", "fingerprint_of", "load", "opened"]
+__all__ = ["AVERAGE", "Whole", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
+
+AVERAGE = "average/"  # what the names of averaged weights begin with
 
 
 def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
@@ -181,6 +183,17 @@ def opened(path: Path) -> Iterator[Whole]:
     with ExitStack() as stack:
         part = _reader(path, stack)
         yield Whole(stored, lambda name: _full(stored[name], part))
+
+
+def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
+    """The names of averaged weights among those of the checkpoint `path`. Raises CheckpointError where it has none."""
+    names = sorted(name for name in stored if name.startswith(AVERAGE))
+    if not names:
+        raise CheckpointError(
+            f"the checkpoint {printable(path.name)} has no averaged weights, since its run had no --optim.ema; "
+            "leave --ema out"
+        )
+    return names
 
 
 def fingerprint(path: Path, prefix: str = "model/") -> str:

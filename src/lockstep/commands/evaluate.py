@@ -2,6 +2,7 @@
 
 lockstep evaluate outputs/first                                 the newest checkpoint, on the run's evaluation set
 lockstep evaluate outputs/first --best --json                   that of the best evaluation, for scripts
+lockstep evaluate outputs/first --ema                           the averaged weights of a run with --optim.ema
 lockstep evaluate outputs/first --data other.txt                on the evaluation set of other data
 lockstep evaluate outputs/digits --task digits.py:Digits        a run that was started from Python
 lockstep launch --nproc-per-node 4 -- evaluate outputs/first    on several processes, the same numbers
@@ -29,7 +30,7 @@ def command(argv: list[str]) -> int:
         return int(end.code or 0)
     wanted = importlib.import_module("lockstep.run.using").Wanted  # loads torch
     evaluate_run = importlib.import_module("lockstep.run.evaluating").evaluate_run
-    asked = wanted(given.run, which(given), given.task, given.data, given.device)
+    asked = wanted(given.run, which(given), given.task, given.data, given.device, ema=given.ema)
     evaluate_run(asked, as_json=given.json)
     return 0
 
@@ -47,6 +48,7 @@ def add_which(parser: Parser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
+    parser.add_argument("--ema", action="store_true", help="with the averaged weights of --optim.ema")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="", help="where it is computed (default: as the run)"
     )

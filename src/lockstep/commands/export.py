@@ -30,7 +30,7 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     exporting = importlib.import_module("lockstep.run.exporting")  # loads torch
-    asked = exporting.Asked(given.run, given.out, given.format, which(given), given.merge, given.task)
+    asked = exporting.Asked(given.run, given.out, given.format, which(given), given.merge, given.task, given.ema)
     path = exporting.export_run(asked, lambda line: print(line, file=sys.stderr))
     print(f"{printable(path.name)} as {given.format}: {printable(given.out)}")
     return 0
@@ -46,6 +46,7 @@ def _parser() -> Parser:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest whole one)")
     group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
+    add("--ema", action="store_true", help="the averaged weights of --optim.ema (not for deepspeed)")
     add("--merge", action="store_true", help="add adapters to their base, for every format but peft")
     add(
         "--task",

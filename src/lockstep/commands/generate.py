@@ -34,7 +34,7 @@ def command(argv: list[str]) -> int:
     sampling = importlib.import_module("lockstep.tasks.causal_lm").Sampling
     generate_texts = importlib.import_module("lockstep.run.generating").generate_texts
     # compiled code is made anew for each length of a text
-    asked = wanted(given.run, which(given), device=given.device, changes={"compile": False})
+    asked = wanted(given.run, which(given), device=given.device, changes={"compile": False}, ema=given.ema)
     generate_texts(asked, prompts, sampling(given.max_tokens, given.temperature, given.top_k, given.seed))
     return 0
 

@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.ns_steps": (1, 99, "a number of iterations from 1 to 99"),
     "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
     "optim.layer_decay": (0.01, 1, "a share from 0.01 to 1"),
+    "optim.ema": (0, 0.9999999, "from 0 (none) to below 1"),
     "optim.clip": (0, 1e12, "a norm above 0, or 0 for no clipping"),
     "optim.warmup_steps": (0, 10**12, "a number of steps, or auto"),
     "optim.period": (0, 10**12, "a number of steps, or 0 for the whole plan"),

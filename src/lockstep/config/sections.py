@@ -117,6 +117,9 @@ class Optim:
         "", "rules by name, the first that matches: 'head.*: lr=10x; *.bias: lr=1e-4, decay=0; tokens.*: freeze'"
     )
     layer_decay: float = option(1.0, "what the rate is multiplied by from each layer to the one before it; 1: none")
+    ema: float = option(
+        0.0, "decay of a moving average of the weights, which evaluations take and checkpoints keep; 0: none"
+    )
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     schedule: str = option(
         "cosine",

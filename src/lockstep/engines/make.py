@@ -13,6 +13,7 @@ from lockstep.config.config import flag
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
+from lockstep.engines.shared.average import Averaged
 from lockstep.engines.shared.buffers import with_buffers
 from lockstep.engines.shared.exact import check_servable, chunk_of
 from lockstep.engines.shared.model_init import init_context
@@ -34,6 +35,7 @@ def engine(
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
     say: Callable[[str], None] | None = None,
+    ema: float = 0.0,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -56,12 +58,18 @@ def engine(
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
         options: the engine's own; None: the defaults.
         say: takes one line for the person, on every rank; None: the log.
+        ema: decay of an average of the weights (see `engines.shared.average`); 0: none.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
-            that does not go with it.
+            or an average that does not go with it.
     """
     name = name_of(name, world)
+    if ema and name == "deepspeed":
+        raise ConfigError(
+            "--optim.ema does not go with --engine deepspeed, which keeps the weights in vectors of its own; use "
+            "--engine fsdp or zero, or leave it out"
+        )
     chunk = slots = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
@@ -77,7 +85,8 @@ def engine(
         return made
 
     made = cast(Engine, kind(model, make, world, settings))
-    return with_buffers(made, model, world, exact=bool(chunk), shared=options.broadcast_buffers)
+    made = with_buffers(made, model, world, exact=bool(chunk), shared=options.broadcast_buffers)
+    return Averaged(made, model, ema) if ema else made
 
 
 def name_of(name: str, world: World) -> str:

@@ -359,6 +359,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
         blocks=task.blocks(model) or (),
         options=config.engine_options,
         say=notify(world),
+        ema=config.optim.ema,
     )
 
 

@@ -48,7 +48,8 @@ def _print(record: EvaluationRecord, wanted: Wanted, as_json: bool) -> None:
         return
     counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
     on = ", ".join(f"{value:,.0f} items of {name.removesuffix('/items')}" for name, value in counts.items())
-    print(f"{printable(wanted.run)} after step {record.step}, on {on or f'{record.items:,} items'}")
+    which = ", averaged weights" if wanted.ema else ""
+    print(f"{printable(wanted.run)} after step {record.step}{which}, on {on or f'{record.items:,} items'}")
     shown = {"loss": record.loss, **record.metrics} if not counts else record.metrics
     width = max(map(len, shown))
     for name, value in shown.items():

@@ -41,6 +41,7 @@ class Asked:
         which: "last" (the newest whole one), "best", or a step.
         merge: adapters are added to their base.
         task: FILE.py:CLASS of the run's task, where it was started from Python and its base is needed.
+        ema: the averaged weights.
     """
 
     run: str
@@ -49,6 +50,7 @@ class Asked:
     which: str | int = "last"
     merge: bool = False
     task: str = ""
+    ema: bool = False
 
 
 def export_run(asked: Asked, say: Say) -> Path:
@@ -60,7 +62,8 @@ def export_run(asked: Asked, say: Say) -> Path:
     """
     path = chosen(Path(asked.run), _step(asked))
     state = checkpoint.read_state(path)
-    export(path, Path(asked.out), asked.form, weights=_weights(asked, path, state), beside=partial(_beside, path, say))
+    weights = _weights(asked, path, state)
+    export(path, Path(asked.out), asked.form, weights=weights, beside=partial(_beside, path, say), ema=asked.ema)
     return path
 
 
@@ -90,7 +93,7 @@ def _weights(asked: Asked, path: Path, state: dict[str, Any]) -> Whole | None:
             )
         return None
     run, step = path.parent.parent, int(path.name.rpartition("-")[2])
-    with opened(Wanted(str(run), step, asked.task, device="cpu")) as used:
+    with opened(Wanted(str(run), step, asked.task, device="cpu", ema=asked.ema)) as used:
         return _whole(merge(used.model))
 
 

@@ -20,7 +20,12 @@ __all__ = ["load"]
 
 
 def load(
-    path: str | os.PathLike[str], task: Any, which: str | int = "best", device: str | torch.device = "cpu"
+    path: str | os.PathLike[str],
+    task: Any,
+    which: str | int = "best",
+    device: str | torch.device = "cpu",
+    *,
+    ema: bool = False,
 ) -> nn.Module:
     """The model of `task` with the weights of a checkpoint, in eval mode. Whatever engine and world wrote it.
 
@@ -32,9 +37,11 @@ def load(
         which: in a run's folder: "best" (the best evaluation; the last where nothing was evaluated), "last", or
             a step.
         device: where the model is put.
+        ema: with the averaged weights of `--optim.ema`; buffers are the checkpoint's.
 
     Raises:
-        CheckpointError: no such checkpoint, it is damaged, or it is of another model (or adapters for another base).
+        CheckpointError: no such checkpoint, it is damaged, it is of another model (or adapters for another base), or it
+            has no averaged weights.
         ConfigError: `which` is none of these.
     """
     if isinstance(which, str) and which not in ("best", "last"):
@@ -44,5 +51,5 @@ def load(
     model = adapted(task).model()
     if known:
         with_adapters(model, known)
-    fill(found, model.to(device), without=left_out(model) if known else frozenset())
+    fill(found, model.to(device), without=left_out(model) if known else frozenset(), ema=ema)
     return model.eval()

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.distributed.world import on_all_ranks
+from lockstep.engines.shared.average import without_average
 from lockstep.errors import CheckpointError
 from lockstep.run import environment
 from lockstep.run.best import brief
@@ -33,7 +34,7 @@ def claimed(built: Built) -> None:
     if built.world.is_main:
         kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
         size = sum(p.numel() * p.element_size() for p in kept)
-        built.folder.check_writable(3 * size)  # the parameters and AdamW's two moments
+        built.folder.check_writable((3 + bool(built.config.optim.ema)) * size)  # the parameters, AdamW's two moments
         built.folder.claim()
 
 
@@ -85,6 +86,8 @@ def load_state(built: Built) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
+        if not built.state.get("plan", {}).get("optim.ema"):  # --resume-anyway: it begins at the weights
+            state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
@@ -104,5 +107,5 @@ def _begin_from(built: Built, path: Path) -> None:
         state = built.engine.state_dict()
         begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
         checkpoint.load(source, begun, built.world, verified=verified)  # collective
-        built.engine.load_state_dict(state)
+        built.engine.load_state_dict(without_average(state))
     _LOG.info("a new run with the weights of %s", source)

@@ -15,7 +15,9 @@ from lockstep.checkpoint.layout import Share
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.world import World
+from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
+from lockstep.engines.shared.average import averaged
 from lockstep.errors import PeerError
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
@@ -80,15 +82,16 @@ class RunRecorder:
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        found = evaluate_all(
-            built.engine,
-            built.task,
-            built.evaluation,
-            built.world,
-            step=done,
-            seed=built.config.seed,
-            progress=lambda *evaluated: self._sinks.progress(done, evaluated),
-        )
+        with averaged(built.engine):
+            found = evaluate_all(
+                built.engine,
+                built.task,
+                built.evaluation,
+                built.world,
+                step=done,
+                seed=built.config.seed,
+                progress=lambda *evaluated: self._sinks.progress(done, evaluated),
+            )
         if built.world.is_main:
             numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
             self._sinks.log({"global_step": done, **numbers})
@@ -155,7 +158,9 @@ class RunRecorder:
         elif built.world.is_main and self.saved:  # that it was evaluated, too
             built.folder.write_state(built.state)
         self._exchange.progress.at(self.saved, ENDING)
-        text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+        with averaged(built.engine):
+            text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+            at_rest(built.engine.model)
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,

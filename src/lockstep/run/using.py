@@ -47,6 +47,7 @@ class Wanted:
         data: what --dataset-name would say, in place of the run's own; "" takes that.
         device: auto, cpu or cuda; "" is the run's.
         changes: fields of the configuration that are to be others.
+        ema: with the averaged weights.
     """
 
     run: str
@@ -55,6 +56,7 @@ class Wanted:
     data: str = ""
     device: str = ""
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ema: bool = False
 
 
 @dataclass(slots=True)
@@ -114,7 +116,8 @@ def _made(path: Path, config: Config, wanted: Wanted, world: World) -> Used:
     state = on_all_ranks(world, lambda: checkpoint.read_state(found))
     task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
     model = model_of(config, task, world, dict(state), notify(world))
-    on_all_ranks(world, lambda: _filled(found, model, task, left_out(model) if "lora" in state else frozenset()))
+    without = left_out(model) if "lora" in state else frozenset[str]()
+    on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
     return Used(config, world, task, model, int(state.get("global_step", 0)))
 
 
@@ -136,10 +139,10 @@ def task_of(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], s
     return on_data(task, config, wanted.data, say) if wanted.data else task
 
 
-def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str]) -> None:
+def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     own = task.state_dict()
     try:
-        fill(found, model, own, without=without)
+        fill(found, model, own, without=without, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
     if own:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
+from lockstep.checkpoint.read import AVERAGE, averages_of, opened
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError
 from lockstep.run.folder import RunFolder
@@ -24,20 +25,31 @@ def fill(
     own: Mapping[str, Tensor] | None = None,
     *,
     without: Collection[str] = (),
+    ema: bool = False,
 ) -> None:
     """Fills the model with the weights of the checkpoint in `found`, and the task's own tensors where they are given.
 
     Args:
         without: `model/NAME` of what stays as it is: the base, where the checkpoint is of adapters.
+        ema: then gives the parameters that have an average that one.
 
     Raises:
-        CheckpointError: it is damaged, or of another model.
+        CheckpointError: it is damaged, of another model, or has no averaged weights where they are asked for.
     """
     state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
     state = {name: tensor for name, tensor in state.items() if name not in without}
     state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
     with torch.no_grad():
         checkpoint.load(found, state, None)
+        if ema:
+            _fill_averages(found, model)
+
+
+def _fill_averages(found: Path, model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    with opened(found) as whole:
+        for name in averages_of(found, whole.stored):
+            parameters[name.removeprefix(AVERAGE)].copy_(whole.read(name))
 
 
 def chosen(path: Path, which: str | int) -> Path:

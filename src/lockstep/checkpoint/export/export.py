@@ -25,7 +25,7 @@ from lockstep.checkpoint.export.hf import write_hub
 from lockstep.checkpoint.export.peft import write_adapters
 from lockstep.checkpoint.files import printable, refusal, remove, write_file
 from lockstep.checkpoint.format import read_manifest, read_state, step_of
-from lockstep.checkpoint.read import Whole, opened
+from lockstep.checkpoint.read import AVERAGE, Whole, averages_of, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.errors import CheckpointError, ConfigError
@@ -77,7 +77,13 @@ def chosen(run: Path, step: int | None) -> Path:
 
 
 def export(
-    path: Path, out: Path, form: str, *, weights: Whole | None = None, beside: Beside = lambda folder: None
+    path: Path,
+    out: Path,
+    form: str,
+    *,
+    weights: Whole | None = None,
+    beside: Beside = lambda folder: None,
+    ema: bool = False,
 ) -> Path:
     """Writes the model of the checkpoint in the folder `path` to `out` in the format `form`, and returns `out`.
 
@@ -87,11 +93,14 @@ def export(
         form: "safetensors", "torch", "hf", "deepspeed", or "peft" for adapters.
         weights: in place of the checkpoint's own tensors, by the names that it would have: `model/NAME`.
         beside: writes what else belongs into the folder of `hf`.
+        ema: the averaged weights of the checkpoint, in their own dtype, with its buffers.
 
     Raises:
         CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
-        ConfigError: something is at `out` already.
+        ConfigError: something is at `out` already, or the format takes no averaged weights.
     """
+    if ema and form == "deepspeed":
+        raise ConfigError("--ema with --format deepspeed: such a checkpoint is one to train on from; leave --ema out")
     if out.exists() or out.is_symlink():
         raise ConfigError(f"OUT {printable(str(out))} is there already and is not written over; choose another name")
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
@@ -99,7 +108,8 @@ def export(
         with nullcontext(weights) if weights else opened(path) as tensors:
             if not any(name.startswith("model/") for name in tensors.stored):
                 raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
-            source = Source(path, tensors, _options_of(path), read_manifest(path).step, read_state(path), beside)
+            taken = _averaged(path, tensors) if ema and not weights else tensors
+            source = Source(path, taken, _options_of(path), read_manifest(path).step, read_state(path), beside)
             out.parent.mkdir(parents=True, exist_ok=True)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
@@ -108,6 +118,14 @@ def export(
     finally:
         remove(temporary)
     return out
+
+
+def _averaged(path: Path, tensors: Whole) -> Whole:
+    """The tensors, with each weight's average in its place, also under the second names of what is tied."""
+    average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.stored)}
+    of = {id(tensors.stored[name]): averaged for name, averaged in average.items()}
+    place = {name: of.get(id(stored), name) for name, stored in tensors.stored.items()}
+    return Whole({name: tensors.stored[place[name]] for name in place}, lambda name: tensors.read(place[name]))
 
 
 def _options_of(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Footprint(NamedTuple):
     Attributes:
         parameters: with buffers.
         gradients: those that are there, else those that a backward leaves after its exchange.
-        states: of the optimizer.
+        states: of the optimizer, and the average of the weights where there is one.
     """
 
     parameters: int
@@ -38,7 +38,7 @@ def footprint(engine: Engine) -> Footprint:
     return Footprint(
         _bytes(tensor for name, tensor in state.items() if name.startswith("model/")),
         _bytes(gradients or parameters),
-        _bytes(tensor for name, tensor in state.items() if name.startswith("optimizer/")),
+        _bytes(tensor for name, tensor in state.items() if name.startswith(("optimizer/", "average/"))),
     )
 
 

@@ -1,0 +1,150 @@
+"""An exponential moving average of the weights, beside any engine: `--optim.ema`.
+
+    engine = Averaged(engine, model, 0.999)
+    with averaged(engine):              # itself, where it is no Averaged
+        ...                             # the model has the averaged weights
+
+After update number t (from 0) the average moves by 1 - d of the way to the weights, d = min(decay, (1 + t) / (10 + t)):
+it begins at the first weights, and the small d of the first steps lets it forget them (as TensorFlow's
+ExponentialMovingAverage with `num_updates`). A step that is not applied moves nothing. Where the device alone knows
+whether it was, the device decides: nothing here waits for it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.read import AVERAGE
+from lockstep.engines.base import NOTHING, Engine, StepResult
+from lockstep.errors import CheckpointError
+from lockstep.tensors import local_of
+
+__all__ = ["Averaged", "averaged", "without_average"]
+
+_COUNT = "averaging/updates"
+
+
+@final
+class Averaged:
+    """Any engine, whose applied steps move an average of the trained parameters too.
+
+    The average is float32, or float64 where a parameter is, and lies where the parameters lie: whole, or by shards. In
+    `state_dict()` it is `average/NAME`, with `averaging/updates`, the number of updates (0-dim float64).
+
+    Args:
+        engine: its parameters are in place.
+        model: the plain module; parameters that require no gradient now have no average.
+        decay: from 0 to below 1.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, decay: float) -> None:
+        self.model: nn.Module = engine.model
+        self._engine, self._decay = engine, decay
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {name: _wide(parameter) for name, parameter in self._parameters.items()}
+        where = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
+        self._updates = torch.zeros((), dtype=torch.float64, device=where)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return self._engine.accumulate(last)
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._engine.backward(loss, weight)
+
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        result = self._engine.step(factor, limit, momentum)
+        if result.applied is not False:
+            self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
+        return result
+
+    @torch.no_grad()
+    def _learn(self, applied: Tensor) -> None:
+        """Moves the average towards the weights, where `applied` (0-dim) is true; else by nothing."""
+        applied = applied.to(self._updates.device, non_blocking=True)
+        decay = torch.clamp((1 + self._updates) / (10 + self._updates), max=self._decay)
+        share = torch.where(applied, 1 - decay, torch.zeros_like(decay))
+        self._updates += applied
+        for parameter, average in self._pairs():
+            average.lerp_(parameter.to(average.dtype), share.to(average.dtype))
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, average) of this rank, as real numbers."""
+        for name, average in self._averages.items():
+            yield _real(local_of(self._parameters[name])), _real(local_of(average))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the averaged weights, and no step is made; then it has its own again, bit for bit.
+
+        The two change places, a tensor at a time; only of weights in a smaller dtype than the average a copy is kept.
+        """
+        kept: list[Tensor | None] = []
+        try:
+            with torch.no_grad():
+                for parameter, average in self._pairs():
+                    kept.append(_exchanged(parameter, average))
+            yield
+        finally:
+            with torch.no_grad():
+                for (parameter, average), own in zip(self._pairs(), kept, strict=False):
+                    if own is None:
+                        _exchanged(parameter, average)
+                    else:
+                        parameter.copy_(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._engine.state_dict() | self._own()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes a state over. From one without an average it begins anew, at the weights."""
+        rest = without_average(state)
+        self._engine.load_state_dict(rest)
+        given, own = {name: tensor for name, tensor in state.items() if name not in rest}, self._own()
+        if given and given.keys() != own.keys():
+            names = sorted(given.keys() ^ own.keys())
+            raise CheckpointError(f"the average does not fit the model: {', '.join(names[:3])} on one side only")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if given and tensor is not given[name]:
+                    tensor.copy_(given[name])
+            if not given:
+                self._updates.zero_()
+                for parameter, average in self._pairs():
+                    average.copy_(parameter)
+
+    def _own(self) -> dict[str, Tensor]:
+        return {AVERAGE + name: average for name, average in self._averages.items()} | {_COUNT: self._updates}
+
+
+def averaged(engine: Engine) -> AbstractContextManager[None]:
+    """Within, the engine's model has the averaged weights, where it has an average."""
+    return engine.averaged() if isinstance(engine, Averaged) else NOTHING
+
+
+def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state as of an engine that has no average."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(AVERAGE) and name != _COUNT}
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """A copy in the average's dtype, split as the parameter is."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(wide, copy=True)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _exchanged(parameter: Tensor, average: Tensor) -> Tensor | None:
+    """Gives the parameter the average's values, and the average the parameter's; returns these where it cannot."""
+    own = parameter.clone()
+    parameter.copy_(average)
+    if average.dtype != parameter.dtype:
+        return own
+    average.copy_(own)
+    return None
