@@ -41,6 +41,16 @@ def test_own_loop(processes):
     assert losses[1] < losses[0]
 
 
+def test_segmentation_has_the_same_bits_alone_and_on_two(tmp_path):
+    for processes in (0, 2):
+        shown = go(
+            "segmentation.py", "--max-steps", "20", "--save-dir", str(tmp_path / f"{processes}"), processes=processes
+        )
+        assert float(shown.rpartition("'iou': ")[2].partition("}")[0]) > 0.3
+    assert inspected(tmp_path / "0" / "discs") == inspected(tmp_path / "2" / "discs")
+    assert len((EXAMPLES / "segmentation.py").read_text().splitlines()) < 40
+
+
 def test_my_training_as_a_project_would_run_it():
     arguments = [sys.executable, "-m", "pytest", str(EXAMPLES / "test_my_training.py")]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=200, check=False)

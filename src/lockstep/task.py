@@ -59,7 +59,7 @@ class Task(ABC):
     reduction: Literal["sum", "mean"] = "sum"
     items_per_sample: int | None = None
     item_name: str = "items"
-    defaults: Literal["general", "language-model", "fine-tuning"] = "general"
+    defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
     fingerprint: str = ""
     sources: Mapping[str, str] = {}
 

@@ -16,6 +16,7 @@ from lockstep.config.hints import FOREIGN
 from lockstep.config.options import FIRST, flat, option_list, parse, read, to_toml
 from lockstep.config.sections import Data, Optim
 from lockstep.errors import ConfigError
+from lockstep.tasks.options import TASKS, belongs, kind_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -104,6 +105,11 @@ def test_the_file_written_is_the_config_read(config):
         (["--experiment-name", " "], "is empty"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
         (["stray"], "unknown flag stray"),
+        (["--task", "imags"], "--task is 'imags': did you mean images? or give FILE.py:CLASS for a task of your own"),
+        (["--task", "zzz"], "--task is 'zzz': choose one of causal-lm, images"),
+        (["--images.size", "3"], "--images.size is no option of --task causal-lm, but of images: leave it out"),
+        (["--task", "images", "--seq-len", "3"], "--seq-len is no option of --task images, but of causal-lm"),
+        (["--images.flip", "maybe"], "--images.flip is 'maybe': choose one of auto, true, false"),
     ],
 )
 def test_bad_flags(arguments, line):
@@ -350,13 +356,49 @@ def test_the_whole_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
     assert lines[:2] == ["usage: lockstep train [flags]", ""]
     groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
     assert {"the run", "model and data", "the plan", "how it is computed", "what is written"} <= set(groups)
-    names = [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix]
+    of_others = {"images"}  # tasks
+    own = [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix]
+    names = [name for name in own if name not in of_others]
     assert names == groups[-len(names) :]
 
 
 def test_the_whole_help_names_every_option(capsys):
     text = shown(["--help-all"], capsys)
-    assert [name for name in option_list() if flag(name) not in flags_of(text)] == []
+    own = {name for name in option_list() if flag(name) in flags_of(text)}
+    of_others = {name for name in option_list() if name not in own}
+    assert of_others == {
+        *("images.size", "images.padding", "images.flip", "images.label_smoothing"),
+        *("data.image_column", "data.label_column", "data.target_column", "data.feature_columns"),
+    }
+
+
+@pytest.mark.parametrize("task", ["", *TASKS])
+def test_the_help_of_a_task_names_its_options_and_no_others(task, capsys):
+    found = set(flags_of(shown([*(["--task", task] if task else []), "--help-all"], capsys)))
+    for owner, prefix in sections(Config()):
+        for spec in dataclasses.fields(owner):
+            if not dataclasses.is_dataclass(spec.type):
+                assert (flag(prefix + spec.name) in found) == belongs(spec, kind_of(task)), spec.name
+
+
+def test_a_task_has_defaults_of_its_own_which_whatever_is_given_wins_over(tmp_path):
+    plain, images = Config(), Config(task="images")
+    assert (images.model_name, images.dataset_name) == ("builtin:resnet", "builtin:digits")
+    assert (images.batch_size, plain.batch_size, Config(task="images", batch_size=16).batch_size) == (64, 16, 16)
+    assert parse(["--task", "images", "--batch-size", "16"]) == Config(task="images", batch_size=16)
+    assert Config("default", "builtin:digits", task="images") == images
+    assert Config(task="images", data={"workers": 1}).data == Data(workers=1, evaluation=0.2)
+    assert Config(task="images", data=Data()).data.evaluation == Data().evaluation
+    assert Config.from_args([], task="images") == parse(["--task=images"]) == images
+    assert dataclasses.replace(images, batch_size=16).batch_size == 16
+    assert Config(task="causal-lm", seq_len=64) == dataclasses.replace(plain, task="causal-lm", seq_len=64)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(Config(task="images", batch_size=16)), encoding="utf-8")
+    assert parse(["--config", str(file)]) == Config(task="images", batch_size=16)
+    assert "seq_len" not in read(file)
+    assert parse(["--task", "images", "--model-name", "a/b", "--dataset-name", "a/b"]).preset == "auto"
+    with pytest.raises(TypeError, match="multiple values"):
+        Config("a", experiment_name="b")
 
 
 def test_verify_shows_its_own_flags_and_then_those_of_train(capsys):
@@ -393,7 +435,7 @@ def test_with_a_task_of_ones_own_the_help_leaves_out_what_only_the_built_in_ones
     explained = {name for name in option_list() if flag(name) in flags_of(own)}
     left_out = set(option_list()) - explained
     assert {"model_name", "dataset_name", "seq_len", "tokenizer", "data.vocab_size", "model.dropout"} <= left_out
-    assert {name.partition(".")[0] for name in left_out if "." in name} == {"data", "model"}
+    assert {name.partition(".")[0] for name in left_out if "." in name} == {"data", "model", "images"}
     assert {"data.workers", "data.prefetch", "lr", "task", "engine_options.prefetch"} <= explained
     assert "model:" not in own.splitlines()  # nothing of it is left
     assert parse(["--task", "f.py:C", "--seq-len", "64", "--model.dropout", "0.1"]).seq_len == 64

@@ -4,6 +4,7 @@ BOUNDS["optim.clip"]        # (least, most, what it must be)
 """
 
 from lockstep.engines.options import BOUNDS as ENGINE_BOUNDS
+from lockstep.tasks.options import BOUNDS as TASK_BOUNDS
 
 __all__ = ["BOUNDS"]
 
@@ -61,5 +62,6 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
     "guards.retries": (0, 1000, "a number from 0 to 1000"),
     "guards.bad_samples": (0, 10**9, "a number of samples"),
+    **TASK_BOUNDS,
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},
 }

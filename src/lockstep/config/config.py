@@ -25,11 +25,16 @@ from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Lora, Mode
 from lockstep.config.spans import SPAN, is_share, is_span
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
+from lockstep.tasks.options import TASKS, Images, check, suited
 
 __all__ = ["SHARES", "SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
 
+_NAMED = ", ".join(TASKS)
 
-@named(lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)])
+
+@named(
+    lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)], suited
+)
 @dataclass(frozen=True, slots=True)
 class Config:
     """One run. See the field's help texts, which `lockstep train --help-all` prints.
@@ -43,12 +48,12 @@ class Config:
 
     experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
     dataset_name: str = option(
-        "builtin:stdlib", "this Python's own library, a text file, or a folder of them", builtin=True
+        "builtin:stdlib", "this Python's own library, a text file, or a folder of them", tasks=_NAMED
     )
     model_name: str = option(
-        "builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl", builtin=True
+        "builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl", tasks=_NAMED
     )
-    task: str = option("", "FILE.py:CLASS, a task of your own, made without arguments; else model and data are named")
+    task: str = option("", f"{_NAMED}, or FILE.py:CLASS, a task of your own, made without arguments")
     save_dir: str = option("outputs", "where run folders lie")
     seed: int = option(0, "fixes weights, order and dropout")
     num_epochs: int = option(1, "passes over the training data")
@@ -67,7 +72,7 @@ class Config:
         0,
         "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
     )
-    seq_len: int = option(128, "tokens in a sample", builtin=True)
+    seq_len: int = option(128, "tokens in a sample", tasks="causal-lm, classification")
     log_freq: int = option(10, "steps between records", span=True)
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
     limit_train_batches: int = option(
@@ -120,7 +125,9 @@ class Config:
         builtin=True,
     )
     tokenizer: str = option(
-        "", "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)", builtin=True
+        "",
+        "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)",
+        tasks="causal-lm, classification",
     )
     tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
@@ -132,6 +139,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     engine_options: EngineOptions = field(default_factory=EngineOptions)
     guards: Guards = field(default_factory=Guards)
+    images: Images = field(default_factory=Images)
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -155,6 +163,7 @@ class Config:
                     raise FieldError(
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
                     )
+        check(self.task, sections(self))
         _check_optimizer(self.optim)
         _check_best(self)
         _check_adapters(self.lora)

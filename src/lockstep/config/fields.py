@@ -23,17 +23,25 @@ T = TypeVar("T")
 
 
 def option(
-    default: Any, text: str, *choices: str, builtin: bool = False, span: bool = False, share: bool = False
+    default: Any,
+    text: str,
+    *choices: str,
+    builtin: bool = False,
+    tasks: str = "",
+    span: bool = False,
+    share: bool = False,
 ) -> Any:
     """A field with its help text, and the values it may take where these are few.
 
     Args:
         builtin: the built-in tasks alone have it: who trains a task of their own need not see it.
+        tasks: which of them, "images, classification"; left out: the language model.
         span: a number of steps that may be said in epochs, or as a share of the plan: see `config.spans`.
         share: a number of batches that may be said as a share of those that there are.
     """
-    known = {"help": text, "choices": choices, "builtin": builtin, "span": span or share, "share": share}
-    return field(default=default, metadata=known)
+    own = tuple(tasks.split(", ")) if tasks else ("causal-lm",) if builtin else ()
+    known = {"help": text, "choices": choices, "builtin": bool(own), "tasks": own}
+    return field(default=default, metadata={**known, "span": span or share, "share": share})
 
 
 class FieldName(str):
@@ -56,11 +64,14 @@ class UnknownField(ConfigError, TypeError):
     """A name that is no field of the class it was given to."""
 
 
-def named(known: Callable[[], Iterable[str]] | None = None) -> Callable[[type[T]], type[T]]:
+def named(
+    known: Callable[[], Iterable[str]] | None = None, suited: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> Callable[[type[T]], type[T]]:
     """Has the dataclass tell whoever misspells a field the nearest one.
 
     Args:
         known: the names that may be meant, where these are more than the class's own.
+        suited: the fields that were given -> these and the defaults that suit them.
     """
 
     def dressed(kind: type[T]) -> type[T]:
@@ -72,6 +83,8 @@ def named(known: Callable[[], Iterable[str]] | None = None) -> Callable[[type[T]
                 if name not in own:
                     meant = hint(name, known() if known else own) or f"; it has {', '.join(own)}"
                     raise UnknownField(f"{kind.__name__} has no '{name}'{meant}")
+            if suited and len(values) <= len(own) and fields.keys().isdisjoint(own[: len(values)]):
+                values, fields = (), suited({**dict(zip(own, values, strict=False)), **fields})
             given(self, *values, **fields)
 
         kind.__init__ = init  # type: ignore[method-assign]

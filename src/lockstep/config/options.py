@@ -26,6 +26,7 @@ from lockstep.config.hints import FOREIGN, hint
 from lockstep.engines.deepspeed_file import read_json, taken
 from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
+from lockstep.tasks.options import LANGUAGE, OWN, TASKS, Entry, belongs, kind_of
 
 __all__ = ["FIRST", "add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
 
@@ -47,15 +48,15 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
 
 def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
     """The parser of `lockstep train` and of scripts with its flags; see `parse`."""
-    own_task = bool(defaults and defaults.get("task")) or any(word.partition("=")[0] == "--task" for word in argv)
+    kind = kind_of(_task_in(argv) or str((defaults or {}).get("task", "")))
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
         description="Trains a model. The same --experiment-name resumes, on any number of processes.",
-        epilog="Without --task the help also has what belongs to the built-in tasks." if own_task else None,
+        epilog=f"--task {' or '.join(TASKS)}: the help has what belongs to that task too." if kind == OWN else None,
         foreign=FOREIGN,
     )
-    add_flags(parser, own_task=own_task)
+    add_flags(parser, kind=kind)
     parser.first = FIRST
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
@@ -64,6 +65,15 @@ def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = N
         f"lockstep launch --nproc-per-node 2 -- {script}{task} --num-epochs 10 --exact",
     )
     return parser
+
+
+def _task_in(argv: list[str]) -> str:
+    """What the last --task of `argv` says."""
+    found = ""
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        found = (value if equals else following) if name == "--task" else found
+    return found
 
 
 def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,14 +155,16 @@ def flat(config: Config, *, own_task: bool = False) -> dict[str, Any]:
     """Every option and its value by dotted name; "auto" where it is still to be chosen.
 
     Args:
-        own_task: the task is the user's: without what the built-in ones alone have, where it stands at its default.
+        own_task: the task is the user's: without what the built-in ones alone have, where it stands at its default. So
+            is what other built-in tasks than the configuration's have.
     """
+    kind = OWN if own_task else kind_of(config.task)
     return {
         prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
         for owner, prefix in sections(config)
         for spec in dataclasses.fields(owner)
         if not dataclasses.is_dataclass(spec.type)
-        and not (own_task and spec.metadata.get("builtin") and getattr(owner, spec.name) == spec.default)
+        and not (not belongs(spec, kind) and getattr(owner, spec.name) == spec.default)
     }
 
 
@@ -202,12 +214,12 @@ _GROUPS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, own_task: bool = False) -> None:
+def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
     """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
 
     Args:
         parser: of a command that takes the options.
-        own_task: the task is the user's: the help is without what the built-in ones alone have.
+        kind: of the task, see `kind_of`: the help is without what others alone have.
     """
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():
@@ -220,20 +232,23 @@ def add_flags(parser: argparse.ArgumentParser, own_task: bool = False) -> None:
         for spec in dataclasses.fields(owner):
             if dataclasses.is_dataclass(spec.type):
                 continue
-            if own_task and spec.metadata.get("builtin"):
-                _add(parser, prefix + spec.name, spec, shown=False)  # in no group: an empty one would have its title
+            if not belongs(spec, kind):
+                _add(parser, prefix + spec.name, spec, None)  # in no group: an empty one would have its title
                 continue
             title = prefix.rstrip(".") or titles.get(spec.name, "the run")
             if title not in groups:
                 groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
-            _add(groups[title], prefix + spec.name, spec, shown=True)
+            _add(groups[title], prefix + spec.name, spec, TASKS.get(kind, Entry("", "")))
 
 
-def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: bool) -> None:
-    text = spec.metadata["help"]
+def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: Entry | None) -> None:
+    """One option's flag; its help as the task `shown` has it, None: none."""
+    text, default = spec.metadata["help"], spec.default
+    if shown:
+        text, default = shown.helps.get(name, text), shown.defaults.get(name, default)
     auto = bool(spec.metadata.get("auto"))
-    if auto or spec.default != "":
-        text += f" (default: {'auto' if auto else spec.default})"
+    if auto or default != "":
+        text += f" (default: {'auto' if auto else default})"
     settings: dict[str, Any] = {"action": _Switch}
     if spec.type is not bool:
         kind = cast(type, spec.type)

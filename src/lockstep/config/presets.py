@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.config.hub_name import is_hub_name
+from lockstep.tasks.options import LANGUAGE, kind_of
 
 __all__ = ["PRESETS", "applied", "described"]
 
@@ -40,7 +41,8 @@ PRESETS: dict[str, dict[str, Any]] = {"none": {}, "source": _SOURCE}
 def applied(values: dict[str, Any]) -> dict[str, Any]:
     """`values` (dotted names, from file and flags) over the defaults of the preset that they name or bring about."""
     chosen = values.get("preset", "auto")
-    if chosen == "auto" and all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name")):
+    both = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
+    if chosen == "auto" and both and kind_of(str(values.get("task", ""))) == LANGUAGE:
         chosen = "source"
     return {**PRESETS.get(chosen, {}), **values, "preset": chosen}
 

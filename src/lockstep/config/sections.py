@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.fields import named, option
+from lockstep.tasks.options import TASKS
 
 __all__ = ["LATER", "Checkpoint", "Data", "Guards", "Lora", "Model", "Optim", "auto"]
 
@@ -23,6 +24,8 @@ def auto(default: Any, text: str, *, span: bool = False) -> Any:
     return field(default=default, metadata={"help": text, "choices": (), "auto": True, "span": span})
 
 
+_ALL = ", ".join(TASKS)
+_HUB = "causal-lm, images, classification"  # with models of the hub
 LATER = -math.inf  # holds the place of a float that is chosen later
 
 
@@ -33,23 +36,33 @@ class Data:
 
     workers: int = option(0, "loader processes a rank; 0 loads in the training process")
     prefetch: int = option(4, "micro-batches that each loader process keeps ready")
-    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation", builtin=True)
+    evaluation: float = option(0.05, "share of the files (or of the one file) kept aside for evaluation", tasks=_ALL)
     vocab_size: int = option(4096, "entries of the tokenizer that is trained on the training split", builtin=True)
     cache: str = option(
-        "", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)", builtin=True
+        "", "where prepared data lies (default: $LOCKSTEP_CACHE, else the user's cache folder)", tasks=_ALL
     )
-    subset: str = option("", "subset (configuration) of a hub dataset", builtin=True)
+    subset: str = option("", "subset (configuration) of a hub dataset", tasks=_ALL)
     split: str = option(
-        "train", "split to train on; the evaluation takes validation or test, or a part split off", builtin=True
+        "train", "split to train on; the evaluation takes validation or test, or a part split off", tasks=_ALL
     )
-    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)", builtin=True)
+    revision: str = option("", "branch, tag or commit of a hub dataset (default: its newest)", tasks=_ALL)
     text_column: str = option(
         "",
         "column that holds the text (default: text, or messages, prompt/completion, instruction/output, or the one)",
-        builtin=True,
+        tasks="causal-lm, classification",
+    )
+    image_column: str = option("", "column that holds the image (default: the one)", tasks="images")
+    label_column: str = option(
+        "", "column that holds the class (default: label, labels or class)", tasks="images, classification"
+    )
+    target_column: str = option(
+        "", "column that holds the number to learn (default: target, y, or the last of numbers)", tasks="regression"
+    )
+    feature_columns: str = option(
+        "", "columns to learn from, NAME,NAME (default: all others that hold numbers)", tasks="regression"
     )
     encoding: str = option(
-        "", "encoding of csv and json files (default: utf-8, or what a byte order mark says)", builtin=True
+        "", "encoding of csv and json files (default: utf-8, or what a byte order mark says)", tasks=_ALL
     )
     packing: str = option(
         "stream",
@@ -73,12 +86,12 @@ class Data:
 class Model:
     """The model's own settings."""
 
-    dropout: float = option(0.0, "dropout probability of the built-in models", builtin=True)
+    dropout: float = option(0.0, "dropout probability of the built-in models", tasks=_ALL)
     pretrained: bool = option(
-        False, "begin with the weights of the hub model or folder that --model-name names", builtin=True
+        False, "begin with the weights of the hub model or folder that --model-name names", tasks=_HUB
     )
-    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)", builtin=True)
-    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it", builtin=True)
+    revision: str = option("", "branch, tag or commit of a hub model (default: its newest)", tasks=_HUB)
+    trust_remote_code: bool = option(False, "run the Python code that a hub model brings with it", tasks=_HUB)
     loss_chunk: int = option(
         -1,
         "tokens whose logits the loss makes at a time, to save memory; 0: all; -1: some where all would be large",

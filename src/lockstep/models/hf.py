@@ -27,7 +27,16 @@ from lockstep.models.chat import chat_prompt, chat_template, chat_tokens
 from lockstep.models.hf_forward import takes_documents
 from lockstep.text.reach import reach, way_out
 
-__all__ = ["HubModel", "HubTokenizer", "repeated_blocks", "save_trained"]
+__all__ = [
+    "HubModel",
+    "HubTokenizer",
+    "explained",
+    "once_per_node",
+    "repeated_blocks",
+    "save_trained",
+    "transformers_for",
+    "where",
+]
 
 Say = Callable[[str], None]
 
@@ -56,10 +65,10 @@ class HubModel:
     def __init__(
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
-        transformers = _transformers("--model-name", name)
+        transformers = transformers_for("--model-name", name)
         self.name, self._trust, self._cache, self._say = name, trust_remote_code, cache, say
-        self._where = _where(name)
-        with _explained("--model-name", name), _once_per_node(name, cache, say):
+        self._where = where(name)
+        with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = transformers.AutoConfig.from_pretrained(
                 self._where, use_cache=False, revision=revision or None, trust_remote_code=trust_remote_code
             )
@@ -84,9 +93,9 @@ class HubModel:
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
         """
-        with _explained("--model-name", self.name):
+        with explained("--model-name", self.name):
             if pretrained:
-                with _once_per_node(self.name, self._cache, self._say):
+                with once_per_node(self.name, self._cache, self._say):
                     return self._read(dtype).train()
             model = self._drawn(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
@@ -101,7 +110,7 @@ class HubModel:
         return str(transformers.utils.extract_commit_hash(file, None) or "")
 
     def _read(self, dtype: torch.dtype | None) -> nn.Module:
-        model: nn.Module = _transformers("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
+        model: nn.Module = transformers_for("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
             self._where,
             config=self._config,
             revision=self.revision or None,
@@ -118,7 +127,7 @@ class HubModel:
             config = type(config).from_dict({**config.to_dict(), "vocab_size": vocab_size})
             config.use_cache = False
             config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-        model: nn.Module = _transformers("--model-name", self.name).AutoModelForCausalLM.from_config(
+        model: nn.Module = transformers_for("--model-name", self.name).AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=self._trust
         )
         return model
@@ -129,7 +138,7 @@ class HubModel:
         Raises:
             ConfigError: they are not this architecture's.
         """
-        with _explained("--model-name", self.name), torch.device("meta"):
+        with explained("--model-name", self.name), torch.device("meta"):
             model: Any = self._drawn(self.vocab_size)
             table = model.get_input_embeddings().weight
             name = next(name for name, parameter in model.named_parameters() if parameter is table)
@@ -160,12 +169,12 @@ class HubTokenizer:
     def __init__(
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
-        transformers = _transformers("--tokenizer", name)
+        transformers = transformers_for("--tokenizer", name)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in every worker that is forked later
-        self._name, self._where, self._revision = name, _where(name), revision
-        with _explained("--tokenizer", name), _once_per_node(name, cache, say):
+        self._name, self._where, self._revision = name, where(name), revision
+        with explained("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                _where(name), revision=revision or None, trust_remote_code=trust_remote_code
+                self._where, revision=revision or None, trust_remote_code=trust_remote_code
             )
         known = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
         self.vocab_size = len(self._tokenizer)
@@ -199,7 +208,7 @@ class HubTokenizer:
 
     def save_generation(self, folder: Path) -> None:
         """Writes the generation_config.json that stands beside the tokenizer's files, or one with its own tokens."""
-        transformers = _transformers("--tokenizer", self._name)
+        transformers = transformers_for("--tokenizer", self._name)
         try:
             settings = transformers.GenerationConfig.from_pretrained(self._where, revision=self._revision or None)
         except OSError:
@@ -221,7 +230,7 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
         separator: the token that ends a document and begins one; the tokenizer's next, which it gets a name for.
         temperature, top_k: of `GenerationConfig`, as `lockstep generate` has them.
     """
-    transformers, end = _transformers("--format hf", str(folder)), "<|endoftext|>"
+    transformers, end = transformers_for("--format hf", str(folder)), "<|endoftext|>"
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         bos_token=end,
@@ -245,7 +254,8 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _transformers(flag: str, name: str) -> Any:
+def transformers_for(flag: str, name: str) -> Any:
+    """The package, for what `flag` names. Raises ConfigError where it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
@@ -259,12 +269,13 @@ def _transformers(flag: str, name: str) -> Any:
     return transformers
 
 
-def _where(name: str) -> str:
+def where(name: str) -> str:
+    """What the package takes for a name: OWNER/NAME, or a folder's path."""
     return name if is_hub_name(name) else str(Path(name).expanduser())
 
 
 @contextmanager
-def _once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
+def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
     """Held while the hub is asked: the first process of a node downloads, the next ones find the files in HF_HOME.
 
     A lock of the file system, and no collective: it holds whatever the ranks are, and is free again when one dies.
@@ -279,7 +290,7 @@ def _once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(flag: str, name: str) -> Iterator[None]:
+def explained(flag: str, name: str) -> Iterator[None]:
     """What the package raises, as one line. Its own messages have several, and name functions instead of flags."""
     try:
         yield

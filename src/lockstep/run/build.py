@@ -46,6 +46,7 @@ from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
 from lockstep.tasks.named import named_task
+from lockstep.tasks.options import OWN, kind_of
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = ["Built", "build", "notify"]
@@ -225,7 +226,7 @@ def build(
         _check_cut(config, world)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
-    own_task = given is not None or bool(config.task)
+    own_task = given is not None or kind_of(config.task) == OWN
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
     on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))

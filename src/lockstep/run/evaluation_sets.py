@@ -18,6 +18,7 @@ from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Sequential
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
+from lockstep.guards.loader import RetryingDataset
 from lockstep.run.evaluate import one_step
 from lockstep.task import Task
 
@@ -67,4 +68,6 @@ def _one(config: Config, task: Task, dataset: Any, world: World) -> Batches:
     samples = min(len(dataset), in_batches(config.limit_eval_batches, whole) * micro_size)
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
     step_plan, order = one_step(samples, micro_size), Sequential(len(dataset))
+    guards = config.guards
+    dataset = RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
     return Batches(task, dataset, order, step_plan, world, seed=config.seed, loading=loading)

@@ -25,7 +25,10 @@ def generate_texts(wanted: Wanted, prompts: Sequence[str], sampling: Sampling) -
         task = used.task
         if not isinstance(task, CausalLM | HubCausalLM):
             kind = type(written(task)).__name__
-            raise ConfigError(f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows")
+            raise ConfigError(
+                f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows and writes no "
+                "text; `lockstep evaluate` shows what it learnt"
+            )
         used.model.eval()
         for number, prompt in enumerate(prompts):
             texts.append(task.write(used.model, prompt, used.world.device, sampling))

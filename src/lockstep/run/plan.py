@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import options
-from lockstep.config.config import Config
+from lockstep.config.config import Config, lookup
 from lockstep.config.spans import in_batches
 from lockstep.data.batches import START, Origin, StepPlan
 from lockstep.task import Task, written
+from lockstep.tasks.options import FIXED
 
 __all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 
@@ -22,6 +23,7 @@ __all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "batchnorm", "model_name", "dataset_name", "model.dropout"),
+    *FIXED,
 )
 # And these, where the rate follows the evaluations.
 _JUDGING = ("eval_freq", "best_metric", "min_delta", "limit_eval_batches", "eval_micro_batch_size")
@@ -133,10 +135,10 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     So is an option that was not there yet when the run was started.
     """
-    plain = options.flat(Config())
-    left_out = {name: plain[name] for name in _FIXED if name not in options.flat(Config(), own_task=True)}
-    left_out |= {name: value for name, value in plain.items() if name.startswith("optim.") and value != "auto"}
+    plain, kept = Config(), options.flat(Config(), own_task=True)
+    left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
+    of_optim = {name: value for name, value in kept.items() if name.startswith("optim.") and value != "auto"}
     everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
-    before, now = left_out | everything | before, left_out | now
+    before, now = left_out | of_optim | everything | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]
     return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]

@@ -29,8 +29,10 @@ from lockstep.run.model import model_of
 from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, load_task, written
 from lockstep.tasks.causal_lm import CausalLM
+from lockstep.tasks.columns import check_classes
 from lockstep.tasks.hf import HubCausalLM
 from lockstep.tasks.named import named_task, on_data
+from lockstep.tasks.options import LANGUAGE, OWN, kind_of
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = ["Used", "Wanted", "config_of", "opened", "task_of"]
@@ -132,6 +134,11 @@ def task_of(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], s
     if wanted.task:
         task = load_task(wanted.task)
     elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
+        kind = kind_of(config.task)
+        if kind not in (LANGUAGE, OWN):
+            task = named_task(dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name), say)
+            check_classes(state.get("plan", {}).get("data", ""), task, str(path))
+            return task
         task = named_task(config, say)
     else:
         name = printable(trained) or "CLASS"

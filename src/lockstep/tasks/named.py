@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lockstep.models.gpt import PRESETS
 from lockstep.task import Task, load_task
 from lockstep.tasks.causal_lm import CausalLM
 from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task
+from lockstep.tasks.options import OWN, TASKS, kind_of
 from lockstep.text.hub_corpus import Trained
 
 __all__ = ["named_task", "on_data"]
@@ -23,14 +25,18 @@ _PLAIN = Config()
 
 
 def named_task(config: Config, say: Callable[[str], None]) -> Task:
-    """The task of --task, else the named language model on the named data, prepared now where it is not yet.
+    """The task of --task, or the named language model on the named data, prepared now where it is not yet.
 
     Raises:
         ConfigError: an unknown model, or one that the sequence length does not fit.
         DataError: data that is missing, empty or too short.
     """
-    if config.task:
+    kind = kind_of(config.task)
+    if kind == OWN:
         return _own(config)
+    if TASKS[kind].module:
+        made: Task = importlib.import_module(TASKS[kind].module).make(config, say)
+        return made
     if config.preset == "source":
         say(described(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():

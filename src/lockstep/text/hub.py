@@ -24,7 +24,7 @@ from lockstep.text.examples import Example
 from lockstep.text.hub_rows import has_prompts, reader
 from lockstep.text.reach import reach, snapshot, way_out
 
-__all__ = ["Documents", "Part", "Rows", "Wanted", "open_rows", "table_files"]
+__all__ = ["Documents", "Part", "Rows", "Table", "Wanted", "open_rows", "open_table", "table_files"]
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
@@ -32,6 +32,7 @@ _SPLIT_SEED = 0  # not the run's: see above
 _PIECE = 1 << 20
 
 Say = Callable[[str], None]
+Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its rows in the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,38 @@ class Rows:
     documents: Callable[[float, Path], Documents]
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of both splits, by index.
+
+    Attributes:
+        kinds: column -> what it holds: "Image", "ClassLabel", a dtype such as "string", or another feature's name.
+        classes: the names of the classes of the columns that have them, in the order of their numbers.
+        digest: hex; the same for the same content: the files' checksums, or the commit on the hub.
+        revision: the commit on the hub, "" for files.
+        parts: the rows for training and those for evaluation, as `datasets` has them.
+    """
+
+    kinds: dict[str, str]
+    classes: dict[str, tuple[str, ...]]
+    digest: str
+    revision: str
+    parts: tuple[Any, Any]
+
+    def values(self, column: str) -> tuple[list[Any], list[Any]]:
+        """A column of both splits."""
+        train, evaluation = (list(part.select_columns([column])[column]) for part in self.parts)
+        return train, evaluation
+
+    def images(self, column: str) -> tuple[Any, Any]:
+        """A column of images of both splits; a row is {column: {"bytes": bytes or None, "path": str or None}}."""
+        train, evaluation = (
+            part.select_columns([column]).cast_column(column, type(part.features[column])(decode=False))
+            for part in self.parts
+        )
+        return train, evaluation
+
+
 def table_files(name: str) -> list[Path]:
     """The json, jsonl, csv and parquet files that a path names: itself, or those below it where it holds no text."""
     root = Path(name).expanduser()
@@ -128,14 +161,39 @@ def open_rows(wanted: Wanted, say: Say) -> Rows:
     return Rows(digest, "", documents)
 
 
-def _from_hub(wanted: Wanted, say: Say) -> Rows:
-    """The hub's dataset; where the hub is not reached, what `hf download` or an earlier run left in HF_HOME."""
-    datasets = _datasets(wanted)
-    held = None if reach(say) else snapshot(wanted.name, "dataset", wanted.revision)
-    where, revision = (str(held), None) if held else (wanted.name, wanted.revision or None)
+def open_table(wanted: Wanted, fraction: float, cache: Path, say: Say) -> Table:
+    """The rows of a dataset of the hub, or of json, jsonl, csv and parquet files; any number of processes may call it.
+
+    Args:
+        fraction: share of the rows for the evaluation, where the data has no evaluation split of its own.
+        cache: where the rows of files are kept as memory-mapped tables.
+
+    Raises:
+        DataError: nothing of that name, no such split, or fewer than two rows.
+    """
+    if is_hub_name(wanted.name):
+        builder, commit = _hub_builder(wanted, say)
+        say(f"downloading {wanted.name}, unless it is in HF_HOME")
+        digest, revision = _named(wanted, [wanted.name, commit]), commit
+    else:
+        files, root, revision = table_files(wanted.name), Path(wanted.name).expanduser(), ""
+        if not files:
+            known = ", ".join(kind.lstrip(".") for kind in _KINDS)
+            raise DataError(f"--dataset-name {wanted.name}: no such file, nor a folder of such: give {known}")
+        digest = _named(wanted, [[path.name, _digest(path)] for path in files])
+        with _explained(wanted):
+            builder = _datasets(wanted).load_dataset_builder(**_local(wanted, files, root), cache_dir=str(cache))
     with _explained(wanted):
-        builder = datasets.load_dataset_builder(where, wanted.subset or None, revision=revision)
-    commit = held.name if held else str(builder.hash)
+        parts = tuple(table for table, _ in _parts(builder, wanted, fraction))
+    features = parts[0].features
+    named = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
+    kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
+    kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
+    return Table(kinds, named, digest, revision, parts)
+
+
+def _from_hub(wanted: Wanted, say: Say) -> Rows:
+    builder, commit = _hub_builder(wanted, say)
 
     def documents(fraction: float, scratch: Path) -> Documents:
         say(f"downloading {wanted.name}, unless it is in HF_HOME")
@@ -143,6 +201,17 @@ def _from_hub(wanted: Wanted, say: Say) -> Rows:
             return _split(builder, wanted, fraction)
 
     return Rows(_named(wanted, [wanted.name, commit]), commit, documents)
+
+
+def _hub_builder(wanted: Wanted, say: Say) -> tuple[Any, str]:
+    """The hub's dataset and its commit; where the hub is not reached, what `hf download` or an earlier run left in
+    HF_HOME."""
+    datasets = _datasets(wanted)
+    held = None if reach(say) else snapshot(wanted.name, "dataset", wanted.revision)
+    where, revision = (str(held), None) if held else (wanted.name, wanted.revision or None)
+    with _explained(wanted):
+        builder = datasets.load_dataset_builder(where, wanted.subset or None, revision=revision)
+    return builder, held.name if held else str(builder.hash)
 
 
 def _named(wanted: Wanted, content: list[Any]) -> str:
@@ -167,6 +236,14 @@ def _local(wanted: Wanted, files: list[Path], root: Path) -> dict[str, Any]:
 
 
 def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
+    (train, rows), (evaluation, others) = _parts(builder, wanted, fraction)
+    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
+    read = reader(columns, wanted.text_column, f"--dataset-name {wanted.name}")
+    prompts = has_prompts(columns, wanted.text_column)
+    return Documents(_part(train, read, rows), _part(evaluation, read, others), prompts=prompts)
+
+
+def _parts(builder: Any, wanted: Wanted, fraction: float) -> tuple[Numbered, Numbered]:
     """Both splits of a dataset that is downloaded and converted now, unless it is in the package's own cache."""
     builder.download_and_prepare()
     known = list(builder.info.splits)
@@ -174,20 +251,14 @@ def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
     if name not in known:
         raise DataError(f"--data.split {wanted.split}: --dataset-name {wanted.name} has the splits {', '.join(known)}")
     train = builder.as_dataset(split=wanted.split)
-    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
-    read = reader(columns, wanted.text_column, f"--dataset-name {wanted.name}")
-    prompts = has_prompts(columns, wanted.text_column)
     own = next((split for split in _EVALUATION if split in known and split != name), None)
     if own is not None:
         evaluation = builder.as_dataset(split=own)
-        return Documents(
-            _part(train, read, range(len(train))), _part(evaluation, read, range(len(evaluation))), prompts=prompts
-        )
+        return (train, range(len(train))), (evaluation, range(len(evaluation)))
     if len(train) < 2:
         raise DataError(f"--dataset-name {wanted.name}: {len(train)} row, and an evaluation needs one more; give more")
     kept, evaluated = _parted(len(train), fraction)
-    one, other = (_part(train.select(rows), read, rows) for rows in (kept, evaluated))
-    return Documents(one, other, prompts=prompts)
+    return (train.select(kept), kept), (train.select(evaluated), evaluated)
 
 
 def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:

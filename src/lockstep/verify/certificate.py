@@ -14,6 +14,7 @@ from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 from lockstep.run import environment
+from lockstep.tasks.options import OWN, kind_of
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import Request
@@ -35,7 +36,9 @@ def make(request: Request, trace: dict[str, Any], rows: list[Row]) -> dict[str, 
         "versions": about["versions"],
         "machine": machine,
         "devices": about["devices"],
-        "config": options.flat(request.config, own_task=request.task is not None or bool(request.config.task)),
+        "config": options.flat(
+            request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN
+        ),
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),

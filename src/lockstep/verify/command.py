@@ -15,6 +15,7 @@ from lockstep.config import options, presets
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.task import load_task
+from lockstep.tasks.options import OWN, kind_of
 from lockstep.verify import certificate
 from lockstep.verify.request import Request
 from lockstep.verify.verification import prove
@@ -34,7 +35,7 @@ def run(own: argparse.Namespace) -> int:
     values = options.told(vars(own))
     config = options.build(presets.applied(values))
     _check_out(own.out)
-    if config.task:
+    if kind_of(config.task) == OWN:
         load_task(config.task)  # here first: what is wrong is one line, not a failed rank's
     given = certificate.read(Path(own.against)) if own.against else None
     asked = _repeated(own, config, given) if given else _request(own, config, precision=values.get("precision", ""))

@@ -137,6 +137,16 @@ def _options_of(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _classes_of(path: Path) -> list[str]:
+    """The names of the classes, of a task that has such; they stand in the run's environment.json."""
+    file = path.parent.parent / "environment.json"
+    try:
+        found: list[str] = json.loads(json.loads(file.read_text(encoding="utf-8"))["sources"]["classes"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return []
+    return found
+
+
 def _weights(tensors: Whole) -> tuple[list[str], dict[str, str]]:
     """(the model's names, each stored tensor once; second names of tied tensors -> the first)."""
     first: dict[int, str] = {}
@@ -205,7 +215,7 @@ def _hub(source: Source, out: Path) -> None:
     names, seconds = _weights(source.tensors)
     shapes = {name: source.tensors.stored[f"model/{name}"].shape for name in (*names, *seconds)}
     out.mkdir()
-    renamed = write_hub(source.options, source.state, shapes, out)
+    renamed = write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
     source.beside(out)
     sent = []
     for each in outgoing(source, names):

@@ -9,7 +9,7 @@ came from a hub or a folder keeps its names and its config.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from lockstep.config.config import Config
 from lockstep.errors import CheckpointError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
+from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
+from lockstep.tasks.options import kind_of
 from lockstep.text.hub_cache import default_cache
 
 __all__ = ["write_hub"]
@@ -41,13 +43,16 @@ _INNER = {
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 
 
-def write_hub(options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path) -> Renamed:
+def write_hub(
+    options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path, classes: Sequence[str] = ()
+) -> Renamed:
     """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
 
     Args:
         options: the run's configuration, nested as in its config.toml.
         state: of the checkpoint; of a built-in GPT it says the shape.
         shapes: of the model's tensors by plain name.
+        classes: their names, where the run's task has classes.
 
     Raises:
         CheckpointError: the run's model is not one that transformers knows.
@@ -57,20 +62,28 @@ def write_hub(options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shap
     if {"tokens.weight", "positions.weight"} <= shapes.keys() and ("gpt" in state or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
-    if not name or name.startswith("builtin:") or all(key in shapes for key in _TOP):
+    if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
         raise CheckpointError(
             f"--format hf: the run's model '{name}' is neither the built-in GPT nor one that came from transformers; "
             "use --format safetensors"
         )
     asked = options.get("model", {})
-    source = HubModel(
-        name,
-        revision=str(asked.get("revision", "")),
-        trust_remote_code=bool(asked.get("trust_remote_code", False)),
-        cache=default_cache(),
-        say=lambda line: None,
-    )
-    source.save_config(folder, shapes)
+    settings: dict[str, Any] = {
+        "revision": str(asked.get("revision", "")),
+        "trust_remote_code": bool(asked.get("trust_remote_code", False)),
+        "cache": default_cache(),
+        "say": lambda line: None,
+    }
+    kind = kind_of(str(options.get("task", "")))
+    if kind == "images":
+        HubClassifier(name, IMAGES, classes=classes, **settings).save_config(folder, shapes)
+    elif kind == "classification":
+        own = str(options.get("tokenizer", ""))
+        encoder = HubEncoder(own or name, **settings | ({"revision": ""} if own else {}))
+        HubClassifier(name, TEXTS, classes=classes, pad=encoder.pad, **settings).save_config(folder, shapes)
+        encoder.save(folder)
+    else:
+        HubModel(name, **settings).save_config(folder, shapes)
     return lambda plain: (plain, False)
 
 

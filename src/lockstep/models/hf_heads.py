@@ -1,0 +1,223 @@
+"""Models of `transformers` that give one answer for an image or a text, from a hub or a folder.
+
+source = HubClassifier("google/vit-base-patch16-224", IMAGES, classes=("cat", "dog"), cache=cache, say=print)
+model = source.build(dtype=torch.float32, pretrained=True)
+logits = image_logits(model, images)
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.hub_name import is_hub_name
+from lockstep.errors import ConfigError
+from lockstep.models.hf import explained, once_per_node, transformers_for, where
+
+__all__ = ["IMAGES", "TEXTS", "HubClassifier", "HubEncoder", "image_logits", "text_logits"]
+
+IMAGES = "AutoModelForImageClassification"
+TEXTS = "AutoModelForSequenceClassification"
+
+Say = Callable[[str], None]
+
+
+@final
+class HubClassifier:
+    """A model by its configuration; its weights are read or drawn by `build`.
+
+    Args:
+        name: OWNER/NAME on the hub, or a folder with a config.json.
+        kind: IMAGES or TEXTS.
+        classes: the names of the classes, which its configuration then has.
+        revision: branch, tag or commit on the hub; "" is its newest.
+        trust_remote_code: run the Python code that comes with the model.
+        pad: the token that fills a batch up; -1 leaves the model's own.
+        cache: folder for the lock that lets one process of a node download while the others wait.
+        say: gets a line where something is not reached, and about what is drawn anew.
+
+    Attributes:
+        revision: the commit on the hub, or "" for a folder.
+        size, channels: of the images that it takes; 0 and 3 where it does not say.
+        mean, std: what its images were normalised by, for each channel; 0.5 where it does not say.
+        context: longest text, in tokens; 0 where the architecture sets none.
+        vocab_size: tokens that it knows; 0 for images.
+
+    Raises:
+        ConfigError: nothing of that name here or on the hub, no model of this kind, or code that may not be run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        *,
+        classes: Sequence[str],
+        revision: str = "",
+        trust_remote_code: bool = False,
+        pad: int = -1,
+        cache: Path,
+        say: Say,
+    ) -> None:
+        self._transformers = transformers_for("--model-name", name)
+        self.name, self._kind, self._trust, self._cache, self._say = name, kind, trust_remote_code, cache, say
+        self._where = where(name)
+        with explained("--model-name", name), once_per_node(name, cache, say):
+            self._config = self._transformers.AutoConfig.from_pretrained(
+                self._where,
+                revision=revision or None,
+                trust_remote_code=trust_remote_code,
+                num_labels=len(classes),
+                id2label=dict(enumerate(classes)),
+                label2id={label: number for number, label in enumerate(classes)},
+            )
+            file = self._transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
+            commit = self._transformers.utils.extract_commit_hash(file, None) if is_hub_name(name) else ""
+            self.revision = str(commit or "")
+            told = self._preprocessing() if kind == IMAGES else {}
+        if pad >= 0:
+            self._config.pad_token_id = pad
+        size = getattr(self._config, "image_size", 0) or 0
+        self.size = int(size if isinstance(size, int) else max(size))
+        self.channels = int(getattr(self._config, "num_channels", 3))
+        self.mean: tuple[float, ...] = tuple(told.get("image_mean") or [0.5] * self.channels)
+        self.std: tuple[float, ...] = tuple(told.get("image_std") or [0.5] * self.channels)
+        text = self._config.get_text_config()
+        self.context = int(getattr(text, "max_position_embeddings", None) or 0)
+        self.vocab_size = int(getattr(text, "vocab_size", None) or 0)
+
+    def build(self, *, dtype: torch.dtype, pretrained: bool) -> nn.Module:
+        """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
+
+        A last layer that is there for other classes is drawn anew, and so is what the weights lack.
+
+        Raises:
+            ConfigError: the architecture is none of this kind, there are no safetensors weights, or these are of
+                another shape elsewhere than in the last layer.
+        """
+        with explained("--model-name", self.name):
+            auto = getattr(self._transformers, self._kind)
+            if pretrained:
+                with once_per_node(self.name, self._cache, self._say):
+                    return self._read(auto, dtype).train()
+            model: nn.Module = auto.from_config(self._config, dtype=torch.float32, trust_remote_code=self._trust)
+            for parameter in model.parameters():  # drawn in float32 whatever the dtype
+                parameter.data = parameter.data.to(dtype)
+            return model.train()
+
+    def _read(self, auto: Any, dtype: torch.dtype) -> nn.Module:
+        model: nn.Module
+        model, found = auto.from_pretrained(
+            self._where,
+            config=self._config,
+            revision=self.revision or None,
+            trust_remote_code=self._trust,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        classes, anew = self._config.num_labels, sorted(found["missing_keys"])
+        for name, given, made in found["mismatched_keys"]:
+            if tuple(given[1:]) != tuple(made[1:]) or made[0] != classes:
+                raise ConfigError(
+                    f"--model-name {self.name}: its weights have a '{name}' of shape {list(given)}, and the model one "
+                    f"of {list(made)}; its config.json is another model's"
+                )
+        anew = sorted({*anew, *(name for name, _, _ in found["mismatched_keys"])})
+        if anew:
+            more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
+            self._say(f"{self.name}: drawn anew for the {classes} classes: {', '.join(anew[:3])}{more}")
+        return model
+
+    def _preprocessing(self) -> dict[str, Any]:
+        """What stands in its preprocessor_config.json; {} without one."""
+        file = self._transformers.utils.cached_file(
+            self._where,
+            "preprocessor_config.json",
+            revision=self.revision or None,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        found: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        return found
+
+    def save_config(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Writes the config.json of a model whose tensors, by plain name, have these shapes.
+
+        Raises:
+            ConfigError: they are not this architecture's.
+        """
+        with explained("--model-name", self.name), torch.device("meta"):
+            model: Any = getattr(self._transformers, self._kind).from_config(
+                self._config, trust_remote_code=self._trust
+            )
+            odd = [name for name, held in model.state_dict().items() if shapes.get(name) != tuple(held.shape)]
+            if odd:
+                raise ConfigError(f"--format hf: {self.name} has a tensor {odd[0]}, and the checkpoint none like it")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if self._kind == IMAGES:
+            told = {"image_mean": self.mean, "image_std": self.std, "size": {"height": self.size, "width": self.size}}
+            kept = {**self._preprocessing(), **told} if self.size else self._preprocessing()
+            (folder / "preprocessor_config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+@final
+class HubEncoder:
+    """A tokenizer that makes inputs of a classifier.
+
+    Args:
+        name, revision, trust_remote_code, cache, say: as for `HubClassifier`.
+
+    Attributes:
+        pad: the token that fills a batch up: its own, else the one that ends a text.
+
+    Raises:
+        ConfigError: as for `HubClassifier`; or it has neither of these tokens.
+    """
+
+    def __init__(
+        self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
+    ) -> None:
+        transformers = transformers_for("--tokenizer", name)
+        with explained("--tokenizer", name), once_per_node(name, cache, say):
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                where(name), revision=revision or None, trust_remote_code=trust_remote_code
+            )
+        known = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        self.pad = int(next((token for token in known if token is not None), -1))
+        if self.pad < 0:
+            raise ConfigError(f"--tokenizer {name} has no token to fill a batch up with; give one that has, or set it")
+        self.vocab_size = len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None, longest: int) -> list[dict[str, list[int]]]:
+        """The inputs of each text (and its second one): input_ids, attention_mask, and what else the model takes.
+
+        Args:
+            longest: tokens of a text at most, those that the tokenizer adds included; what is longer is cut.
+        """
+        found = self._tokenizer(
+            list(texts), *([list(pairs)] if pairs else []), truncation=True, max_length=longest, verbose=False
+        )
+        keys = list(found)
+        return [dict(zip(keys, values, strict=True)) for values in zip(*(found[key] for key in keys), strict=True)]
+
+    def save(self, folder: Path) -> None:
+        """Writes what `HubEncoder(folder)` reads."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def image_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits [batch, classes] of images [batch, channels, height, width], in the model's dtype."""
+    logits: Tensor = model(pixel_values=images).logits
+    return logits
+
+
+def text_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Logits [batch, classes] of what `HubEncoder.encode` made, as int64 [batch, time], in the model's dtype."""
+    logits: Tensor = model(**inputs).logits
+    return logits

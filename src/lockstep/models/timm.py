@@ -1,0 +1,75 @@
+"""Image models of `timm`. The only file that needs it.
+
+    source = TimmModel("resnet18", classes=10, cache=cache, say=print)      # --model-name timm:resnet18
+    model = source.build(pretrained=True)
+
+The package could not be installed where lockstep is tested (it needs torchvision); a stand-in takes its place there.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.hf import explained, once_per_node
+
+__all__ = ["TimmModel"]
+
+
+@final
+class TimmModel:
+    """A model by its name; its weights are read or drawn by `build`.
+
+    Args:
+        name: as `timm.create_model` takes it.
+        classes: of the logits.
+        cache: folder for the lock that lets one process of a node download while the others wait.
+        say: gets a line where something takes time.
+
+    Attributes:
+        size: height and width of the images that its weights were trained on.
+        mean, std: what these were normalised by, for each channel.
+
+    Raises:
+        ConfigError: timm is not installed, or has no such model.
+    """
+
+    def __init__(self, name: str, *, classes: int, cache: Path, say: Callable[[str], None]) -> None:
+        self._timm, self.name, self._classes, self._cache, self._say = _timm(name), name, classes, cache, say
+        if not self._timm.is_model(name):
+            close = self._timm.list_models(f"*{name.partition('.')[0]}*")[:3]
+            meant = f"it has {', '.join(close)}" if close else "timm.list_models() names them"
+            raise ConfigError(f"--model-name timm:{name}: timm has no such model; {meant}")
+        known = self._timm.get_pretrained_cfg(name)
+        told = known.to_dict() if known is not None else {}
+        self.size = int(told.get("input_size", (3, 224, 224))[-1])
+        self.mean: tuple[float, ...] = tuple(told.get("mean", (0.485, 0.456, 0.406)))
+        self.std: tuple[float, ...] = tuple(told.get("std", (0.229, 0.224, 0.225)))
+
+    def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:
+        """A model in training mode; its last layer, for these classes, is drawn anew.
+
+        Raises:
+            ConfigError: the weights are not to be had.
+        """
+        flag = "--model-name"
+        with explained(flag, f"timm:{self.name}"):
+            settings = {"num_classes": self._classes, "drop_rate": dropout}
+            if not pretrained:
+                made: nn.Module = self._timm.create_model(self.name, pretrained=False, **settings)
+                return made.train()
+            with once_per_node(f"timm/{self.name}", self._cache, self._say):
+                made = self._timm.create_model(self.name, pretrained=True, **settings)
+                return made.train()
+
+
+def _timm(name: str) -> Any:
+    try:
+        import timm  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError(
+            f"--model-name timm:{name} needs the package timm: pip install 'torch-lockstep[timm]'"
+        ) from error
+    return timm

@@ -1,0 +1,211 @@
+"""Text classification with a model of `transformers`: `lockstep train --task classification`.
+
+    task = make(config, say=print)      # --model-name, --dataset-name, --data.text-column, --data.label-column
+
+An item is a text. A batch is padded to the longest text of its micro-batch, whoever computes that. The only file that
+imports `torchmetrics`; without it the F1 score is left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast, final
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.config.config import Config
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.hf import repeated_blocks
+from lockstep.models.hf_heads import TEXTS, HubClassifier, HubEncoder, text_logits
+from lockstep.task import Task
+from lockstep.tasks.columns import class_labels, find_column, fingerprint_of, names_of
+from lockstep.tasks.hf import cache_of
+from lockstep.tasks.image_models import DTYPES
+from lockstep.text.hub import Table, Wanted, open_table
+
+__all__ = ["TextClassification", "Texts", "make"]
+
+_USUAL = ("text", "sentence", "content", "review")
+_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # the first one's is the tokenizer's own
+
+Say = Callable[[str], None]
+
+
+@final
+class Texts:
+    """The samples of one split: (what the model takes of a text, as lists of numbers; its class).
+
+    Args:
+        texts: one column of texts, or two.
+        longest: tokens of a sample at most.
+    """
+
+    draws_random = False  # a sample needs no seed
+
+    def __init__(self, texts: Sequence[list[str]], labels: Tensor, encoder: HubEncoder, longest: int) -> None:
+        self.texts, self.labels, self.encoder, self.longest = texts, labels, encoder, longest
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, list[int]], int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[dict[str, list[int]], int]]:
+        """The samples of a batch, in order."""
+        first, *second = ([column[index] for index in indices] for column in self.texts)
+        made = self.encoder.encode(first, second[0] if second else None, self.longest)
+        return list(zip(made, self.labels[indices].tolist(), strict=True))
+
+
+@final
+class TextClassification(Task):
+    """A class for each text.
+
+    Args:
+        train, evaluation: the splits.
+        source: the model.
+        dtype: of its parameters.
+        pretrained: read the weights instead of drawing them.
+        digest: hex; of the data.
+        sources: what came from a hub: name -> revision.
+
+    Attributes:
+        classes: their names.
+        sources: with the names of the classes, which the run's environment.json keeps.
+    """
+
+    item_name = "texts"
+    items_per_sample = 1
+
+    def __init__(
+        self,
+        train: Texts,
+        evaluation: Texts,
+        source: HubClassifier,
+        *,
+        classes: tuple[str, ...],
+        dtype: torch.dtype,
+        pretrained: bool,
+        digest: str,
+        sources: Mapping[str, str],
+    ) -> None:
+        self._parts, self.encoder, self.classes = {"train": train, "evaluation": evaluation}, train.encoder, classes
+        self.defaults = "fine-tuning" if pretrained else "general"
+        self.fingerprint = fingerprint_of(classes, digest)
+        self.sources = {**sources, "classes": names_of(classes)}
+        self._build = partial(source.build, dtype=dtype, pretrained=pretrained)
+        self._f1 = _f1(len(classes))
+
+    def model(self) -> nn.Module:
+        """The model, drawn from torch's default generator or with its pretrained weights."""
+        return self._build()
+
+    def dataset(self, split: str) -> Texts:
+        """The samples of "train" or "evaluation". KeyError for any other split."""
+        return self._parts[split]
+
+    def collate(self, samples: list[tuple[dict[str, list[int]], int]]) -> tuple[dict[str, Tensor], Tensor]:
+        """(name -> int64 [samples, longest], filled up at the end; the classes, int64 [samples])."""
+        fills = {**_FILLS, "input_ids": self.encoder.pad}
+        made = {}
+        for name in samples[0][0]:
+            rows = [sample[name] for sample, _ in samples]
+            longest = max(map(len, rows))
+            made[name] = torch.tensor([row + [fills.get(name, 0)] * (longest - len(row)) for row in rows])
+        return made, torch.tensor([label for _, label in samples])
+
+    def loss(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        """Cross entropy in nats, summed over the texts: a scalar in float32, or float64 for such logits."""
+        inputs, labels = batch
+        return F.cross_entropy(_wide(text_logits(model, inputs)), labels, reduction="sum")
+
+    def evaluate(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """(cross entropy, summed; "accuracy", and with torchmetrics "f1", the mean of the classes' F1 scores)."""
+        inputs, labels = batch
+        logits = _wide(text_logits(model, inputs))
+        best = logits.argmax(dim=1)
+        found: dict[str, Any] = {"accuracy": ((best == labels).sum(), len(labels))}
+        if self._f1 is not None:
+            self._f1.update(best.cpu(), labels.cpu())  # waits for the device
+            found["f1"] = self._f1
+        return F.cross_entropy(logits, labels, reduction="sum"), found
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        return repeated_blocks(model)
+
+
+def make(config: Config, say: Say) -> TextClassification:
+    """The task that the flags ask for.
+
+    Raises:
+        ConfigError: no such model or tokenizer, or one that does not fit the other.
+        DataError: no data is named, or it has no such column or classes.
+    """
+    name, asked, data = config.dataset_name, config.model, config.data
+    if not name:
+        raise DataError("--task classification: name the data with --dataset-name (csv, json, parquet, or OWNER/NAME)")
+    flag, cache = f"--dataset-name {name}", cache_of(config)
+    wanted = Wanted(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
+    table = open_table(wanted, data.evaluation, cache / "tables", say)
+    columns = _text_columns(table, data.text_column, flag)
+    label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
+    classes, labels = class_labels(table, label, flag)
+    settings: dict[str, Any] = {"trust_remote_code": asked.trust_remote_code, "cache": cache, "say": say}
+    revision = "" if config.tokenizer else asked.revision
+    encoder = HubEncoder(config.tokenizer or config.model_name, revision=revision, **settings)
+    source = HubClassifier(
+        config.model_name, TEXTS, classes=classes, revision=asked.revision, pad=encoder.pad, **settings
+    )
+    if source.context and config.seq_len > source.context:
+        raise ConfigError(
+            f"--seq-len {config.seq_len} is longer than the context of {source.name}, {source.context}; lower it"
+        )
+    if encoder.vocab_size > source.vocab_size:
+        raise ConfigError(
+            f"--tokenizer knows {encoder.vocab_size} tokens and {source.name} {source.vocab_size}: leave it out"
+        )
+    texts = zip(*(table.values(column) for column in columns), strict=True)
+    train, evaluation = (
+        Texts([[value or "" for value in column] for column in part], own, encoder, config.seq_len)
+        for part, own in zip(texts, labels, strict=True)
+    )
+    revisions = {config.model_name: source.revision, name: table.revision}
+    return TextClassification(
+        train,
+        evaluation,
+        source,
+        classes=classes,
+        dtype=DTYPES.get(config.precision, torch.float32),
+        pretrained=asked.pretrained,
+        digest=xxhash.xxh3_128_hexdigest(
+            repr((table.digest, columns, label, data.evaluation, config.tokenizer)).encode()
+        ),
+        sources={key: revision for key, revision in revisions.items() if revision},
+    )
+
+
+def _text_columns(table: Table, wanted: str, flag: str) -> list[str]:
+    """The column of the texts, or the two columns of pairs."""
+    names = [name.strip() for name in wanted.split(",")]
+    if len(names) > 2:
+        raise DataError(f"{flag}: --data.text-column {wanted} names {len(names)} columns; give one, or two for pairs")
+    kinds = {name: "string" if kind.endswith("string") else kind for name, kind in table.kinds.items()}
+    return [find_column(kinds, name, "string", _USUAL, flag, "--data.text-column") for name in names]
+
+
+def _f1(classes: int) -> Any:
+    """An empty metric, in host memory; None without the package."""
+    try:
+        from torchmetrics.classification import MulticlassF1Score
+    except ImportError:
+        return None
+    return cast(Any, MulticlassF1Score(num_classes=classes, average="macro"))
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """In float32 at least: a loss in half precision is too coarse."""
+    return logits if logits.dtype is torch.float64 else logits.float()

@@ -1,0 +1,195 @@
+"""Images with a class each, from scikit-learn's digits, a folder of class folders, or a table of the hub.
+
+data = open_images(config, say)             # found, and not yet read
+split = data.train
+split.raw(5, channels=3, size=64)           # uint8 [3, height, width]
+split.labels[5]                             # its class, an index into data.classes
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lockstep.config.config import Config
+from lockstep.config.hub_name import is_hub_name
+from lockstep.errors import DataError
+from lockstep.tasks.builtin_data import digits, parted
+from lockstep.tasks.columns import class_labels, find_column
+from lockstep.tasks.hf import cache_of
+from lockstep.tasks.pictures import SUFFIXES, check_installed, opened
+from lockstep.text.hub import Wanted, open_table, table_files
+
+__all__ = ["DIGITS", "ImageData", "Raw", "open_images"]
+
+DIGITS = "builtin:digits"
+_EVALUATION = ("validation", "valid", "val", "dev", "evaluation", "eval", "test")
+
+Say = Callable[[str], None]
+
+
+class Raw(Protocol):
+    """The images of one split.
+
+    Attributes:
+        labels: int64 [samples].
+    """
+
+    labels: Tensor
+
+    def raw(self, index: int, *, channels: int, size: int) -> Tensor:
+        """uint8 [channels, height, width], the shorter side `size`. Raises ImageError for what cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageData:
+    """Both splits.
+
+    Attributes:
+        classes: their names, in the order of the labels.
+        channels: of the images: 1 or 3.
+        digest: hex; of what decides the samples: for a folder the names and sizes of its files.
+        revision: the commit on the hub, "" for what lies here.
+    """
+
+    train: Raw
+    evaluation: Raw
+    classes: tuple[str, ...]
+    channels: int
+    digest: str
+    revision: str = ""
+
+
+def open_images(config: Config, say: Say) -> ImageData:
+    """What --dataset-name names.
+
+    Raises:
+        ConfigError: a package is missing.
+        DataError: no such data, no images, no class folders, a single class, or other classes in the evaluation.
+    """
+    name = config.dataset_name
+    if name == DIGITS:
+        return _digits(config.data.evaluation)
+    if name.startswith("builtin:"):
+        raise DataError(f"--dataset-name {name}: unknown; the built-in images are {DIGITS}")
+    check_installed(f"--dataset-name {name}")
+    if is_hub_name(name) or table_files(name):
+        return _table(config, say)
+    return _folder(name, config.data.evaluation)
+
+
+@final
+class _Held:
+    """Images that are in memory, each `size` pixels high and wide."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels
+
+    def raw(self, index: int, *, channels: int, size: int) -> Tensor:
+        image = self.pixels[index].expand(channels, -1, -1)
+        if size == image.shape[-1]:
+            return image
+        larger = torch.nn.functional.interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)
+        return larger[0].round().to(torch.uint8)
+
+
+def _digits(fraction: float) -> ImageData:
+    pixels, labels = digits(f"--dataset-name {DIGITS}")
+    parts = [torch.tensor(part) for part in parted(len(labels), fraction)]
+    digest = xxhash.xxh3_128_hexdigest(pixels.numpy().tobytes() + labels.numpy().tobytes() + repr(fraction).encode())
+    train, evaluation = (_Held(pixels[part], labels[part]) for part in parts)
+    return ImageData(train, evaluation, tuple("0123456789"), 1, digest)
+
+
+@final
+class _Files:
+    """Image files, and the class of each."""
+
+    def __init__(self, root: Path, files: Sequence[tuple[str, int]]) -> None:
+        self.root, self.names = root, [name for name, _ in files]
+        self.labels = torch.tensor([label for _, label in files], dtype=torch.int64)
+
+    def raw(self, index: int, *, channels: int, size: int) -> Tensor:
+        return opened(self.root / self.names[index], channels=channels, size=size)
+
+
+def _folder(name: str, fraction: float) -> ImageData:
+    """ROOT/CLASS/FILE, of which a share is kept aside, or ROOT/train/CLASS/FILE beside ROOT/validation (val, test)."""
+    root, flag = Path(name).expanduser(), f"--dataset-name {name}"
+    if not root.is_dir():
+        raise DataError(f"{flag}: no such folder; give one with a folder of images for each class, or {DIGITS}")
+    held = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
+    classes = _classes(root / "train" if held else root, flag)
+    train = _images(root, "train" if held else "", classes, flag)
+    if held:
+        others = sorted(set(_classes(root / held, flag)) - set(classes))
+        if others:
+            raise DataError(f"{flag}: {held}/ has the class '{others[0]}', which train/ has not; each needs a folder")
+        evaluation = _images(root, held, classes, flag)
+    else:
+        if len(train) < 2:
+            raise DataError(f"{flag}: one image, and an evaluation needs one more; give more")
+        kept, apart = parted(len(train), fraction)
+        train, evaluation = [train[sample] for sample in kept], [train[sample] for sample in apart]
+    content = [(file, (root / file).stat().st_size, label) for file, label in (*train, *evaluation)]
+    digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
+    return ImageData(_Files(root, train), _Files(root, evaluation), tuple(classes), 3, digest)
+
+
+def _classes(root: Path, flag: str) -> list[str]:
+    """The names of the folders, sorted."""
+    found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    loose = [path for path in root.iterdir() if path.is_file() and path.suffix.lower() in SUFFIXES]
+    if not found:
+        what = f"{len(loose)} images that are in no folder" if loose else "neither folders nor images"
+        raise DataError(f"{flag}: {root} has {what}; put the images of each class into a folder of the class's name")
+    if len(found) == 1:
+        raise DataError(f"{flag}: {root} has one class, '{found[0]}', and there is nothing to tell apart; give two")
+    return found
+
+
+def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[str, int]]:
+    """(path below `root`, label) of each image, by class and then by name; those in folders of folders too."""
+    found = []
+    for label, name in enumerate(classes):
+        folder = root / part / name
+        paths = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+        files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
+        if not files and (part in ("", "train")):
+            raise DataError(
+                f"{flag}: {folder} has no images ({', '.join(sorted(SUFFIXES))}); put those of '{name}' there, or "
+                "remove the folder"
+            )
+        found += [(file, label) for file in files]
+    if not found:
+        raise DataError(f"{flag}: {root / part} has no images")
+    return found
+
+
+@final
+class _Rows:
+    """A column of images of a table, as `datasets` has it: bytes, or a path."""
+
+    def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
+        self.rows, self.column, self.labels = rows, column, labels
+
+    def raw(self, index: int, *, channels: int, size: int) -> Tensor:
+        value = self.rows[index][self.column]
+        path = str(value.get("path") or "")
+        return opened(value.get("bytes") or path, channels=channels, size=size, name=path)
+
+
+def _table(config: Config, say: Say) -> ImageData:
+    data, flag = config.data, f"--dataset-name {config.dataset_name}"
+    wanted = Wanted(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
+    table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
+    image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
+    label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
+    classes, labels = class_labels(table, label, flag)
+    train, evaluation = (_Rows(rows, image, own) for rows, own in zip(table.images(image), labels, strict=True))
+    digest = xxhash.xxh3_128_hexdigest(repr((table.digest, image, label, data.evaluation)).encode())
+    return ImageData(train, evaluation, classes, 3, digest, table.revision)

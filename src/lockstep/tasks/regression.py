@@ -1,0 +1,202 @@
+"""A number for each row of a table: `lockstep train --task regression`.
+
+    task = make(Config(task="regression"), say=print)       # scikit-learn's diabetes, a small perceptron
+
+An item is a row. The loss is the squared error in units of the target's own spread in the training split, so that 1 is
+what its mean would give; the metrics are in the target's unit.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.config.config import Config
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.mlp import MLP
+from lockstep.task import Task
+from lockstep.tasks.builtin_data import diabetes, parted
+from lockstep.tasks.columns import find_column
+from lockstep.tasks.hf import cache_of
+from lockstep.tasks.image_models import DTYPES
+from lockstep.text.hub import Wanted, open_table
+
+__all__ = ["DIABETES", "MODEL", "Columns", "Regression", "make"]
+
+DIABETES, MODEL = "builtin:diabetes", "builtin:mlp"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One split: the features of each row, and its target, as plain numbers."""
+
+    rows: list[list[float]]
+    targets: list[float]
+
+
+@final
+class Regression(Task):
+    """A number for each row of a table.
+
+    Args:
+        train, evaluation: the splits.
+        features, target: the names of the columns.
+        digest: hex; of the data.
+        dropout: of the model.
+        dtype: of the rows.
+        revision: the commit on the hub, "" for files, of the data `name`.
+    """
+
+    item_name = "rows"
+    items_per_sample = 1
+
+    def __init__(
+        self,
+        train: Columns,
+        evaluation: Columns,
+        *,
+        features: Sequence[str],
+        target: str,
+        digest: str,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        name: str = "",
+        revision: str = "",
+    ) -> None:
+        self._parts, self._dropout, self._dtype = {"train": train, "evaluation": evaluation}, dropout, dtype
+        # exactly rounded sums: the same bits on every machine
+        self._features = [_mean_and_spread(column) for column in zip(*train.rows, strict=True)]
+        self._target = _mean_and_spread(train.targets)
+        middle = math.fsum(evaluation.targets) / len(evaluation.targets)
+        self._variance = math.fsum((y - middle) ** 2 for y in evaluation.targets) / len(evaluation.targets)
+        self.fingerprint = f"{target} of {len(features)} columns; {digest}"
+        self.sources = {**({name: revision} if revision else {}), "features": ", ".join(features), "target": target}
+
+    def model(self) -> nn.Module:
+        """The model, drawn from torch's default generator."""
+        means, spreads = zip(*self._features, strict=True)
+        return MLP(means, spreads, *self._target, dropout=self._dropout)
+
+    def dataset(self, split: str) -> TensorDataset:
+        """The samples of "train" or "evaluation": (features [features], target []). KeyError for any other split."""
+        part = self._parts[split]
+        return TensorDataset(torch.tensor(part.rows, dtype=self._dtype), torch.tensor(part.targets, dtype=self._dtype))
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        """Squared error in units of the target's spread, summed over the rows: a scalar."""
+        rows, targets = batch
+        return ((_wide(model(rows)) - targets) / self._target[1]).square().sum()
+
+    def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """(loss, "mae": mean absolute error in the target's unit, "r2": 1 - squared error / variance of the targets).
+
+        The variance is that of the whole evaluation set, so that r2 is a mean over its rows. Of targets that are all
+        the same it is no number, and 0 is shown.
+        """
+        rows, targets = batch
+        error = _wide(model(rows)) - targets
+        squared = error.square()
+        found: dict[str, Any] = {"mae": (error.abs().sum(), len(targets))}
+        varied = self._variance > 0
+        found["r2"] = ((1 - squared / self._variance).sum(), len(targets)) if varied else (0.0, 0)
+        return (squared / self._target[1] ** 2).sum(), found
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The hidden layers of a model that `model` built, not yet wrapped."""
+        return list(model.get_submodule("blocks").children())
+
+
+def make(config: Config, say: Say) -> Regression:
+    """The task that the flags ask for.
+
+    Raises:
+        ConfigError: another model than the built-in one, or a package is missing.
+        DataError: no such data or column, or rows with values that are no numbers.
+    """
+    if config.model_name != MODEL:
+        raise ConfigError(f"--model-name '{config.model_name}' is unknown: regression has {MODEL}")
+    name, data, flag = config.dataset_name, config.data, f"--dataset-name {config.dataset_name}"
+    revision = ""
+    if name == DIABETES:
+        columns, digest = diabetes(flag), "scikit-learn"
+        kinds = dict.fromkeys(columns, "float64")
+        parts = parted(len(columns["target"]), data.evaluation)
+        values = {key: tuple([column[row] for row in part] for part in parts) for key, column in columns.items()}
+        target, features = _chosen(kinds, config, flag)
+    elif name.startswith("builtin:"):
+        raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
+    else:
+        wanted = Wanted(name, data.subset, data.split, data.revision, "", data.encoding)
+        table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
+        target, features = _chosen(table.kinds, config, flag)
+        values = {key: table.values(key) for key in (target, *features)}
+        digest, revision = table.digest, table.revision
+    splits = []
+    for place, split in enumerate(("training", "evaluation")):
+        held = {
+            key: [_number(key, row, value, split, flag) for row, value in enumerate(values[key][place])]
+            for key in (target, *features)
+        }
+        rows = [list(row) for row in zip(*(held[key] for key in features), strict=True)]
+        splits.append(Columns(rows, held[target]))
+    content = xxhash.xxh3_128_hexdigest(repr((digest, target, features, data.evaluation)).encode())
+    return Regression(
+        *splits,
+        features=features,
+        target=target,
+        digest=content,
+        dropout=config.model.dropout,
+        dtype=DTYPES.get(config.precision, torch.float32),
+        name=name,
+        revision=revision,
+    )
+
+
+def _chosen(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
+    """The target's column, and those to learn from."""
+    numbers = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool"))]
+    shown = ", ".join(kinds) or "none"
+    wanted, usual = config.data.target_column, [name for name in ("target", "y") if name in numbers]
+    if not wanted and not usual and not numbers:
+        raise DataError(f"{flag} has no column of numbers; its columns: {shown}")
+    target = find_column(kinds, wanted, "", [*usual, *numbers[-1:]], flag, "--data.target-column")
+    asked = [name.strip() for name in config.data.feature_columns.split(",") if name.strip()]
+    features = asked or [name for name in numbers if name != target]
+    for name in (target, *features):
+        if name not in kinds:
+            raise DataError(f"{flag} has no column '{name}'; its columns: {shown}; see --data.feature-columns")
+        if name not in numbers:
+            raise DataError(f"{flag}: the column '{name}' holds {kinds[name]}, no numbers; its columns: {shown}")
+    if target in features:
+        raise DataError(f"{flag}: '{target}' is the target; leave it out of --data.feature-columns")
+    if not features:
+        raise DataError(f"{flag}: beside the target '{target}' no column holds numbers; its columns: {shown}")
+    return target, features
+
+
+def _number(column: str, row: int, value: Any, split: str, flag: str) -> float:
+    if value is None or not math.isfinite(value):
+        raise DataError(
+            f"{flag}: row {row} of the {split} split has {value} in the column '{column}'; fill such values in, remove "
+            "the rows, or leave the column out with --data.feature-columns"
+        )
+    return float(value)
+
+
+def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation; 1 for the second where all are the same."""
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return mean, spread or 1.0
+
+
+def _wide(predictions: Tensor) -> Tensor:
+    """In float32 at least: an error in half precision is too coarse."""
+    return predictions if predictions.dtype is torch.float64 else predictions.float()

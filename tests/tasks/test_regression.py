@@ -1,0 +1,110 @@
+"""--task regression: a perceptron on a table, the same bits on one rank and on two."""
+
+import json
+import os
+
+import hub_files
+import pytest
+import torch
+from ranks import run
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.cli import dispatch
+from lockstep.config.config import Config
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.mlp import MLP
+from lockstep.run.load import chosen, fill
+from lockstep.sinks.jsonl import read
+from lockstep.tasks.regression import make
+
+
+def config(folder, **changes):
+    settings = {"batch_size": 32, "micro_batch_size": 8, "log_freq": 10, "device": "cpu"}
+    return Config(**{"task": "regression", "experiment_name": "r", "save_dir": str(folder), **settings, **changes})
+
+
+def trained(world, folder, name, changes):
+    os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
+    result = lockstep.train(config(folder, experiment_name=name, exact=True, **changes), None, world)
+    return checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
+
+
+def recorded(folder, name="r"):
+    record = [record for record in read(folder / name / "metrics.jsonl") if "evaluation/loss" in record][-1]
+    return {key: record[f"evaluation/{key}"] for key in ("loss", "mae", "r2")}
+
+
+def test_one_rank_and_two_have_the_same_bits(tmp_path):
+    changes = {"max_steps": 6, "model": {"dropout": 0.1}}
+    one = run(trained, 1, tmp_path, "one", changes, timeout=250.0)
+    assert run(trained, 2, tmp_path, "two", {**changes, "engine": "fsdp"}, timeout=250.0) == one * 2
+    assert recorded(tmp_path, "one") == recorded(tmp_path, "two")
+
+
+def test_the_defaults_learn_the_diabetes_data_and_the_numbers_are_scikit_learns(tmp_path, capsys):
+    metrics = pytest.importorskip("sklearn.metrics")
+    result = lockstep.train(config(tmp_path, precision="float64"))
+    task = make(config(tmp_path, precision="float64"), print)
+    model = task.model().double().eval()
+    fill(chosen(result.folder, "last"), model)
+    rows, targets = task.dataset("evaluation").tensors
+    with torch.no_grad():
+        predictions = model(rows)
+    shown = recorded(tmp_path)
+    assert shown["r2"] == pytest.approx(metrics.r2_score(targets, predictions), rel=1e-9)
+    assert shown["mae"] == pytest.approx(metrics.mean_absolute_error(targets, predictions), rel=1e-9)
+    spread = task.dataset("train").tensors[1].std(correction=0)
+    assert shown["loss"] == pytest.approx(float(((predictions - targets) / spread).square().mean()), rel=1e-6)
+    assert shown["r2"] > 0.4
+    capsys.readouterr()
+    assert dispatch(["evaluate", str(result.folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["r2"] == pytest.approx(shown["r2"], rel=1e-12)
+    with pytest.raises(ConfigError, match="trained Regression, which is no language model"):
+        dispatch(["generate", str(result.folder), "--prompt", "a"])
+    out = tmp_path / "out.pt"
+    assert dispatch(["export", str(result.folder), str(out), "--format", "torch"]) == 0
+    plain = MLP([0.0] * 10, [1.0] * 10, 0.0, 1.0).double()
+    plain.load_state_dict(torch.load(out, weights_only=True))  # what it is scaled by comes along
+    with torch.no_grad():
+        assert torch.equal(plain(rows), predictions)
+
+
+def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    rows = [{"name": f"n{n}", "a": n, "b": n * 0.5, "same": 1, "price": 3.0 * n} for n in range(20)]
+    named = {"dataset_name": str(hub_files.write_parquet(tmp_path / "table.parquet", rows))}
+
+    def made(**data):
+        return make(config(tmp_path, **named, data=data), print)
+
+    task = made()
+    assert (task.sources["target"], task.sources["features"]) == ("price", "a, b, same")
+    rows_of, targets = task.dataset("train").tensors
+    assert (rows_of.shape, targets.shape) == ((16, 3), (16,))
+    model = task.model()
+    assert model.scale[2] == 1  # of what is the same everywhere
+    inner = (rows_of - model.mean) / model.scale
+    assert torch.allclose(inner[:, :2].std(0, correction=0), torch.ones(2), atol=1e-5)
+    task = made(target_column="a", feature_columns="b, price")
+    assert (task.sources["target"], task.sources["features"]) == ("a", "b, price")
+
+    def refused(match, **data):
+        with pytest.raises(DataError, match=match) as caught:
+            made(**data)
+        assert "\n" not in str(caught.value)
+
+    refused(
+        "has no column 'c'; its columns: name, a, b, same, price; name one with --data.target-column", target_column="c"
+    )
+    refused("has no column 'c'; its columns: .*; see --data.feature-columns", feature_columns="a,c")
+    refused("the column 'name' holds (large_)?string, no numbers", feature_columns="name")
+    refused("'price' is the target; leave it out of --data.feature-columns", feature_columns="a,price")
+    rows[3]["a"] = None
+    named = {"dataset_name": str(hub_files.write_jsonl(tmp_path / "holes.jsonl", rows))}
+    refused("has None in the column 'a'; fill such values in")
+    with pytest.raises(ConfigError, match="--model-name 'builtin:resnet' is unknown: regression has builtin:mlp"):
+        make(config(tmp_path, model_name="builtin:resnet"), print)
+    with pytest.raises(DataError, match="unknown; the built-in table is builtin:diabetes"):
+        make(config(tmp_path, dataset_name="builtin:iris"), print)
