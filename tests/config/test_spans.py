@@ -31,7 +31,7 @@ def test_a_share_is_the_nearest_number_of_steps_and_none_only_where_it_is_nothin
 
 
 def test_they_may_be_said_wherever_a_number_of_steps_may(tmp_path):
-    assert {"eval_freq", "ckpt_freq", "log_freq", "optim.warmup_steps", "optim.period"} == SPANS
+    assert {"eval_freq", "ckpt_freq", "log_freq", "extend_to", "optim.warmup_steps", "optim.period"} == SPANS
     flags = ["--eval-freq", "1epoch", "--optim.warmup-steps", "5%", "--ckpt-freq", "1e2", "--max-steps", "40"]
     given = parse(flags)
     assert given == Config(eval_freq="1epoch", optim={"warmup_steps": "5%"}, ckpt_freq=100, max_steps=40)

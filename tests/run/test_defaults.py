@@ -89,7 +89,7 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
 
 def test_the_help_names_the_values(capsys):
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         "2e-3 for a language model, 5e-5 for a pretrained one, 1e-3 for other work; sgd 1e-2 (default: auto)" in shown

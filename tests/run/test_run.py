@@ -38,6 +38,8 @@ def test_the_folder_of_a_run(tmp_path):
         "optim.weight_decay": 0.01,
         "optim.warmup_steps": 0,
         "optim.floor": 0.1,
+        "eval_micro_batch_size": settings.micro_batch_size,
+        "eval_workers": 0,
     }  # which are chosen by the task and the plan
     state = json.loads((path / "state.json").read_text())
     saved = checkpoint.read_state(checkpoint.newest(path, say=print))  # before the evaluation that it tells of as due
@@ -255,7 +257,7 @@ class Masked(Ragged):
 
 
 def test_labels_that_are_all_masked_are_refused_before_training(tmp_path):
-    with pytest.raises(DataError, match="every label of the first step is masked"):
+    with pytest.raises(DataError, match="no micro-batch of steps 0 to 11 has an item: there is nothing to learn from"):
         go(None, config(tmp_path), Masked())
     assert not list((tmp_path / "r").rglob("step-*"))
 

@@ -384,7 +384,7 @@ def test_a_weight_file_comes_back_as_a_model(tmp_path):
 
 
 def killed_before_the_evaluation(world, folder):
-    bookkeeper.evaluate = lambda *_, **__: os._exit(9)
+    bookkeeper.evaluate_all = lambda *_, **__: os._exit(9)
     lockstep.train(config(folder, checkpoint=lockstep.Checkpoint(mode="sync")), task(), world)
 
 

@@ -1,6 +1,6 @@
 """A run of adapters: its base, which no checkpoint of it holds, and what says that it is still the same one.
 
-    adapt(config, task, model, world, state)        # before an engine takes the model; fills state["lora"]
+    adapt(config, task, model, world, state, say)   # before an engine takes the model; fills state["lora"]
     left_out(model)                                 # the names that checkpoints do without
 
 `state["lora"]` goes with every checkpoint: what the adapters are like, the digest of the base's weights, and the

@@ -1,6 +1,6 @@
 """`lockstep export RUN OUT`: which weights go out, and what goes beside them; `checkpoint/export/` writes the formats.
 
-export_run(Asked("outputs/first", "gpt", "hf", which="best"))
+export_run(Asked("outputs/first", "gpt", "hf", which="best"), print)
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What `transformers` needs beside the weights: a config.json, and its own names for them.
 
-    renamed = write_hub(options, shapes, folder)        writes folder/config.json
+    renamed = write_hub(options, state, shapes, folder)     writes folder/config.json
     renamed("blocks.0.attention.inputs.weight")         ("transformer.h.0.attn.c_attn.weight", True): transposed
 
 The built-in GPT is a GPT-2 (Radford et al., 2019) under other names, whose matrices lie transposed there. A model that
