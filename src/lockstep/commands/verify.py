@@ -90,5 +90,5 @@ def _parser() -> Parser:
         "lockstep verify --task digits.py:Digits --batch-size 32",
         "lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4",
     )
-    add_flags(parser)
+    add_flags(parser, kind="")
     return parser

@@ -57,7 +57,7 @@ def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = N
         foreign=FOREIGN,
     )
     add_flags(parser, kind=kind)
-    parser.first = FIRST
+    parser.first = (*FIRST, *_of_alone(kind))
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
@@ -65,6 +65,16 @@ def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = N
         f"lockstep launch --nproc-per-node 2 -- {script}{task} --num-epochs 10 --exact",
     )
     return parser
+
+
+def _of_alone(kind: str) -> list[str]:
+    """The options that no other built-in task has; none for the language model, which has too many."""
+    return [
+        prefix + spec.name
+        for owner, prefix in sections(Config())
+        for spec in dataclasses.fields(owner)
+        if kind != LANGUAGE and spec.metadata.get("tasks") == (kind,)
+    ]
 
 
 def _task_in(argv: list[str]) -> str:
@@ -219,7 +229,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
 
     Args:
         parser: of a command that takes the options.
-        kind: of the task, see `kind_of`: the help is without what others alone have.
+        kind: of the task, see `kind_of`: the help is without what others alone have; "": it has all.
     """
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():

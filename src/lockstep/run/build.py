@@ -373,5 +373,10 @@ def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world
 
 
 def notify(world: World) -> Callable[[str], None]:
-    """Rank 0's word to the person, before the log is open."""
-    return lambda line: print(said(line), file=sys.stderr, flush=True) if world.is_main else None
+    """Rank 0's word to the person, before the log is open. It can be sent to another process, as a task's part."""
+    return partial(_tell, world.is_main)
+
+
+def _tell(is_main: bool, line: str) -> None:
+    if is_main:
+        print(said(line), file=sys.stderr, flush=True)

@@ -123,9 +123,9 @@ def kind_of(task: str) -> str:
 
 
 def belongs(spec: "dataclasses.Field[Any]", kind: str) -> bool:
-    """Whether a task of this kind has the option."""
+    """Whether a task of this kind has the option; "": whether any has it."""
     tasks = spec.metadata.get("tasks", ())
-    return not tasks or kind in tasks
+    return not (tasks and kind) or kind in tasks
 
 
 def suited(fields: dict[str, Any]) -> dict[str, Any]:
