@@ -94,14 +94,17 @@ def test_the_rate_falls_on_every_rank_alike_and_a_resume_goes_on_with_it(tmp_pat
         assert end == whole
 
 
-def test_an_evaluation_that_was_made_after_its_checkpoint_is_not_counted_twice(tmp_path):
-    """The save comes before the evaluation: what that decided is known by evaluated.json."""
+@pytest.mark.parametrize("known", [True, False])
+def test_an_evaluation_that_was_made_after_its_checkpoint_counts_once(tmp_path, known):
+    """The save comes before the evaluation: what that decided is known by evaluated.json, or it is made again."""
     changes = {"ckpt_freq": 2}
     whole = go(None, tmp_path / "whole", changes=changes)
     go(None, tmp_path / "again", 8, changes)
     state = checkpoint.read_state(checkpoint.path_of(tmp_path / "again" / "r", 8))
     assert state["evaluation_due"]
     assert state["plateau"] == {"bad": 1, "fallen": 0}
+    if not known:
+        (tmp_path / "again" / "r" / "checkpoints" / "evaluated.json").unlink()
     after, end = go(None, tmp_path / "again", changes=changes)
     assert (after, end) == (whole[0][8:], whole[1])
 
