@@ -126,7 +126,9 @@ def test_a_step_left_out_changes_nothing_and_a_rate_of_zero_moves_the_momentum_a
 
 
 def test_muon_without_exact_agrees_with_one_process():
-    found = run(each, 2, [(TASK, "fsdp", CASES), (TASK, "fsdp", CASES | {"sharding": "none"}), (TASK, "zero", CASES)])
+    hybrid = CASES | {"sharding": "hybrid", "shard_size": 2}
+    found = run(each, 4, [(TASK, "fsdp", hybrid)], timeout=120.0)
+    found[0] += run(each, 2, [(TASK, "fsdp", CASES | {"sharding": "none"}), (TASK, "zero", CASES)])[0]
     wanted = alone(TASK, **CASES)
     for one in found[0]:
         for mine, other in zip(one[0], wanted[0], strict=True):
