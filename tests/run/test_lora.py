@@ -1,6 +1,7 @@
 """Adapters: what is trained, what a checkpoint holds, the same bits however they are trained, and another base."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -244,3 +245,48 @@ def test_the_default_rate_is_that_of_adapters(tmp_path):
 def test_options_of_adapters_without_a_rank(tmp_path):
     with pytest.raises(ConfigError, match=r"lora.alpha is of adapters, and there are none: give lora.rank"):
         config(tmp_path, lora={"alpha": 8.0})
+
+
+class Broken(Tuned):
+    """A loss that is not finite, once, in the fifth step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        if torch.is_grad_enabled():
+            type(self).calls += 1
+            if type(self).calls == 18:
+                return found * float("nan")
+        return found
+
+
+def test_a_rollback_goes_back_to_the_adapters(tmp_path):
+    changes = {"guards": {"nonfinite": "rollback"}, "ckpt_freq": 2}
+    run_ = lockstep.Run(lora(tmp_path, **changes), Broken())
+    assert run_().status == "finished"
+    assert Broken.calls > 24, "it went back"
+    base = Broken().model().state_dict()
+    after = {name.replace(".base_layer", ""): p for name, p in run_.model.state_dict().items()}
+    assert all(torch.equal(after[name], p) for name, p in base.items())
+
+
+def test_groups_know_the_adapters_by_name_and_frozen_ones_are_kept_too(tmp_path):
+    lockstep.train(lora(tmp_path, optim={"groups": "*lora_A*: freeze; *lora_B*: lr=2x"}, max_steps=2), Tuned())
+    kept, _ = held(tmp_path / "r")
+    assert len([name for name in kept if ".lora_A." in name]) == 4
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ConfigError, match=r"--lora.rank needs the package peft .*: pip install 'torch-lockstep\[peft\]'"
+    ):
+        lockstep.train(lora(tmp_path), Tuned())
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_base_in_another_half_than_autocasts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--precision fp16 beside a base in bfloat16: .* --precision float32"):
+        lockstep.train(lora(tmp_path, precision="fp16"), Tuned())
+    assert not (tmp_path / "r").exists()

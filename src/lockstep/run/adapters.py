@@ -25,7 +25,7 @@ from lockstep.models.lora import Adapters, base_names, chosen_targets, inject
 from lockstep.run.weights import fill, weights_in
 from lockstep.seeds import derive
 from lockstep.task import Task
-from lockstep.transforms.precision import PARAMETERS
+from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
 __all__ = ["adapt", "adapters_of", "check_same_base", "left_out", "with_adapters"]
 
@@ -65,6 +65,7 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
         _check_trained(config, task, begun, say)
     if begun:
         on_all_ranks(world, lambda: _filled(model, Path(begun)))
+    on_all_ranks(world, lambda: _check_halves(config, model))
     found = on_all_ranks(world, lambda: _settled(config, model, known))
     digest = on_all_ranks(world, lambda: _digest(model) if world.is_main else "")
     found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
@@ -114,6 +115,19 @@ def _settled(config: Config, model: nn.Module, known: dict[str, Any] | None) -> 
         "turned": targets.turned,
         "dtype": str(PARAMETERS[config.precision]).removeprefix("torch."),
     }
+
+
+def _check_halves(config: Config, model: nn.Module) -> None:
+    """Raises ConfigError where autocast would bring one half-precision dtype to a base in the other: torch's norms
+    refuse the two."""
+    wanted = AUTOCAST.get(config.precision)
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(wanted) if wanted else None
+    if other and any(parameter.dtype is other for parameter in model.parameters()):
+        name = str(other).removeprefix("torch.")
+        raise ConfigError(
+            f"--precision {config.precision} beside a base in {name}: torch does not take the two together; use "
+            "--precision float32, which leaves the base as it is"
+        )
 
 
 def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
