@@ -47,7 +47,7 @@ def main():
             generate.backward(F.softplus(-critic(points)).sum(), 1 / SIZE)
         generate.step()
         critic.requires_grad_(True)
-        if world.is_main and step % 100 == 99:
+        if world.is_main and step % 50 == 49:
             print(f"step {step + 1}: off {(points.norm(dim=1) - 1).abs().mean():.4f}")
     del generate, judge
     world.leave()
