@@ -290,3 +290,12 @@ def test_a_base_in_another_half_than_autocasts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--precision fp16 beside a base in bfloat16: .* --precision float32"):
         lockstep.train(lora(tmp_path, precision="fp16"), Tuned())
     assert not (tmp_path / "r").exists()
+
+
+def test_the_same_bits_under_autocast_and_where_one_rank_draws_the_model(tmp_path):
+    def case(name, **changes):
+        return tmp_path, {"exact": True, "experiment_name": name, **changes}, 0
+
+    meta = case("meta", engine="fsdp", engine_options={"meta_init": True})
+    two = run(each, 2, [meta, case("two", engine="fsdp", precision="bf16")])
+    assert two[0] == run(each, 1, [case("one", engine="ddp"), case("half", engine="ddp", precision="bf16")])[0]
