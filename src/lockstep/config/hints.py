@@ -145,7 +145,6 @@ FOREIGN: dict[str, str] = {
     "logging_steps": "{log_freq}",
     "log_every_n_steps": "{log_freq}",
     "log_interval": "{log_freq}",
-    "limit_val_batches": "{limit_eval_batches}",
     "max_eval_samples": "{limit_eval_batches}, in micro-batches",
     "print_freq": "{log_freq}",
     "logging_strategy": "{log_freq}",
