@@ -19,8 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 
 
+NAMED = {"PIL": "pillow", "sklearn": "scikit-learn"}  # what is imported -> its distribution, where they differ
+
+
 def plain(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return re.sub(r"[-_.]+", "-", NAMED.get(name, name)).lower()
 
 
 def names(requirements):
@@ -44,7 +47,7 @@ def imported():
             for module in modules:
                 top = module.partition(".")[0]
                 if top not in sys.stdlib_module_names and top != "lockstep":
-                    found.setdefault(top, set()).add(str(path.relative_to(ROOT / "src")))
+                    found.setdefault(plain(top), set()).add(str(path.relative_to(ROOT / "src")))
     return found
 
 

@@ -36,11 +36,11 @@ def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path, 
     """The lowest loss is that of step 4; an equal one later is not better, and what is not finite is not good."""
     told = []
 
-    def evaluate(engine, task, batches, world, *, step, **_):
+    def evaluate(engine, task, sets, world, *, step, **_):
         told.append(step)
         return SimpleNamespace(step=step, loss=LOSSES[step], items=1, metrics={})
 
-    monkeypatch.setattr(bookkeeper, "evaluate", evaluate)
+    monkeypatch.setattr(bookkeeper, "evaluate_all", evaluate)
     weights = {}
     for stop in stops:
         for step in lockstep.Run(settings(tmp_path, stop_at=stop, checkpoint=Checkpoint(keep=3)), Ragged()):

@@ -303,7 +303,7 @@ class Task:
         return 8
     def __getitem__(self, index):
         if index:
-            print(f"loads {index}", flush=True)
+            print(f"loads {index}\\n", end="", flush=True)  # at once: the others write too
             time.sleep(60)
         return torch.ones(2)
     def collate(self, samples):
@@ -317,7 +317,7 @@ task = Task()
 batches = Batches(task, task, Sequential(8), StepPlan(1, 1, 8), World(), seed=0, loading=Loading(2, 1))
 feed = batches.from_step(0)
 next(feed)
-print("first batch", flush=True)
+print("first batch\\n", end="", flush=True)
 time.sleep(60)
 """
 

@@ -91,9 +91,8 @@ def test_the_help_names_the_values(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "2e-3 for a language model, 5e-5 for a pretrained one, 1e-3 for other work; sgd 1e-2 (default: auto)" in shown
-    )
+    rates = "2e-3 for a language model, 5e-5 for a pretrained one, 2e-4 for adapters, else 1e-3; sgd 1e-2"
+    assert f"{rates} (default: auto)" in shown
     assert [KINDS[kind]["lr"] for kind in ("language-model", "fine-tuning", "general")] == [2e-3, 5e-5, 1e-3]
     assert "auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4, adam 0 (default: auto)" in shown
     decays = [KINDS[kind]["optim.weight_decay"] for kind in ("language-model", "fine-tuning", "general")]

@@ -68,7 +68,7 @@ def _parser() -> Parser:
         usage="lockstep verify [flags] [flags of train]",
         description="Proves that every engine and world size trains what one process does, tensor by tensor; without "
         "--exact and --precision in float64. The flags of `lockstep train` say what is trained.",
-        foreign=FOREIGN,
+        foreign={name: said for name, said in FOREIGN.items() if name != "world_size"},  # --world-sizes is its own
     )
     parser.set_defaults(named=[])
     add = parser.add_argument
