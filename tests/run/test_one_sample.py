@@ -90,7 +90,9 @@ def test_one_sample_with_places_or_frozen_statistics_is_fine(tmp_path, task):
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2)])
 def test_a_last_step_of_one_sample_is_no_crash_with_batchnorm(tmp_path, size, workers):
     """17 samples in steps of 4: the last step would hold one, and one is what BatchNorm cannot take."""
-    settings = config(tmp_path, batch_size=4, micro_batch_size=2, max_steps=0, data={"workers": workers})
+    settings = config(
+        tmp_path, batch_size=4, micro_batch_size=2, max_steps=0, data={"workers": workers}, eval_workers=0
+    )
     assert run(status, size, settings, Channels(nn.BatchNorm1d(4))) == [("finished", 4)] * size
     assert "the last sample of the last epoch is left out" in (tmp_path / "r/logs/rank-00000.log").read_text()
     plain = dataclasses.replace(settings, experiment_name="plain")  # who has no BatchNorm learns from it

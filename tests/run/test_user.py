@@ -444,7 +444,7 @@ class Convolutional(lockstep.Task):
 
 def convolved(world, folder, workers):
     settings = {"num_epochs": 4, "max_steps": 0, "batch_size": 16, "micro_batch_size": 4, "exact": True}
-    settings |= {"data": {"workers": workers}, "engine": "auto"}
+    settings |= {"data": {"workers": workers}, "eval_workers": 0, "engine": "auto"}
     session = lockstep.Run(config(folder, **settings), Convolutional(), world)
     found = [(step.loss, step.norm, step.lr) for step in session]
     state = [value.tolist() for value in session.model.state_dict().values()]

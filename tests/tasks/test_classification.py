@@ -55,7 +55,15 @@ def recorded(folder, name="r"):
 
 def test_one_rank_and_two_have_the_same_bits_and_numbers(place, tmp_path):
     ((one,),) = run(trained, 1, place, tmp_path, tmp_path / "cache", [("one", {})], timeout=250.0)
-    two = run(trained, 2, place, tmp_path, tmp_path / "cache", [("two", {"data": {"workers": 1}})], timeout=250.0)
+    two = run(
+        trained,
+        2,
+        place,
+        tmp_path,
+        tmp_path / "cache",
+        [("two", {"data": {"workers": 1}, "eval_workers": 0})],
+        timeout=250.0,
+    )
     assert two == [[one], [one]]
     assert recorded(tmp_path, "one") == recorded(tmp_path, "two")
 

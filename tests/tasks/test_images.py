@@ -54,7 +54,11 @@ def test_one_two_and_four_ranks_have_the_same_bits_with_augmentation_loaders_and
     vit = {**small, "model_name": "builtin:vit"}
     alone = [("one", small), ("part", {**small, "stop_at": 2}), ("vit", vit)]
     [one] = run(trained, 1, tmp_path, alone, timeout=250.0)
-    both = [("two", {**small, "data": {"workers": 1}}), ("part", small), ("vit2", {**vit, "engine": "fsdp"})]
+    both = [
+        ("two", {**small, "data": {"workers": 1}, "eval_workers": 0}),
+        ("part", small),
+        ("vit2", {**vit, "engine": "fsdp"}),
+    ]
     two = run(trained, 2, tmp_path, both, timeout=250.0)
     four = run(trained, 4, tmp_path, [("four", {**small, "engine": "zero"})], timeout=250.0)
     assert two[0] == two[1]
