@@ -115,8 +115,8 @@ class Guards:
 
     def _spiked(self, step: ReadStep) -> None:
         number = step.record.step
-        usual = self._spike.limit(number)
-        what = f"step {number}: the gradient's norm {step.norm:.4g} is far above the usual, {usual:.4g}"
+        limit = self._spike.limit(number)
+        what = f"step {number}: the gradient's norm {step.norm:.4g} is above {limit:.4g}, three times the usual or more"
         if self._config.spike != "warn":
             self._left_out(number, what, self._config.spike)
         elif self._built.world.is_main:
