@@ -63,8 +63,12 @@ class FoundRates:
     lr: float | None
 
     def __str__(self) -> str:
-        """The curve, and what it says in a line."""
-        points = [(math.log10(rate), loss) for rate, loss in zip(self.rates, self.smoothed, strict=False)]
+        """The curve, as far up again as it came down, and what it says in a line."""
+        pairs = list(zip(self.rates, self.smoothed, strict=False))
+        if self.lr is not None:  # what diverges would press the rest flat
+            top, least = 2 * self.smoothed[0] - min(self.smoothed), self.lr
+            pairs = [(rate, loss) for rate, loss in pairs if loss <= top or rate <= least]
+        points = [(math.log10(rate), loss) for rate, loss in pairs]
         lines = curve(points, label=lambda x: f"{10**x:.0e}")
         return "\n".join([f"loss by learning rate, {len(self.rates)} steps", *lines, "", self.said])
 
