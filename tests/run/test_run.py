@@ -16,6 +16,7 @@ from lockstep.checkpoint.export.export import export
 from lockstep.config.config import Config
 from lockstep.config.options import flat, parse, read
 from lockstep.config.sections import Checkpoint
+from lockstep.data.order import Sequential
 from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
 from lockstep.run.defaults import settled
 from lockstep.run.folder import RunFolder
@@ -254,6 +255,27 @@ class Masked(Ragged):
         batch = super().collate(samples)
         batch["labels"][:] = -100
         return batch
+
+
+class Gap(Ragged):
+    """The samples of steps 3 and 8 have no label."""
+
+    def order(self, samples, seed):
+        return Sequential(samples)
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        if split == "train":
+            rows.kept[24:32] = 0
+        return rows
+
+
+def test_a_step_without_a_label_stops_neither_a_run_nor_its_resume(tmp_path):
+    """Its gradient is zero; a run that ended before it goes on as one that did not end."""
+    assert go(None, config(tmp_path, experiment_name="whole"), Gap()) == (list(range(12)), 0)
+    assert go(None, config(tmp_path), Gap(), leave_at=3) == (list(range(3)), None)
+    assert go(None, config(tmp_path), Gap()) == (list(range(3, 12)), 0)
+    assert mark(tmp_path) == mark(tmp_path, "whole")
 
 
 def test_labels_that_are_all_masked_are_refused_before_training(tmp_path):

@@ -22,7 +22,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.memory import described, footprint
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import DataError, LockstepError, PeerError, UsageError
+from lockstep.errors import LockstepError, PeerError, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
@@ -174,8 +174,6 @@ def _works(session: Session, built: Built) -> _Works:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
-    if each is None and built.start < step_plan.steps and not sum(world.gather(step_loader.items(built.start))):
-        raise DataError("every label of the first step is masked: there is nothing to learn from; check the labels")
     clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
