@@ -137,3 +137,31 @@ def test_another_engines_state_without_that_of_an_unused_parameter(stage):
     results = run(_taken_over, 2, stage)
     held = next(found for found, _ in results if found)
     close(held, results[0][1])
+
+
+def _buffers(world):
+    """The running mean in the state after a step, and the one of an engine that took it over."""
+    warnings.simplefilter("ignore")
+    made = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        made.append(
+            engine(
+                "deepspeed",
+                model,
+                lambda m: torch.optim.AdamW(m.parameters()),
+                world,
+                options=EngineOptions(zero_stage=2),
+            )
+        )
+    before, after = made
+    before.backward(before.model(torch.arange(8.0).reshape(2, 4)).sum(), 1.0)
+    before.step(1.0)
+    after.load_state_dict(before.state_dict())
+    return [each.state_dict()["model/1.running_mean"].tolist() for each in made]
+
+
+def test_the_state_has_the_buffers_too():
+    for before, after in run(_buffers, 2):
+        assert before == after
+        assert any(before)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hub_files
 import pytest
@@ -20,6 +21,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.hf import HubTokenizer
 from lockstep.tasks.hf import corpus_for, hub_task
 from lockstep.tasks.named import named_task
+from lockstep.text import hub
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_corpus import Trained
 from lockstep.text.hub_rows import reader
@@ -292,6 +294,23 @@ def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_f
         corpus(hub_files.write_jsonl(tmp_path / "b.jsonl", [{"text": "add"}] * 40), seq_len=64)
     with pytest.raises(DataError, match="1 row, and an evaluation needs one more"):
         corpus(hub_files.write_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))
+
+
+def test_a_hub_dataset_is_asked_for_by_its_subset_and_revision(monkeypatch):
+    """As `datasets` takes them, where the hub can be reached; without them its own defaults."""
+    asked = []
+
+    def load_dataset_builder(name, subset, revision):
+        asked.append((name, subset, revision))
+        return SimpleNamespace(hash="c0ffee")
+
+    monkeypatch.setattr(hub, "_datasets", lambda wanted: SimpleNamespace(load_dataset_builder=load_dataset_builder))
+    monkeypatch.setattr(hub, "reach", lambda say: True)
+    chosen = open_rows(Wanted("some/corpus", subset="small", revision="v2"), print)
+    plain = open_rows(Wanted("some/corpus"), print)
+    assert asked == [("some/corpus", "small", "v2"), ("some/corpus", None, None)]
+    assert chosen.revision == plain.revision == "c0ffee"
+    assert chosen.digest != plain.digest
 
 
 def test_a_hub_name_without_a_network_ends_at_once():

@@ -259,6 +259,23 @@ def test_a_cancelled_gradient_may_move_a_weight_by_its_rate_and_any_other_by_lit
     assert allowed[1] < 1e-4
 
 
+def test_what_a_weight_may_be_off_is_the_formula_of_the_document():
+    """docs/verify.md, with n = 10 terms, u = v = 2^-24, L = 0.1, and a step that is not the first."""
+    k, u, norm, travel, beta2, eps = 3, 2.0**-24, 2.0, 0.1, 0.95, 1e-8
+    weights, second = [3.0, -0.5], [1e-4, 4e-4]
+    unbiased = [value / (1 - beta2 ** (k + 1)) for value in second]
+    relative = 32 * 10 * u * (k + 1) + 16 * u
+    error = relative * math.sqrt(sum(unbiased) / 2) + (4 * 10 * u + u / 64) * norm
+    wanted = [
+        travel * min(2, 2 * error / (math.sqrt(v) + eps)) + 4 * (k + 2) * u * abs(w)
+        for w, v in zip(weights, unbiased, strict=True)
+    ]
+    found = Tolerance(10, u, u).weights(
+        k, torch.tensor(weights), torch.tensor(second, dtype=torch.float64), Scales(norm, travel, beta2, eps)
+    )
+    assert found(slice(0, 2)).tolist() == pytest.approx(wanted, rel=1e-9)
+
+
 def test_sums_in_another_order_stay_within_the_tolerance():
     """The bound on one sum, held against many: n terms, added forwards and backwards."""
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import tasks_for_verify as tasks
+import torch
+import torch.nn.functional as F
 from shell import environment
 from toys import Ragged
 
@@ -101,6 +103,21 @@ def test_a_model_that_is_bfloat16_throughout_is_no_clipping_mistake():
     """Its gradients' norm, and the factor that clips them, have eight bits."""
     table = lockstep.verify(Ragged(samples=60), config(), engines=("ddp",), precision="bf16-true", **QUICK)
     assert table.ok, str(table)
+
+
+class Rounded(Ragged):
+    """float64 weights and losses, and one activation that the model itself rounds to bfloat16."""
+
+    def loss(self, model, batch):
+        logits = model(batch["input"]).to(torch.bfloat16).double().flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def test_what_the_model_itself_computes_in_bfloat16_is_held_to_its_rounding():
+    """Rounding to eight bits may go either way on a last bit that differs."""
+    table = lockstep.verify(Rounded(60), config(), engines=("ddp",), world_sizes=(3,), steps=6)
+    assert table.ok, str(table)
+    assert table.rows[-1].largest[0] > 1e-6, "nothing was rounded otherwise: the case shows nothing"
 
 
 @pytest.mark.slow

@@ -141,10 +141,7 @@ class ReplicatedEngine:
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
                 f"({listed(names)}); turned on --engine.find-unused-parameters, which searches each graph"
             )
-            kept = [p.grad for _, p in self._trained()]
-            self._wrap(True)
-            for (_, parameter), gradient in zip(self._trained(), kept, strict=True):
-                parameter.grad = gradient
+            self._wrap(True)  # the gradients stay
 
     def _check_exchanged(self) -> None:
         """Raises where parameters were left out of the last backward: their buckets, then, were not exchanged."""
