@@ -54,6 +54,8 @@ class Task(ABC):
         defaults: which work it is: what suits it is chosen where the configuration says nothing.
         fingerprint: of the data; a resume with another one is refused.
         sources: what came from elsewhere, name -> revision; it is recorded, and must be the same on every rank.
+        untrained: modules of a model that is trained otherwise (a new head), by name or pattern, as they are after
+            `model()`: with --lora.rank they are trained whole, beside the adapters.
     """
 
     reduction: Literal["sum", "mean"] = "sum"
@@ -62,6 +64,7 @@ class Task(ABC):
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
     fingerprint: str = ""
     sources: Mapping[str, str] = {}
+    untrained: Sequence[str] = ()
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.lora import Adapters, adapter_names, base_names, chosen_targets, inject, merge, plain_name
+from lockstep.models.lora import Adapters, base_names, chosen_targets, inject, merge, plain_name, trained_names
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="the extra peft is not installed")
 def adapted(model, wanted="", dtype=torch.float64):
     targets = chosen_targets(model, wanted)
     inject(model, Adapters(2, 6.0, 0.0, targets.said, targets.turned), dtype)
-    for name in adapter_names(model):
+    for name in trained_names(model, ()):
         nn.init.normal_(model.get_parameter(name))
     return targets
 
@@ -37,8 +37,8 @@ def test_an_evaluation_of_torchs_own_layers_hears_the_adapters():
             whole = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
             whole.load_state_dict(merge(model))
             torch.testing.assert_close(whole.eval()(x), training)
-        assert {plain_name(name) for name in base_names(model)} == plain.keys()
-        assert all(torch.equal(model.state_dict()[name], plain[plain_name(name)]) for name in base_names(model))
+        assert {plain_name(name) for name in base_names(model, ())} == plain.keys()
+        assert all(torch.equal(model.state_dict()[name], plain[plain_name(name)]) for name in base_names(model, ()))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -68,7 +68,7 @@ def test_what_peft_adapts_is_what_was_chosen(wanted, names):
     model = Tower()
     targets = adapted(model, wanted)
     assert targets.names == names
-    found = {name.partition(".lora_")[0] for name in adapter_names(model)}
+    found = {name.partition(".lora_")[0] for name in trained_names(model, ())}
     assert found == set(names)
     if isinstance(targets.said, str):
         assert [name for name in names if not re.fullmatch(targets.said, name)] == []

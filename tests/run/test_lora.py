@@ -53,13 +53,13 @@ def held(path):
         return {name: whole.read(name).clone() for name in names}, checkpoint.read_state(newest)
 
 
-def digest(world, folder, changes, stop):
-    task = Tuned()
+def digest(world, folder, changes, stop, task=None):
+    task = task or Tuned()
     before = {name: p.clone() for name, p in task.model().state_dict().items()}
     with lockstep.Run(lora(folder, **changes, stop_at=stop), task, world) as made:
         for _ in made:
             pass
-    if world.size == 1:  # elsewhere the model is in shards
+    if type(task) is Tuned and world.size == 1:  # elsewhere the model is in shards
         after = {name.replace(".base_layer", ""): p for name, p in made.model.state_dict().items()}
         assert all(torch.equal(after[name], p) and after[name].dtype is p.dtype for name, p in before.items())
     return checkpoint.fingerprint(checkpoint.newest(made.result.folder, say=print)), made.status
@@ -299,3 +299,85 @@ def test_the_same_bits_under_autocast_and_where_one_rank_draws_the_model(tmp_pat
     meta = case("meta", engine="fsdp", engine_options={"meta_init": True})
     two = run(each, 2, [meta, case("two", engine="fsdp", precision="bf16")])
     assert two[0] == run(each, 1, [case("one", engine="ddp"), case("half", engine="ddp", precision="bf16")])[0]
+
+
+class Topped(nn.Module):
+    """A trained network below a new last layer."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.top = body, nn.Sequential(nn.LayerNorm(29), nn.Linear(29, 3))
+
+    def forward(self, tokens):
+        return self.top(self.body(tokens).float()).double()  # no view, of which FSDP2 warns
+
+
+class Headed(Tuned):
+    """Says which of it is new; that is drawn otherwise each time."""
+
+    untrained = ("top",)
+    drawn = 0
+
+    def model(self):
+        body = super().model()
+        torch.manual_seed(100 + self.drawn)
+        return Topped(body)
+
+    def loss(self, model, batch):
+        return model(batch["input"]).logsumexp(-1).square()[batch["labels"] != -100].sum()
+
+    def metrics(self, model, batch):
+        return {}
+
+
+class Redrawn(Headed):
+    drawn = 1
+
+
+def headed(world, folder, cases):
+    return [digest(world, folder, {"exact": True, **changes}, stop, Headed()) for changes, stop in cases]
+
+
+def test_a_new_head_is_trained_whole_and_kept_with_the_same_bits(tmp_path):
+    cases = [({"experiment_name": f"{name}1", "engine": name}, 0) for name in ("ddp", "zero", "fsdp")]
+    ((wanted, _), *_), _ = found = run(headed, 2, tmp_path, cases)
+    assert [bits for bits, _ in found[0]] == [wanted] * 3
+    assert headed(None, tmp_path, [({"experiment_name": "half"}, 3)])[0][1] == "stopped"
+    kept, state = held(tmp_path / "half")
+    tops = {name for name in kept if name.startswith("model/top.")}
+    assert tops == {f"model/top.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")}
+    assert all(name in tops or ".lora_" in name for name in kept)
+    assert state["lora"]["modules_to_save"] == ["top"]
+    ((again, _),) = headed(None, tmp_path, [({"experiment_name": "half"}, 0)])
+    assert again == wanted
+    after, _ = held(tmp_path / "half")
+    assert all(not torch.equal(after[name], kept[name]) for name in tops)
+    loaded = lockstep.load(tmp_path / "half", Redrawn(), which="last")  # another head than the one it began with
+    assert all(torch.equal(loaded.state_dict()[name.removeprefix("model/")], after[name]) for name in after)
+    started = lora(tmp_path, experiment_name="on", init_from=str(tmp_path / "half"), max_steps=1)
+    with lockstep.Run(started, Redrawn()) as session:
+        state = session.model.state_dict()
+        assert all(torch.equal(state[name.removeprefix("model/")], after[name]) for name in after)
+
+
+@pytest.mark.parametrize(
+    ("modules", "line"),
+    [
+        ("topp", "--lora.modules-to-save: 'topp' matches no module; did you mean top?"),
+        ("body.head", "'body.head' shares its weight with 'body.embedding.weight', which is of the base; leave it out"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_named(tmp_path, modules, line):
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        lockstep.Run(lora(tmp_path, lora={**LORA, "modules_to_save": modules}), Headed())()
+
+
+def test_modules_within_others_are_trained_once(tmp_path):
+    with lockstep.Run(lora(tmp_path, lora={**LORA, "modules_to_save": "1, top, blocks.0.0"}), Headed()) as session:
+        trained = [name for name, p in session.model.named_parameters() if p.requires_grad and ".lora_" not in name]
+    assert {name.rpartition(".")[0] for name in trained} == {
+        *("body.blocks.0.0", "body.blocks.0.1"),
+        *("body.blocks.1.0", "body.blocks.1.1", "body.blocks.1.3"),
+        *("top.0", "top.1"),
+    }
+    assert len(trained) == 14

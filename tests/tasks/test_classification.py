@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 
 import hub_files
 import pytest
@@ -15,6 +16,7 @@ from lockstep import checkpoint
 from lockstep.cli import dispatch
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError, DataError, ResumeError
+from lockstep.run.using import Wanted, opened
 from lockstep.sinks.jsonl import read
 from lockstep.tasks.classification import make
 
@@ -158,3 +160,30 @@ def test_a_model_that_is_drawn_anew_and_a_resume_with_other_texts(place, tmp_pat
     write_texts(tmp_path / "texts.jsonl", 34)
     with pytest.raises(ResumeError, match=r"samples \(29 before, 31 now\), data \(town, water; "):
         lockstep.train(config(place, tmp_path, **settings))
+
+
+def test_adapters_with_a_new_head(place, tmp_path):
+    """The head, which is drawn for these classes, is trained whole; peft opens both."""
+    peft = pytest.importorskip("peft", reason="the extra peft is not installed")
+    transformers = pytest.importorskip("transformers")
+    named = {"lora": {"rank": 2}, "model": {"pretrained": True}, "max_steps": 12, "lr": 1e-2}
+    runs = [("fsdp", {"engine": "fsdp", **named}), ("zero", {"engine": "zero", **named})]
+    ((fsdp, zero), _) = run(trained, 2, place, tmp_path, tmp_path / "cache", runs, timeout=250.0)
+    assert fsdp == zero
+    with opened(Wanted(str(tmp_path / "fsdp"))) as used:
+        task, model = used.task, used.model.eval()
+        inputs, _ = task.collate(task.dataset("evaluation").__getitems__([0, 1, 2]))
+        wanted = model(**inputs).logits.detach()
+    out = tmp_path / "adapters"
+    assert dispatch(["export", str(tmp_path / "fsdp"), str(out), "--format", "peft"]) == 0
+    torch.manual_seed(9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = transformers.AutoModelForSequenceClassification.from_pretrained(place / "gpt2", num_labels=2)
+        plain.config.pad_token_id = model.config.pad_token_id
+        theirs = peft.PeftModel.from_pretrained(plain, out).eval()
+    assert theirs.peft_config["default"].task_type == "SEQ_CLS"
+    assert torch.equal(theirs(**inputs).logits, wanted)
+    assert dispatch(["export", str(tmp_path / "fsdp"), str(tmp_path / "merged"), "--format", "hf", "--merge"]) == 0
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(whole(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)

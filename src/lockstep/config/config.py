@@ -339,7 +339,7 @@ def _check_optimizer(optim: Optim) -> None:
 
 def _check_adapters(lora: Lora) -> None:
     plain = Lora()
-    for name in ("alpha", "dropout", "targets"):
+    for name in ("alpha", "dropout", "targets", "modules_to_save"):
         if not lora.rank and getattr(lora, name) != getattr(plain, name):
             raise FieldError(
                 *(FieldName(f"lora.{name}"), " is of adapters, and there are none: give ", FieldName("lora.rank")),

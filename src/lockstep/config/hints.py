@@ -113,6 +113,7 @@ FOREIGN: dict[str, str] = {
     "lora_dropout": "{lora.dropout}",
     "lora_target_modules": "{lora.targets}",
     "target_modules": "{lora.targets}",
+    "modules_to_save": "{lora.modules_to_save}",
     # numbers and kernels
     "bf16": "{precision} bf16",
     "fp16": "{precision} fp16",

@@ -171,6 +171,9 @@ class Lora:
     targets: str = option(
         "", "names of the layers to adapt, or patterns: 'q_proj, layers.*.mlp.*'; default: all linear ones but the head"
     )
+    modules_to_save: str = option(
+        "", "names or patterns of modules that are trained whole beside them; default: what the task drew anew, a head"
+    )
 
 
 @named()

@@ -45,6 +45,7 @@ class HubClassifier:
         mean, std: what its images were normalised by, for each channel; 0.5 where it does not say.
         context: longest text, in tokens; 0 where the architecture sets none.
         vocab_size: tokens that it knows; 0 for images.
+        untrained: modules that `build` drew last beside weights that it read, by name.
 
     Raises:
         ConfigError: nothing of that name here or on the hub, no model of this kind, or code that may not be run.
@@ -64,7 +65,7 @@ class HubClassifier:
     ) -> None:
         self._transformers = transformers_for("--model-name", name)
         self.name, self._kind, self._trust, self._cache, self._say = name, kind, trust_remote_code, cache, say
-        self._where = where(name)
+        self._where, self.untrained = where(name), tuple[str, ...]()
         with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = self._transformers.AutoConfig.from_pretrained(
                 self._where,
@@ -131,6 +132,7 @@ class HubClassifier:
         if anew:
             more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
             self._say(f"{self.name}: drawn anew for the {classes} classes: {', '.join(anew[:3])}{more}")
+        self.untrained = tuple(dict.fromkeys(name.rpartition(".")[0] for name in anew))
         return model
 
     def _preprocessing(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Low-rank adapters beside a model's linear layers. The only file that needs `peft`.
 
-    targets = chosen_targets(model, "q_proj, v_proj")       # "": every linear layer but the head
-    inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned), torch.float32)
-    adapter_names(model), base_names(model)
+    whole = chosen_modules(model, "classifier")             # trained whole, as a new head must be
+    targets = chosen_targets(model, "q_proj, v_proj", whole)        # "": every linear layer but the heads
+    inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned, tuple(whole)), torch.float32)
+    trained_names(model, whole), base_names(model, whole)
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685: of a layer W x becomes
 W x + alpha / rank * B A x, with A [rank, inputs] drawn and B [outputs, rank] zero, so that the model begins as it was.
@@ -13,26 +14,29 @@ W is frozen, and stays in its own dtype. The module tree is the model's own, eac
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
 
 __all__ = [
     "Adapters",
     "Targets",
-    "adapter_names",
     "base_names",
+    "chosen_modules",
     "chosen_targets",
     "exported_name",
     "inject",
     "merge",
     "plain_name",
+    "trained_names",
     "write_config",
 ]
 
@@ -47,6 +51,7 @@ class Adapters(NamedTuple):
         rank, alpha, dropout: as the flags of `--lora` have them, `alpha` settled.
         targets: the adapted layers as peft's `target_modules` has them: last parts of their names, or one expression.
         turned: their weights lie transposed, [inputs, outputs], as GPT-2's do.
+        whole: the modules that are trained whole beside them, peft's `modules_to_save`.
     """
 
     rank: int
@@ -54,6 +59,7 @@ class Adapters(NamedTuple):
     dropout: float
     targets: list[str] | str
     turned: bool
+    whole: tuple[str, ...] = ()
 
 
 class Targets(NamedTuple):
@@ -64,18 +70,59 @@ class Targets(NamedTuple):
     turned: bool
 
 
-def chosen_targets(model: nn.Module, wanted: str) -> Targets:
+def chosen_modules(model: nn.Module, wanted: str) -> list[str]:
+    """The modules that `--lora.modules-to-save` asks for, in the model's order: those within another are not named.
+
+    Args:
+        wanted: names or patterns, as for `chosen_targets`.
+
+    Raises:
+        ConfigError: one matches no module with parameters (the nearest is named), or one that shares a parameter with
+            a module outside of it.
+    """
+    named = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    reached = set()
+    for part in _parts(wanted):
+        found = _reached(named, part)
+        if not found:
+            close = difflib.get_close_matches(part, sorted({*named, *_lasts(named)}), n=1, cutoff=0.5)
+            meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(named)[:8])}"
+            raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {meant}")
+        reached.update(found)
+    outer = [name for name in named if name in reached and not _within(name.rpartition(".")[0], reached)]
+    for name in outer:
+        _check_own(model, name)
+    return outer
+
+
+def _check_own(model: nn.Module, name: str) -> None:
+    owned = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and not _within(other, {name}):
+            raise ConfigError(
+                f"--lora.modules-to-save: '{name}' shares its weight with '{other}', which is of the base; leave it out"
+            )
+
+
+def _within(name: str, modules: Collection[str]) -> bool:
+    """Whether the module or parameter is one of these modules, or in one."""
+    parts = name.split(".")
+    return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
+
+
+def chosen_targets(model: nn.Module, wanted: str, whole: Collection[str] = ()) -> Targets:
     """The layers that `--lora.targets` asks for, in the model's order.
 
     Args:
         wanted: names or patterns with `*`, `?`, `[...]`, between commas; a name of one part means each layer whose name
             ends with it. "" means all linear layers but the head: the output table of a `transformers` model, and what
             shares its weight with another module.
+        whole: the modules that are trained whole, and have no adapters.
 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
     """
-    linear = _linear(model)
+    linear = {name: module for name, module in _linear(model).items() if not _within(name, whole)}
     found = list(dict.fromkeys(name for part in _parts(wanted) for name in _matched(model, part, linear)))
     if not wanted.strip():
         heads = _heads(model)
@@ -133,10 +180,14 @@ def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> li
         raise ConfigError(
             f"--lora.targets: '{pattern}' is {others[0]}, a {kind}, and adapters go beside linear layers: leave it out"
         )
-    lasts = {name.rpartition(".")[2] for name in linear}
-    close = difflib.get_close_matches(pattern, sorted({*lasts, *linear}), n=1, cutoff=0.5)
-    meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(sorted(lasts)[:8]) or 'none'}"
+    close = difflib.get_close_matches(pattern, sorted({*_lasts(linear), *linear}), n=1, cutoff=0.5)
+    meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(linear)[:8]) or 'none'}"
     raise ConfigError(f"--lora.targets: '{pattern}' matches no linear layer; {meant}")
+
+
+def _lasts(names: Iterable[str]) -> list[str]:
+    """The last parts of the names, sorted."""
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _reached(names: Iterable[str], pattern: str) -> list[str]:
@@ -145,17 +196,17 @@ def _reached(names: Iterable[str], pattern: str) -> list[str]:
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
     """The last parts of the names, where these mean the same layers to peft; else an expression of the whole names."""
-    lasts = sorted({name.rpartition(".")[2] for name in names})
+    lasts = _lasts(names)
     if [name for name in modules if name.rpartition(".")[2] in lasts] == names:
         return lasts
     return "|".join(re.escape(name) for name in names)
 
 
 def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
-    """Puts the adapters in, in place, drawn from torch's default generator; all else is frozen, and not touched.
+    """Puts the adapters in, in place, drawn from torch's default generator; the base is frozen, and not touched.
 
     Args:
-        dtype: of the adapters' own parameters.
+        dtype: of what is trained: the adapters' parameters, and those of the modules that are trained whole.
 
     Raises:
         ConfigError: peft is not installed, or refuses.
@@ -167,22 +218,49 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
             peft.inject_adapter_in_model(_config(peft, adapters), model)
     except ValueError as error:
         raise ConfigError(f"--lora.targets: peft refuses: {' '.join(str(error).split())[:200]}") from error
-    for name in adapter_names(model):
-        parameter = model.get_parameter(name)
+    for name in adapters.whole:
+        _compute_in(model.get_submodule(name), dtype)
+    for name in trained_names(model, adapters.whole):
+        parameter = model.get_parameter(name).requires_grad_(True)
         parameter.data = parameter.data.to(dtype)
     fast = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     if any(True for each in fast for _ in _layers(each)):  # in an evaluation it reads the base's weights by itself
         torch.backends.mha.set_fastpath_enabled(False)
 
 
-def adapter_names(model: nn.Module) -> list[str]:
-    """The names of the adapters' parameters."""
-    return [name for name, _ in model.named_parameters() if _ADAPTER.search(name)]
+def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Beside a base in another dtype it takes its inputs in its own one, and gives back what the base goes on with."""
+    base = next(parameter.dtype for parameter in module.parameters())
+    if base is dtype:
+        return
+    module.register_forward_pre_hook(partial(_inputs_as, dtype), with_kwargs=True)
+    module.register_forward_hook(partial(_outputs_as, base))
 
 
-def base_names(model: nn.Module) -> list[str]:
+def _inputs_as(dtype: torch.dtype, module: nn.Module, inputs: Any, named: Any) -> Any:
+    return _as(dtype, (inputs, named))
+
+
+def _outputs_as(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return _as(dtype, outputs)
+
+
+def _as(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+def trained_names(model: nn.Module, whole: Collection[str]) -> list[str]:
+    """The names of the adapters' parameters, and of those of the modules that are trained whole."""
+    return [name for name, _ in model.named_parameters() if _is_trained(name, whole)]
+
+
+def base_names(model: nn.Module, whole: Collection[str]) -> list[str]:
     """The names of all other parameters, second names of tied ones too."""
-    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _ADAPTER.search(name)]
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_trained(name, whole)]
+
+
+def _is_trained(name: str, whole: Collection[str]) -> bool:
+    return bool(_ADAPTER.search(name)) or _within(name, whole)
 
 
 def plain_name(name: str) -> str:
@@ -190,8 +268,10 @@ def plain_name(name: str) -> str:
     return name.replace(_INSIDE, ".")
 
 
-def exported_name(name: str) -> str:
-    """What an adapter's parameter is called in a file of peft's; "" for what is none."""
+def exported_name(name: str, whole: Collection[str]) -> str:
+    """What a trained tensor is called in a file of peft's; "" for one of the base."""
+    if _within(name, whole):
+        return f"base_model.model.{name}"
     return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
 
 
@@ -220,16 +300,16 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def write_config(adapters: Adapters, folder: Path, base: str, causal_lm: bool) -> None:
+def write_config(adapters: Adapters, folder: Path, base: str, kind: str) -> None:
     """Writes `folder`/adapter_config.json, which `peft.PeftModel.from_pretrained` reads.
 
     Args:
         base: the name of the model that was adapted, where others know it by one; else "".
-        causal_lm: it is a causal language model of `transformers`.
+        kind: which of peft's task types it is; "" for none of them.
     """
-    config = _config(_peft(), adapters, inference_mode=True)
+    config = _config(_peft(), adapters, inference_mode=True, modules_to_save=list(adapters.whole) or None)
     config.base_model_name_or_path = base or None
-    config.task_type = "CAUSAL_LM" if causal_lm else None
+    config.task_type = kind or None
     config.save_pretrained(str(folder))
 
 

@@ -31,6 +31,7 @@ class TimmModel:
     Attributes:
         size: height and width of the images that its weights were trained on.
         mean, std: what these were normalised by, for each channel.
+        untrained: the layer that `build` drew last beside weights that it read, by name.
 
     Raises:
         ConfigError: timm is not installed, or has no such model.
@@ -47,6 +48,9 @@ class TimmModel:
         self.size = int(told.get("input_size", (3, 224, 224))[-1])
         self.mean: tuple[float, ...] = tuple(told.get("mean", (0.485, 0.456, 0.406)))
         self.std: tuple[float, ...] = tuple(told.get("std", (0.229, 0.224, 0.225)))
+        last = told.get("classifier") or ()
+        self._last = () if told.get("num_classes") == classes else (last,) if isinstance(last, str) else tuple(last)
+        self.untrained: tuple[str, ...] = ()
 
     def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:
         """A model in training mode; its last layer, for these classes, is drawn anew.
@@ -62,6 +66,7 @@ class TimmModel:
                 return made.train()
             with once_per_node(f"timm/{self.name}", self._cache, self._say):
                 made = self._timm.create_model(self.name, pretrained=True, **settings)
+                self.untrained = self._last
                 return made.train()
 
 

@@ -1,13 +1,14 @@
 """A run of adapters: its base, which no checkpoint of it holds, and what says that it is still the same one.
 
     adapt(config, task, model, world, state, say)   # before an engine takes the model; fills state["lora"]
-    left_out(model)                                 # the names that checkpoints do without
+    left_out(model, state)                          # the names that checkpoints do without
 
-`state["lora"]` goes with every checkpoint: what the adapters are like, the digest of the base's weights, and the
-checkpoint that these came from, where they are of a run and not of the task itself.
+`state["lora"]` goes with every checkpoint: what the adapters are like, which modules are trained whole beside them (a
+new head), the digest of the base's weights, and the checkpoint that these came from, where they are of a run and not of
+the task itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lockstep.config.config import Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
-from lockstep.models.lora import Adapters, base_names, chosen_targets, inject
+from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject
 from lockstep.run.weights import fill, weights_in
 from lockstep.seeds import derive
 from lockstep.task import Task
@@ -30,11 +31,13 @@ from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 __all__ = ["adapt", "adapters_of", "check_same_base", "left_out", "with_adapters"]
 
 Say = Callable[[str], None]
+_OF_THE_BASE = ("base", "base_from", "modules_to_save")  # of the state's "lora": what a run that begins with it takes
 
 
-def left_out(model: nn.Module) -> frozenset[str]:
-    """What the checkpoints of adapters do without: `model/NAME` of each parameter of the base."""
-    return frozenset(f"model/{name}" for name in base_names(model))
+def left_out(model: nn.Module, state: Mapping[str, Any]) -> frozenset[str]:
+    """What a checkpoint of this state does without: of adapters, `model/NAME` of each parameter of the base."""
+    known = state.get("lora")
+    return frozenset(f"model/{name}" for name in base_names(model, adapters_of(known).whole)) if known else frozenset()
 
 
 def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
@@ -66,8 +69,8 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
     if begun:
         on_all_ranks(world, lambda: _filled(model, Path(begun)))
     on_all_ranks(world, lambda: _check_halves(config, model))
-    found = on_all_ranks(world, lambda: _settled(config, model, known))
-    digest = on_all_ranks(world, lambda: _digest(model) if world.is_main else "")
+    found = on_all_ranks(world, lambda: _settled(config, task, model, first))
+    digest = on_all_ranks(world, lambda: _digest(model, found["modules_to_save"]) if world.is_main else "")
     found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
     if first.get("base"):
         check_same_base(first, found, ResumeError)
@@ -85,14 +88,16 @@ def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
     """
     if known["base_from"]:
         _filled(model, Path(known["base_from"]))
-    check_same_base(known, {"base": _digest(model)}, CheckpointError)
-    inject(model, adapters_of(known), getattr(torch, known["dtype"]))
+    adapters = adapters_of(known)
+    check_same_base(known, {"base": _digest(model, adapters.whole)}, CheckpointError)
+    inject(model, adapters, getattr(torch, known["dtype"]))
     return model
 
 
 def adapters_of(known: dict[str, Any]) -> Adapters:
     """What the adapters of a checkpoint's `state["lora"]` are like."""
-    return Adapters(known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+    return Adapters(*kind, tuple(known.get("modules_to_save", ())))
 
 
 def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
@@ -104,15 +109,17 @@ def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exc
         )
 
 
-def _settled(config: Config, model: nn.Module, known: dict[str, Any] | None) -> dict[str, Any]:
-    lora = config.lora
-    targets = chosen_targets(model, lora.targets)
+def _settled(config: Config, task: Task, model: nn.Module, first: dict[str, Any]) -> dict[str, Any]:
+    lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained)
+    whole = first.get("modules_to_save", []) if first.get("base") else chosen_modules(model, wanted)
+    targets = chosen_targets(model, lora.targets, whole)
     return {
         "rank": lora.rank,
         "alpha": lora.alpha or 2.0 * lora.rank,
         "dropout": lora.dropout,
         "targets": targets.said,
         "turned": targets.turned,
+        "modules_to_save": whole,
         "dtype": str(PARAMETERS[config.precision]).removeprefix("torch."),
     }
 
@@ -155,7 +162,7 @@ def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
     source, _ = weights_in(Path(config.init_from).expanduser(), world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_state(source) if world.is_main else {})
     told = state.get("lora", {"base_from": str(source.resolve())})
-    return dict(world.gather({name: told[name] for name in ("base", "base_from") if name in told})[0])  # collective
+    return dict(world.gather({name: told[name] for name in _OF_THE_BASE if name in told})[0])  # collective
 
 
 def _filled(model: nn.Module, source: Path) -> None:
@@ -171,7 +178,6 @@ def _filled(model: nn.Module, source: Path) -> None:
     fill(source, model)
 
 
-def _digest(model: nn.Module) -> str:
-    """Of the base's parameters, by their plain names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return checkpoint.fingerprint_of({name: parameter.detach() for name, parameter in named})
+def _digest(model: nn.Module, whole: Collection[str]) -> str:
+    """Of the base's parameters, by their plain names, before the adapters are in."""
+    return checkpoint.fingerprint_of({name: model.get_parameter(name).detach() for name in base_names(model, whole)})

@@ -257,7 +257,7 @@ def build(
         [training, stream.loader, *(each.loader for each in held_out.values())],
         rates[0],
         {} if kept is None else kept,
-        left_out(model) if config.lora.rank else frozenset(),
+        left_out(model, state),
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]

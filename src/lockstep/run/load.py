@@ -47,9 +47,9 @@ def load(
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
     found = chosen(Path(path).expanduser(), which)
-    known = checkpoint.read_state(found).get("lora")
+    state = checkpoint.read_state(found)
     model = adapted(task).model()
-    if known:
-        with_adapters(model, known)
-    fill(found, model.to(device), without=left_out(model) if known else frozenset(), ema=ema)
+    if "lora" in state:
+        with_adapters(model, state["lora"])
+    fill(found, model.to(device), without=left_out(model, state), ema=ema)
     return model.eval()

@@ -118,7 +118,7 @@ def _made(path: Path, config: Config, wanted: Wanted, world: World) -> Used:
     state = on_all_ranks(world, lambda: checkpoint.read_state(found))
     task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
     model = model_of(config, task, world, dict(state), notify(world))
-    without = left_out(model) if "lora" in state else frozenset[str]()
+    without = left_out(model, state)
     on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
     return Used(config, world, task, model, int(state.get("global_step", 0)))
 

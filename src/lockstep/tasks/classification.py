@@ -96,12 +96,14 @@ class TextClassification(Task):
         self.defaults = "fine-tuning" if pretrained else "general"
         self.fingerprint = fingerprint_of(classes, digest)
         self.sources = {**sources, "classes": names_of(classes)}
-        self._build = partial(source.build, dtype=dtype, pretrained=pretrained)
+        self._source, self._build = source, partial(source.build, dtype=dtype, pretrained=pretrained)
         self._f1 = _f1(len(classes))
 
     def model(self) -> nn.Module:
         """The model, drawn from torch's default generator or with its pretrained weights."""
-        return self._build()
+        model = self._build()
+        self.untrained = self._source.untrained
+        return model
 
     def dataset(self, split: str) -> Texts:
         """The samples of "train" or "evaluation". KeyError for any other split."""

@@ -43,6 +43,7 @@ class ImageModel:
         blocks: its repeated blocks, in order; None: they are to be looked for.
         size, channels, mean, std: of the images that it takes.
         revision: the commit on the hub, else "".
+        untrained: the modules that `build` drew last beside weights that it read, by name.
     """
 
     build: Callable[[], nn.Module]
@@ -53,6 +54,7 @@ class ImageModel:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     revision: str = ""
+    untrained: Callable[[], Sequence[str]] = tuple
 
 
 def image_model(config: Config, *, classes: Sequence[str], channels: int, own_size: int, say: Say) -> ImageModel:
@@ -82,6 +84,7 @@ def image_model(config: Config, *, classes: Sequence[str], channels: int, own_si
             3,
             source.mean,
             source.std,
+            untrained=lambda: source.untrained,
         )
     if is_hub_name(name) or (Path(name).expanduser() / "config.json").is_file():
         return _hub(config, classes, say)
@@ -131,6 +134,7 @@ def _hub(config: Config, classes: Sequence[str], say: Say) -> ImageModel:
         source.mean,
         source.std,
         source.revision,
+        lambda: source.untrained,
     )
 
 

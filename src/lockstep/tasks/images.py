@@ -128,7 +128,9 @@ class ImageClassification(Task):
 
     def model(self) -> nn.Module:
         """The model, drawn from torch's default generator or with its pretrained weights."""
-        return self.source.build()
+        model = self.source.build()
+        self.untrained = self.source.untrained()
+        return model
 
     def dataset(self, split: str) -> Prepared:
         """The samples of "train" or "evaluation". ValueError for any other split."""

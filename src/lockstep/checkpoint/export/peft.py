@@ -34,15 +34,19 @@ def write_adapters(
     known = state.get("lora")
     if not known:
         raise CheckpointError("--format peft: the checkpoint has no adapters, but a whole model; use --format hf")
-    renamed = {name: exported_name(name) for name in names}
+    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+    adapters = Adapters(*kind, tuple(known.get("modules_to_save", ())))
+    renamed = {name: exported_name(name, adapters.whole) for name in names}
     beside = next((name for name, new in renamed.items() if not new), None)
     if beside is not None:
         raise CheckpointError(
             f"--format peft has no place for '{beside}', which the run kept beside its adapters; use --format torch "
             "--merge"
         )
-    name = str(options.get("model_name", Config().model_name)) if not options.get("task") else ""
-    base = "" if name.startswith("builtin:") else name
-    adapters = Adapters(known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
-    write_config(adapters, folder, base, causal_lm=bool(base))
+    task, name = str(options.get("task", "")), str(options.get("model_name", Config().model_name))
+    base = name if task in _TYPES and not name.startswith("builtin:") else ""
+    write_config(adapters, folder, base, _TYPES[task] if base else "")
     return renamed
+
+
+_TYPES = {"": "CAUSAL_LM", "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "images": ""}  # --task: peft's own
