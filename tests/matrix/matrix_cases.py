@@ -74,7 +74,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
-    "task": ("default", "own", "options", "muon"),
+    "task": ("default", "own", "options", "muon", "adapters", "plateau"),
 }
 assert tuple(FACTORS) == Case._fields
 

@@ -13,14 +13,16 @@ import torch
 from matrix_subject import (
     BAD,
     BATCH,
-    EVALUATES,
     HELD_OUT,
     HIDDEN,
+    LIMITED,
     MICRO,
     SILENT,
     STEPS,
+    WHOLE,
     Samples,
     collate,
+    evaluates,
     loss_sum,
     make,
     order,
@@ -29,12 +31,24 @@ from matrix_subject import (
 )
 from torch import nn
 
-__all__ = ["BETA2", "CLIP", "DECAY", "FLOOR", "LR", "WARMUP", "WEIGHT_DECAY", "Wanted", "oracle"]
+from lockstep.seeds import derive
+
+__all__ = [
+    *("ALPHA", "BETA2", "CLIP", "DECAY", "FLOOR", "GAMMA", "LR", "RANK", "WARMUP", "WEIGHT_DECAY"),
+    *("Wanted", "base_rate", "oracle"),
+]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
 MOMENTUM = 0.8  # of the own optimizer
+RANK, ALPHA = 2, 3.0  # of the adapters
+GAMMA = 0.5  # of the plateau
 DECAY = 0.3  # of the average of the weights, which the task "options" has
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def base_rate(task):
+    """The rate of AdamW; adapters are warned of a higher one."""
+    return LR / 2 if task == "adapters" else LR
 
 
 class Wanted(NamedTuple):
@@ -64,6 +78,8 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
             ranks. Where these are three, bf16 rounds each gradient to another neighbour.
     """
     net, data, places = make(model), Samples(model, fault), order()
+    if task == "adapters":
+        _adapt(net, WHOLE[model])
     optimizers, whole, evaluations = _optimizers(net, task, model), steps_of(task), {}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
@@ -104,10 +120,43 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         net.zero_grad()
         for name, parameter in net.named_parameters():
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
-        if task == "own" and (step + 1 == whole or (step + 1) % EVALUATES == 0):
-            evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision)
+        if task in ("own", "plateau") and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
+            evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision, task)
     state = _state(net, optimizers, precision == "fp16", scale, good) | average | averages
+    if task == "adapters":  # no checkpoint has the base
+        state = {name: tensor for name, tensor in state.items() if name not in _base(net)}
     return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
+
+
+class _Low(nn.Module):
+    """W x + alpha / rank * B A x."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, RANK, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, layer.out_features, bias=False)})
+        nn.init.kaiming_uniform_(self.lora_A["default"].weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * (ALPHA / RANK)
+
+
+def _adapt(net, whole):
+    """Adapters beside all linear layers but the one that is trained whole, and a head that is an embedding."""
+    net.requires_grad_(False)
+    torch.manual_seed(derive(0, "lora"))
+    tied = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
+    for name, layer in list(net.named_children()):
+        if name == whole:
+            layer.requires_grad_(True)
+        elif isinstance(layer, nn.Linear) and id(layer.weight) not in tied:
+            setattr(net, name, _Low(layer))
+
+
+def _base(net):
+    return {f"model/{name}" for name, p in net.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def _autocast(precision):
@@ -134,7 +183,7 @@ def _optimizers(net, task, model):
         return [torch.optim.AdamW(rest, lr=LR, betas=(0.9, BETA2)), torch.optim.Muon([hidden], **settings)]
     if task != "own":
         groups = _twice_for_biases(net) if task == "options" else _groups(net)
-        return [torch.optim.AdamW(groups, lr=LR, betas=(0.9, BETA2), eps=1e-8)]
+        return [torch.optim.AdamW(groups, lr=base_rate(task), betas=(0.9, BETA2), eps=1e-8)]
     matrices = [p for p in net.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "lr": 200 * LR}]
@@ -148,9 +197,9 @@ def _seen(steps):
     return counts | {"task/trace": torch.tensor(trace, dtype=torch.float64)}
 
 
-def _evaluation(net, data, precision):
+def _evaluation(net, data, precision, task):
     """Over all held-out samples at once."""
-    batch = collate([data[sample] for sample in range(HELD_OUT)])
+    batch = collate([data[sample] for sample in range(HELD_OUT if task == "own" else LIMITED)])
     net.eval()
     with torch.no_grad(), _autocast(precision):
         found = net(batch["x"], batch["token"]).double()[batch["kept"]]
@@ -159,7 +208,7 @@ def _evaluation(net, data, precision):
     error, spread = found - target, target - target.mean()
     r2 = 1 - float(error.square().sum() / spread.square().sum())
     loss, absolute = 0.05 * float(error.square().mean()), float(error.abs().mean())
-    return {"loss": loss, "items": len(error), "absolute": absolute, "r2": r2}
+    return {"loss": loss, "items": len(error)} | ({"absolute": absolute, "r2": r2} if task == "own" else {})
 
 
 def _groups(net):
@@ -208,6 +257,8 @@ def _share(task, step, whole):
     """What the base rates are multiplied by."""
     if task == "options":
         return _cycle(whole)[step][0]
+    if task == "plateau" and step >= WARMUP:  # it falls after each evaluation but the first
+        return max(FLOOR, GAMMA ** max(0, step // evaluates(task) - 1))
     return _own_factor(step, whole) if task == "own" else _factor(step, whole)
 
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 from matrix_cases import Case
-from matrix_oracle import BETA2, CLIP, DECAY, FLOOR, LR, WARMUP, WEIGHT_DECAY
-from matrix_subject import BAD, BATCH, EVALUATES, HIDDEN, MICRO, STEPS, steps_of, subject
+from matrix_oracle import ALPHA, BETA2, CLIP, DECAY, FLOOR, GAMMA, LR, RANK, WARMUP, WEIGHT_DECAY, base_rate
+from matrix_subject import BAD, BATCH, HIDDEN, LIMITED, MICRO, STEPS, evaluates, steps_of, subject
 from ranks import RankError, run
 
 import lockstep
 from lockstep.config.config import Config
-from lockstep.config.sections import Checkpoint, Data, Guards, Optim
+from lockstep.config.sections import Checkpoint, Data, Guards, Lora, Optim
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
@@ -36,6 +36,7 @@ NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
 _BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world and its engine begins
 _ANOTHER = {"single": "ddp", "ddp": "fsdp", "fsdp": "zero", "zero": "ddp"}
+_EVAL_MICRO = 3
 _SECONDS = 20.0  # that a rank may be without progress
 _SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
 
@@ -215,6 +216,17 @@ def _optim(case: Case) -> dict[str, object]:
         return {"schedule": "one-cycle", "groups": "*.bias: lr=2x", "ema": DECAY}
     if case.task == "muon":
         return {"name": "muon", "groups": f"{HIDDEN[case.model]}: muon", "muon_lr": 2 * LR}
+    if case.task == "plateau":
+        return {"schedule": "plateau", "gamma": GAMMA, "plateau_patience": 0}
+    return {}
+
+
+def _more(case: Case) -> dict[str, object]:
+    if case.task == "adapters":
+        return {"lora": Lora(rank=RANK, alpha=ALPHA)}
+    if case.task == "plateau":
+        limited = {"limit_eval_batches": LIMITED // _EVAL_MICRO, "eval_micro_batch_size": _EVAL_MICRO}
+        return limited | {"eval_workers": case.workers // 2, "min_delta": 10.0}  # so none but the first is better
     return {}
 
 
@@ -225,12 +237,12 @@ def settings(start: Start, folder: Path) -> Config:
         save_dir=str(folder),
         num_epochs=1,
         stop_at=start.stop_at,
-        lr=LR,
+        lr=base_rate(case.task),
         batch_size=BATCH,
         micro_batch_size=MICRO,
         log_freq=4,
         ckpt_freq=3,
-        eval_freq=EVALUATES,
+        eval_freq=evaluates(case.task),
         engine=start.engine,
         precision=case.precision,
         exact=case.exact,
@@ -246,4 +258,5 @@ def settings(start: Start, folder: Path) -> Config:
         ),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
+        **_more(case),
     )

@@ -1,4 +1,4 @@
-"""What is trained in the matrix: five small models, one data set with one bad sample, the loss, and the two tasks.
+"""What is trained in the matrix: five small models, one data set with one bad sample, the loss, and the tasks.
 
 Nothing in here knows of lockstep but `order`, its documented order of samples, and `noise`, its documented seed of a
 sample: the oracle trains the same models on the same samples in a loop of its own.
@@ -20,14 +20,16 @@ from lockstep.seeds import derive
 __all__ = [
     "BAD",
     "BATCH",
-    "EVALUATES",
     "HELD_OUT",
     "HIDDEN",
+    "LIMITED",
     "MICRO",
     "SAMPLES",
     "SILENT",
     "STEPS",
+    "WHOLE",
     "Own",
+    "evaluates",
     "loss_sum",
     "make",
     "order",
@@ -41,7 +43,7 @@ STEPS = 10
 SAMPLES = STEPS * BATCH - MICRO  # the last step is short
 BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
-EVALUATES = 4  # steps between evaluations: one is right after the step of the fault
+LIMITED = 9  # of these, with --limit-eval-batches
 SILENT = 1  # the step in which the own schedule says nothing
 _BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
 _SPIKE = {"tied": 300.0}  # the bad sample's targets, else 60
@@ -51,6 +53,11 @@ _INPUTS, _WIDTH, _OUTPUTS = 6, 8, 5
 def steps_of(task):
     """The steps of the whole run: one less where the last, which is short, is left out."""
     return STEPS - (task == "options")
+
+
+def evaluates(task):
+    """The steps between evaluations: one is right after the step of the fault."""
+    return 2 if task == "plateau" else 4
 
 
 def order():
@@ -136,6 +143,7 @@ class Rotary(Mlp):
 
 
 HIDDEN = {"tied": "middle.weight"} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "first.weight")
+WHOLE = {"tied": ""} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "last")  # trained beside adapters
 _MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}
 
 
@@ -227,6 +235,24 @@ class Subject(lockstep.Task):
         return loss_sum(model, batch)
 
 
+class Adapted(Subject):
+    """Its model counts as trained, but its last layer as new."""
+
+    defaults = "fine-tuning"
+
+    def __init__(self, model, fault, folder):
+        super().__init__(model, fault, folder)
+        self.untrained = (WHOLE[model],) if WHOLE[model] else ()
+
+
+class Evaluated(Subject):
+    """The task with a held-out set, by which its rate falls."""
+
+    def dataset(self, split):
+        held_out = torch.utils.data.Subset(Samples(self.name, "none"), range(HELD_OUT))
+        return super().dataset(split) if split == "train" else held_out
+
+
 class Own(Subject):
     """A task that has all of its own: optimizer, schedule, state and an evaluation."""
 
@@ -278,4 +304,4 @@ class Own(Subject):
 
 def subject(task, model, fault, folder):
     """The task of a case."""
-    return (Own if task == "own" else Subject)(model, fault, folder)
+    return {"own": Own, "adapters": Adapted, "plateau": Evaluated}.get(task, Subject)(model, fault, folder)
