@@ -11,11 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import small_runs
 import torch
 from ranks import run
 from torch import nn
+from toys import Ragged
 
+import lockstep
 from lockstep.data.batches import MicroBatch
+from lockstep.data.order import Shuffled
 from lockstep.distributed.step_exchange import BusySeconds, StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
@@ -179,6 +183,38 @@ def test_ranks_that_begin_differently_are_refused(what, line):
     said = run(started, 2, what)
     assert all(line in each for each in said)
     assert bool(said[0]) == (what != "nothing")
+
+
+class Swapped(Ragged):
+    """The second rank has two samples of the first micro-batch the other way round."""
+
+    rank = 0
+
+    def order(self, samples, seed):
+        whole, places = Shuffled(samples, seed), [1, 0] if self.rank else [0, 1]
+
+        class Order:
+            def at(self, start, stop):
+                epochs, found = whole.at(start, stop)
+                if start == 0:
+                    found[:2] = found[places]
+                return epochs, found
+
+        return Order()
+
+
+def ordered(world, folder):
+    task = Swapped()
+    task.rank = world.rank
+    try:
+        lockstep.train(small_runs.config(folder, batch_size=2, micro_batch_size=2), task, world)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_orders_begin_differently_are_refused_before_the_first_step(tmp_path):
+    assert all("data order (" in said for said in run(ordered, 2, tmp_path))
 
 
 class Trap(nn.Module):

@@ -1,17 +1,18 @@
 """Would the tests notice? Puts plausible mistakes into the core, one at a time, and runs the tests that matter.
 
     make mutants
-    PYTHONPATH=src:tests python -m mutants.run --only engines --count 3 --seed 7        two may run at once
+    PYTHONPATH=src:tests python -m mutants.run --only engines --count 3 --seed 7
 
-Mistakes are drawn evenly over the areas, the same for the same seed and sources, and are put into a copy of the tree.
-A mistake is found where a test fails, or hangs, that passes without it; it survives where none does so within --limit
-seconds. The files that name its module run first, and of them those tests that tell most in the least time
-(telling.py). One that does not import is not counted, nor one that stands in equal.txt with the reason why nobody could
-notice. Ends with 1 where fewer than 85 % were found.
+Mistakes are drawn evenly over the areas, the same for the same seed and sources, and are put into copies of the tree,
+--jobs at a time. A mistake is found where a test fails, or hangs, that passes without it; it survives where none does
+so within --limit seconds. The files that name its module, or one that imports it, run first, and of them those tests
+that tell most in the least time (telling.py). One that does not import is not counted, nor one that stands in equal.txt
+with the reason why nobody could notice. Ends with 1 where fewer than 85 % were found.
 """
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import random
@@ -20,9 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,29 +129,39 @@ def _queue(all_of_it: list[Site], draw: random.Random) -> Iterator[Site]:
             yield site
 
 
+def copied(root: Path, folder: Path) -> Path:
+    """A copy of the tree, as `folder`/tree."""
+    shutil.copytree(root, folder / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+    return folder / "tree"
+
+
 class Copy:
     """A copy of the tree, in which tests run with one mistake at a time.
 
     Args:
-        root: of the tree; what its tests took and found is remembered there, for their order.
+        root: of the tree.
+        memory: what its tests took and found, for their order; None: what is remembered in the tree.
         hang: seconds after which a test counts as hung.
         limit: seconds after which no further test of a mistake begins: what was not found by then survives.
     """
 
-    def __init__(self, root: Path, folder: Path, hang: float = 60.0, limit: float = 150.0) -> None:
-        self.root, self._folder, self._hang, self._limit = folder / "tree", folder, hang, limit
-        shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+    def __init__(
+        self, root: Path, folder: Path, hang: float = 60.0, limit: float = 300.0, memory: "Memory | None" = None
+    ) -> None:
+        self.root, self._folder, self._hang, self._limit = copied(root, folder), folder, hang, limit
         shutil.copy(Path(__file__).with_name("telling.py"), folder)  # apart: the tests come from the copy
         self._now = time.time()
         self._healthy: set[str] = set()
         self._broken: list[str] = []
-        self._memory = Memory(root / ".pytest_cache" / "mutants.json")
+        self._memory = memory or Memory(root)
+        files = sorted((self.root / "src").rglob("*.py"))
+        self._modules = {path: _module(path.relative_to(self.root)) for path in files}
 
     def tried(self, site: Site) -> Outcome:
         """What becomes of one mistake."""
         path = self.root / site.path
         before = path.read_text(encoding="utf-8")
-        module = ".".join(site.path.with_suffix("").parts[1:])
+        module = _module(site.path)
         self._write(path, site.mutant.put_into(before))
         try:
             code, seen = self._searched(module, site.tests)
@@ -176,23 +189,27 @@ class Copy:
         os.utime(path, (self._now, self._now))
 
     def _searched(self, module: str, tests: tuple[str, ...]) -> tuple[int | None, dict[str, Any]]:
-        """What `_pytest` gives of the files that name the module or told of it before, and only then of the others."""
-        began, telling = (
-            time.monotonic(),
-            {test.partition("::")[0] for test in self._memory.known["found"].get(module, {})},
-        )
-        likely = [test for test in tests if test in telling or names(self.root / test, module)]
+        """What `_pytest` gives of the files that name the module or one that imports it, or that told of it before, and
+        of the others only then."""
+        began, telling = time.monotonic(), self._memory.told(module)
+        close = [module, *self._near(module)]
+        likely = [test for test in tests if test in telling or any(names(self.root / test, each) for each in close)]
         others = [test for test in tests if test not in likely]
         code, seen = self._pytest(module, *likely) if likely else (0, {})
         if code in (0, 5) and others and seen.get("imports", True) and seen.get("in_time", True):
             code, seen = self._pytest(module, *others, spent=time.monotonic() - began)
         return code, seen
 
+    def _near(self, module: str) -> list[str]:
+        """The modules that import this one."""
+        return [other for path, other in self._modules.items() if other != module and names(path, module)]
+
     def _pytest(self, module: str, *tests: str, spent: float = 0.0) -> tuple[int | None, dict[str, Any]]:
         """(exit code, None where it took too long; what telling.py saw). `spent`: seconds of the limit."""
         answer = self._folder / "answer.json"
         answer.unlink(missing_ok=True)
-        asked = {"module": module, "limit": self._limit - spent, "memory": self._memory.known, "answer": str(answer)}
+        asked = {"module": module, "near": self._near(module), "limit": self._limit - spent, "answer": str(answer)}
+        asked["memory"] = self._memory.known
         (self._folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         options = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "telling", f"--timeout={self._hang}")
         broken = [f"--deselect={test}" for test in self._broken]
@@ -221,27 +238,61 @@ class Copy:
                 return None
 
 
+def _module(path: Path) -> str:
+    """lockstep.data.order of src/lockstep/data/order.py"""
+    return ".".join(path.with_suffix("").parts[1:])
+
+
 class Memory:
     """What tests took, and which of them found a mistake in a module: a file, so that the next run is quick at once."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, root: Path) -> None:
+        self._path, self._lock = root / ".pytest_cache" / "mutants.json", threading.Lock()
         self.known: dict[str, Any] = {"seconds": {}, "found": {}}
         with suppress(OSError, ValueError):
-            self.known |= json.loads(path.read_text(encoding="utf-8"))
+            self.known |= json.loads(self._path.read_text(encoding="utf-8"))
 
     def keep(self, seconds: dict[str, float]) -> None:
         """The least that each test took: a mistake may make it longer."""
-        known = self.known["seconds"]
-        for test, took in seconds.items():
-            known[test] = round(min(took, known.get(test, took)), 2)
-        self._path.parent.mkdir(exist_ok=True)
-        self._path.write_text(json.dumps(self.known), encoding="utf-8")
+        with self._lock:
+            known = dict(self.known["seconds"])
+            known |= {test: round(min(took, known.get(test, took)), 2) for test, took in seconds.items()}
+            self.known = {**self.known, "seconds": known}
+            self._path.parent.mkdir(exist_ok=True)
+            self._path.write_text(json.dumps(self.known), encoding="utf-8")
+
+    def told(self, module: str) -> set[str]:
+        """The files whose tests found a mistake in the module."""
+        return {test.partition("::")[0] for test in self.known["found"].get(module, {})}
 
     def count(self, module: str, test: str) -> None:
         """A test has found a mistake in a module."""
-        found = self.known["found"].setdefault(module, {})
-        found[test] = found.get(test, 0) + 1
+        with self._lock:
+            found = self.known["found"].get(module, {})
+            found = {**found, test: found.get(test, 0) + 1}
+            self.known = {**self.known, "found": {**self.known["found"], module: found}}
+
+
+def tried(
+    coming: Iterator[Site], copies: list[Copy], count: int, *, listed: bool = False
+) -> Iterator[tuple[Site, Outcome]]:
+    """The mistakes and what became of them, until `count` of them count; each copy tries one at a time."""
+    if listed:
+        yield from ((site, Outcome("listed", "")) for site in itertools.islice(coming, count))
+        return
+    free, running = list(copies), dict[Future[Outcome], tuple[Site, Copy]]()
+    with ThreadPoolExecutor(len(copies)) as pool:
+        while True:
+            while free and len(running) < count and (site := next(coming, None)):
+                copy = free.pop()
+                running[pool.submit(copy.tried, site)] = site, copy
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                site, copy = running.pop(done)
+                free.append(copy)
+                count -= done.result().verdict not in ("uncounted", "unsure")
+                yield site, done.result()
 
 
 def difference(root: Path, site: Site) -> str:
@@ -286,29 +337,29 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/order.py")
     parser.add_argument("--hang", type=float, default=60.0, help="seconds a test may take (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for a mistake (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a mistake (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="mistakes tried at a time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="show what would be tried, and try nothing")
     asked = parser.parse_args(arguments)
     known = equal(Path(__file__).with_name("equal.txt"))
-    results, counted, began = [], 0, time.monotonic()
+    results, began = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(root, Path(folder), asked.hang, asked.limit)  # the tree itself may change meanwhile
+        tree, memory = copied(root, Path(folder)), Memory(root)  # the tree itself may change meanwhile
+        folders = [Path(folder) / str(job) for job in range(asked.jobs)]
+        copies = [Copy(root, each, asked.hang, asked.limit, memory) for each in folders]
         areas = {
             area: [s for s in chosen if asked.only in ("", area) or str(s.path).endswith(f"/{asked.only}")]
-            for area, chosen in sites(copy.root, table).items()
+            for area, chosen in sites(tree, table).items()
         }
         print(f"seed {asked.seed}, {sum(map(len, areas.values()))} possible mistakes", flush=True)
         queue = drawn({a: s for a, s in areas.items() if s}, asked.seed)
-        while counted < asked.count and (site := next(queue, None)):
-            if is_known(key(copy.root, site), site.path.name, known):
-                continue
-            outcome = Outcome("listed", "") if asked.list else copy.tried(site)
+        coming = (s for s in queue if not is_known(key(tree, s), s.path.name, known))
+        for site, outcome in tried(coming, copies, asked.count, listed=asked.list):
             results.append((site, outcome))
-            counted += outcome.verdict not in ("uncounted", "unsure")
             where = f"{site.path}:{site.mutant.line}"
             print(f"{outcome.verdict:<10}{where}  {site.mutant.kind}  {outcome.detail}", flush=True)
             if outcome.verdict != "found":
-                print(difference(copy.root, site), flush=True)
+                print(difference(tree, site), flush=True)
     if asked.list:
         return 0
     return int(report(results, time.monotonic() - began) < LEAST)

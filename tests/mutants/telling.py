@@ -1,8 +1,8 @@
 """A plugin of pytest for the runs of `make mutants`: what tells most in the least time comes first; time has an end.
 
-A run is asked for by the JSON file $MUTANTS_ASKED: the `module` that holds a mistake, `limit`, the seconds after which
-no test begins any more, `memory`, what earlier runs took and found, and `answer`, the file for what this one saw:
-{"imports": bool, "failed": test or None, "seconds": {test: seconds}, "in_time": bool}.
+A run is asked for by the JSON file $MUTANTS_ASKED: the `module` that holds a mistake, `near`, those that import it,
+`limit`, the seconds after which no test begins any more, `memory`, what earlier runs took and found, and `answer`, the
+file for what this one saw: {"imports": bool, "failed": test or None, "seconds": {test: seconds}, "in_time": bool}.
 """
 
 import importlib
@@ -43,12 +43,16 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """By seconds, divided by what speaks for a test: it names the module, it found mistakes in it before."""
+    """By seconds, divided by what speaks for a test: it names the module, or one that imports it; it found mistakes in
+    it before."""
     seconds, found = _asked["memory"]["seconds"], _asked["memory"]["found"].get(_asked["module"], {})
-    files = {path: names(path, _asked["module"]) for path in {item.path for item in items}}
+    paths = {item.path for item in items}
+    files = {
+        path: 4 * names(path, _asked["module"]) or 2 * any(names(path, m) for m in _asked["near"]) for path in paths
+    }
 
     def cost(item: pytest.Item) -> float:
-        telling = 1 + 4 * files[item.path] + 4 * found.get(item.nodeid, 0)
+        telling = 1 + files[item.path] + 4 * found.get(item.nodeid, 0)
         return float(max(seconds.get(item.nodeid, UNKNOWN), LEAST) / telling)
 
     items.sort(key=cost)

@@ -208,7 +208,7 @@ def test_what_names_the_module_and_what_is_quick_comes_first(tmp_path):
         (made / "tests" / f"{name}.py").write_text(head + "def test_it():\n    assert other.COUNT == 2\n")
     site = runner.sites(made, TABLE)["core"][0]
     assert runner.Copy(made, tmp_path / "1").tried(site) == ("found", "tests/test_b.py::test_it")  # it names the module
-    memory = runner.Memory(made / ".pytest_cache" / "mutants.json")
+    memory = runner.Memory(made)
     memory.keep({"tests/test_c.py::test_it": 0.0})
     memory.known["seconds"]["tests/test_b.py::test_it"] = 30.0
     memory.keep({})

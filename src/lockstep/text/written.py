@@ -54,13 +54,11 @@ class Written:
     Attributes:
         tokens: before any rest was left out.
         labels: tokens that are to be learned.
-        samples: -1 where the number of tokens says it.
         notes: what a person should know.
     """
 
     tokens: int = 0
     labels: int = 0
-    samples: int = -1
     notes: list[str] = field(default_factory=list)
 
 
@@ -151,12 +149,10 @@ def _write_documents(
     if not masked:
         path.with_suffix(LABELS).unlink()
     _numbers(path.with_suffix(".starts"), starts)
-    found.samples = len(starts) - 1
     if packing.kind == "documents":
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
         _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
-        found.samples = len(windows)
     found.notes += _notes(path.stem, packing.seq_len, cut, lost)
 
 
