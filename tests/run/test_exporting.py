@@ -39,8 +39,9 @@ def logits(model, ids):
     return getattr(found, "logits", found)
 
 
-def test_the_built_in_gpt_with_its_tokenizer(tmp_path, text, capsys):
-    argv = ["--experiment-name", "gpt", "--max-steps", "4", "--data.vocab-size", "300", "--eval-freq", "2"]
+@pytest.mark.parametrize("task", [[], ["--task", "causal-lm"]], ids=["default", "named"])
+def test_the_built_in_gpt_with_its_tokenizer(tmp_path, text, capsys, task):
+    argv = ["--experiment-name", "gpt", "--max-steps", "4", "--data.vocab-size", "300", "--eval-freq", "2", *task]
     train(tmp_path, text, *argv, "--lr", "0.02")
     assert dispatch(["export", str(tmp_path / "gpt"), str(tmp_path / "hf"), "--format", "hf", "--best"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

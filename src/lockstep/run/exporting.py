@@ -24,6 +24,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.using import Wanted, config_of, opened, task_of
 from lockstep.tasks.causal_lm import CausalLM, Sampling
 from lockstep.tasks.hf import HubCausalLM
+from lockstep.tasks.options import LANGUAGE, kind_of
 
 __all__ = ["Asked", "export_run"]
 
@@ -115,9 +116,10 @@ def _beside(path: Path, say: Say, folder: Path) -> None:
     try:
         wanted = Wanted(str(run))
         config = config_of(run, wanted)
-        if config.task or checkpoint.read_state(path).get("plan", {}).get("task") not in _LANGUAGE:
+        state = checkpoint.read_state(path)
+        if kind_of(config.task) != LANGUAGE or state.get("plan", {}).get("task") not in _LANGUAGE:
             return
-        corpus: Any = task_of(run, config, wanted, checkpoint.read_state(path), say).corpus  # type: ignore[attr-defined]
+        corpus: Any = task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
         say(f"exported without a tokenizer: {error}")
         return
