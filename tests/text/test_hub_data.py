@@ -68,7 +68,7 @@ def test_every_kind_of_table_gives_the_same_documents(tmp_path):
 
 def test_instructions_become_prompts(tmp_path):
     with_input, without = {"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Go.", "output": "ok"}
-    read = reader({"instruction": True, "input": True, "output": True}, "", "x")
+    read = reader({"instruction": True, "input": True, "output": True}, "", "x", answers=True)
     assert read(with_input).text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
     assert read({**without, "input": None}).text.endswith("request.\n\n### Instruction:\nGo.\n\n### Response:\nok")
     texts = documents(corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(12))))
@@ -84,7 +84,7 @@ def test_instructions_become_prompts(tmp_path):
     ],
 )
 def test_the_text_column_is_found_or_named(columns, wanted, expected):
-    assert reader(columns, wanted, "x")({name: f"the {name}" for name in columns}).text == expected
+    assert reader(columns, wanted, "x", answers=False)({name: f"the {name}" for name in columns}).text == expected
 
 
 @pytest.mark.parametrize(

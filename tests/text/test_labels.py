@@ -115,16 +115,40 @@ def test_what_is_learned_where_nothing_is_said(tmp_path):
         corpus(text, labels="completion")
 
 
+def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(tmp_path):
+    both = [{**row, "text": f"written out: {row['output']}"} for row in hub_files.rows(60)]
+    path, told = hub_files.write_jsonl(tmp_path / "a.jsonl", both), []
+    answers = {row["output"] for row in both}
+    for data in ({}, {"labels": "completion"}, {"packing": "stream"}):
+        found = corpus(path, seq_len=256, evaluation=0.3, say=told.append, **data)
+        sample = found.train[0]
+        assert found.decode(sample["input_ids"].tolist()).count("### Instruction:")
+        assert "Instruction" not in learned(found, sample)
+        assert any(answer in learned(found, sample) for answer in answers)
+    assert any("learning from instruction and output; the column text is left aside" in line for line in told)
+    for data in ({"labels": "all"}, {"packing": "blocks"}, {"text_column": "text"}):
+        found = corpus(path, seq_len=256, evaluation=0.3, **data)
+        assert "written out: " in learned(found, found.train[0])
+        assert "Instruction" not in found.decode(found.train[0]["input_ids"].tolist())
+    in_blocks = corpus(path, packing="blocks", labels="completion", seq_len=256, evaluation=0.3)
+    assert "Instruction" not in learned(in_blocks, in_blocks.train[0])
+    assert "Instruction" in in_blocks.decode(in_blocks.train[0]["input_ids"].tolist())
+    with pytest.raises(DataError, match="does not say which part of a row is the answer"):
+        corpus(path, labels="completion", text_column="text")
+
+
 def test_rows_of_prompts_and_conversations_are_found_by_their_columns():
-    assert reader({"prompt": True, "response": True}, "", "x")({"prompt": "a", "response": "b"}).given == 1
-    read = reader({"id": True, "messages": False}, "", "x")
+    assert reader({"prompt": True, "response": True}, "", "x", answers=True)({"prompt": "a", "response": "b"}).given == 1
+    read = reader({"id": True, "messages": False}, "", "x", answers=True)
     assert read({"messages": [{"role": "user", "content": None, "tools": None}]}).messages == (
         {"role": "user", "content": ""},
     )
+    assert reader({"text": True, "messages": False}, "", "x", answers=True)({"text": "a", "messages": TALK}).messages
+    assert reader({"text": True, "messages": False}, "", "x", answers=False)({"text": "a"}).text == "a"
     with pytest.raises(DataError, match="'messages' must be a list of turns"):
         read({"messages": [{"from": "user"}]})
     with pytest.raises(DataError, match=r"no 'prompt' with 'completion'.*its columns: a, b"):
-        reader({"a": True, "b": True}, "", "x")
+        reader({"a": True, "b": True}, "", "x", answers=True)
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])

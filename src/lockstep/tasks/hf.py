@@ -224,12 +224,13 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | Trained], say: Say)
         raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; leave it out")
     cache = cache_of(config)
     tokenizer = _named_tokenizer(config, cache, say) if config.tokenizer else own()
+    packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
     if is_hub_name(name) or table_files(name):
-        asked = Wanted(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
+        columns = data.text_column, data.encoding, packing.answers
+        asked = Wanted(name, data.subset, data.split, data.revision, *columns)
         rows = open_rows(asked, say)
     else:
         rows = plain_rows(name)
-    packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=say)
     return Chosen(corpus, rows.revision, bool(config.tokenizer))
 

@@ -69,7 +69,8 @@ def tokens_of(
             if encode is None:
                 raise DataError(
                     "--dataset-name has conversations (messages), and a tokenizer that is trained here has no template "
-                    "for them: give --tokenizer of a chat model, or rows with the columns prompt and completion"
+                    "for them: give --tokenizer of a chat model, rows with the columns prompt and completion, or "
+                    "--data.text-column text where they are written out in such a column"
                 )
             found.append(encode(example.messages, example.row, masked))
             continue

@@ -21,7 +21,7 @@ from lockstep.config.hub_name import is_hub_name
 from lockstep.data.order import Shuffled
 from lockstep.errors import DataError, LockstepError
 from lockstep.text.examples import Example
-from lockstep.text.hub_rows import has_prompts, reader
+from lockstep.text.hub_rows import has_prompts, passed_over, reader
 from lockstep.text.reach import reach, snapshot, way_out
 
 __all__ = ["Documents", "Part", "Rows", "Table", "Wanted", "open_rows", "open_table", "table_files"]
@@ -37,7 +37,11 @@ Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its r
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the flags ask for: --dataset-name and the section `data`; "" is the default of each."""
+    """What the flags ask for: --dataset-name and the section `data`; "" is the default of each.
+
+    Attributes:
+        answers: columns that say which part of a row is the answer go before a column "text"; see `hub_rows.reader`.
+    """
 
     name: str
     subset: str = ""
@@ -45,6 +49,7 @@ class Wanted:
     revision: str = ""
     text_column: str = ""
     encoding: str = ""
+    answers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +221,7 @@ def _hub_builder(wanted: Wanted, say: Say) -> tuple[Any, str]:
 
 def _named(wanted: Wanted, content: list[Any]) -> str:
     """The digest of the content, and of whatever the flags choose from it."""
-    chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding]
+    chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding, *["answers"] * wanted.answers]
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
 
 
@@ -238,9 +243,11 @@ def _local(wanted: Wanted, files: list[Path], root: Path) -> dict[str, Any]:
 def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
     (train, rows), (evaluation, others) = _parts(builder, wanted, fraction)
     columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
-    read = reader(columns, wanted.text_column, f"--dataset-name {wanted.name}")
-    prompts = has_prompts(columns, wanted.text_column)
-    return Documents(_part(train, read, rows), _part(evaluation, read, others), prompts=prompts)
+    column, answers = wanted.text_column, wanted.answers
+    read = reader(columns, column, f"--dataset-name {wanted.name}", answers=answers)
+    parts = _part(train, read, rows), _part(evaluation, read, others)
+    note, prompts = passed_over(columns, column, answers=answers), has_prompts(columns, column, answers=answers)
+    return Documents(*parts, note, prompts=prompts)
 
 
 def _parts(builder: Any, wanted: Wanted, fraction: float) -> tuple[Numbered, Numbered]:

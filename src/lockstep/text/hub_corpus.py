@@ -190,7 +190,7 @@ def _write(
         trained = ByteBPE.train((example.text for example, _ in found.train.read()), tokenizer.vocab_size)
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
-    masked = found.prompts and packing.labels != "all" and (packing.labels, packing.kind) != ("auto", "blocks")
+    masked = found.prompts and packing.answers
     first = next((example for example, _ in found.train.read()), Example(""))
     facts: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,

@@ -1,6 +1,6 @@
 """Which columns of a table are its text, its prompts and completions, or its conversations.
 
-read = reader(columns, wanted="", flag="--dataset-name tatsu-lab/alpaca")
+read = reader(columns, wanted="", flag="--dataset-name tatsu-lab/alpaca", answers=True)
 example = read({"instruction": "Add.", "input": "1 2", "output": "3"})
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.errors import DataError
 from lockstep.text.examples import Example
 
-__all__ = ["has_prompts", "reader"]
+__all__ = ["has_prompts", "passed_over", "reader"]
 
 # Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023): the two prompts that its data is used
 # with, for rows with an input and rows without.
@@ -29,14 +29,16 @@ _MESSAGES = "messages"
 Row = Mapping[str, Any]
 
 
-def reader(columns: Mapping[str, bool], wanted: str, flag: str) -> Callable[[Row], Example]:
+def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
     """A function row -> example; a missing value is an empty text.
 
     Args:
         columns: name -> whether the column holds text.
-        wanted: the column that was asked for; "" takes "text", else "messages", else prompt with completion or
-            response, else instruction (and input) with output, else the only column that holds text.
+        wanted: the column that was asked for; "" takes "messages", else prompt with completion or response, else
+            instruction (and input) with output, else the only column that holds text.
         flag: what a message begins with.
+        answers: "text" is taken after those that say which part is the answer, as with `--data.labels completion`; else
+            before them.
 
     Raises:
         DataError: no such column, or none that is sure to be the text; the message lists those that there are.
@@ -51,7 +53,7 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str) -> Callable[[Row
         if not columns[wanted]:
             raise DataError(f"{flag}: the column '{wanted}' holds no text; its columns: {shown}; name another")
         return _column(wanted)
-    if columns.get("text"):
+    if columns.get("text") and not (answers and _answers(columns)):
         return _column("text")
     if columns.get(_MESSAGES) is False:
         return lambda row: _conversation(row, flag)
@@ -69,12 +71,26 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str) -> Callable[[Row
     )
 
 
-def has_prompts(columns: Mapping[str, bool], wanted: str) -> bool:
-    """Whether the rows say which part of them is the answer; for columns that `reader` takes."""
-    if wanted or columns.get("text"):
+def has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
+    """Whether the rows, as `reader` reads them, say which part of them is the answer; for columns that it takes."""
+    if wanted:
         return wanted == _MESSAGES and not columns[wanted]
+    return bool(_answers(columns)) and (answers or not columns.get("text"))
+
+
+def passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
+    """What a person should know of a column "text" that `reader` leaves aside; "" where it does not."""
+    if not (answers and not wanted and columns.get("text") and (found := _answers(columns))):
+        return ""
+    return f"learning from {' and '.join(found)}; the column text is left aside (--data.text-column text takes it)"
+
+
+def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
+    """The columns that say which part of a row is the answer; () where none do."""
+    if columns.get(_MESSAGES) is False:
+        return (_MESSAGES,)
     pairs = (*_PAIRS, ("instruction", "output"))
-    return columns.get(_MESSAGES) is False or any(columns.get(one) and columns.get(other) for one, other in pairs)
+    return next((pair for pair in pairs if all(map(columns.get, pair))), ())
 
 
 def _column(name: str) -> Callable[[Row], Example]:

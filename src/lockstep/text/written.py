@@ -42,6 +42,11 @@ class Packing:
     labels: str = "auto"
 
     @property
+    def answers(self) -> bool:
+        """Whether completions alone are learned, of rows that have them."""
+        return self.labels == "completion" or (self.labels == "auto" and self.kind != "blocks")
+
+    @property
     def apart(self) -> bool:
         """Whether documents stay apart."""
         return self.kind in ("padded", "documents")
