@@ -66,7 +66,7 @@ def test_runs_say_how_far_how_good_and_how_they_ended(tmp_path, capsys):
     capsys.readouterr()
     assert dispatch(["runs", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "state", "step", "epoch", "best", "loss", "last", "record"]
+    assert lines[0].split() == ["run", "state", "step", "epoch", "best", "loss", "time", "last", "record"]
     assert lines[4].split()[:4] == ["whole", "finished", "12/12", "2.40"]
     assert dispatch(["runs", "--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -75,6 +75,46 @@ def test_runs_say_how_far_how_good_and_how_they_ended(tmp_path, capsys):
     assert told[1]["best_loss"] is None
     assert dispatch(["runs", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [told[3]]
+
+
+def test_the_best_is_the_one_that_the_run_was_judged_by(tmp_path, capsys):
+    wanted = {"eval_freq": 3, "best_metric": "accuracy:max", "lr": 0.3}
+    result = lockstep.train(config(tmp_path, experiment_name="judged", **wanted), Ragged())
+    accuracy = max(
+        record["evaluation/accuracy"]
+        for record in read(tmp_path / "judged" / "metrics.jsonl")
+        if "evaluation/accuracy" in record
+    )
+    row = rows(tmp_path)["judged"]
+    assert (row.best_metric, row.best_value, row.best_step) == ("accuracy", accuracy, result.best.step)
+    assert row.best_loss == result.best.loss
+    capsys.readouterr()
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    assert f"accuracy {accuracy:.5g} at {result.best.step}" in " ".join(capsys.readouterr().out.split())
+    assert dispatch(["runs", str(tmp_path), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["best_metric"], told["best_value"], told["seconds"]) == ("accuracy", accuracy, row.seconds)
+
+
+def test_the_time_is_that_of_the_recorded_steps_over_all_starts(tmp_path, capsys):
+    for stop in (5, 0):
+        lockstep.train(config(tmp_path, stop_at=stop, eval_freq=4), Ragged())
+    records = [record for record in read(tmp_path / "r" / "metrics.jsonl") if "time/total" in record]
+    assert [record["global_step"] for record in records] == [2, 4, 6, 8, 10, 12]
+    spent = math.fsum(2 * record["time/total"] for record in records) / 1e3
+    assert rows(tmp_path)["r"].seconds == pytest.approx(spent)
+    lines = [
+        '{"global_step": 10, "time/total": 250000}',
+        "torn",
+        '{"global_step": 12, "time/total": "nan"}',
+        '{"global_step": 15, "time/total": 250000, "note": "time/total"}',
+        '{"global_step": 15, "evaluation/loss": 1, "why": "time/total"}',
+        '{"global_step": 15, "time/total": 1}',
+    ]
+    (tmp_path / "r" / "metrics.jsonl").write_text("\n".join(lines))
+    assert rows(tmp_path)["r"].seconds == 10 * 250 + 5 * 250
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    assert " 1:02:30 " in capsys.readouterr().out
 
 
 class Breaks(Ragged):
@@ -113,6 +153,7 @@ def test_damaged_and_foreign_folders_are_rows(tmp_path, capsys):
         ("list", b"[]"),
         ("bytes", b"\xff\xfe\x00"),
         ("deep", b"[" * 100000),
+        ("vast", b'{"global_step": 1, "running_loss": 1%s, "time/total": 1e300}' % (b"0" * 400)),
         ("odd", b'{"global_step": "x", "plan": 3, "best": [], "epoch": true}'),
     ):
         (tmp_path / name).mkdir()

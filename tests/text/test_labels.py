@@ -138,7 +138,8 @@ def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(
 
 
 def test_rows_of_prompts_and_conversations_are_found_by_their_columns():
-    assert reader({"prompt": True, "response": True}, "", "x", answers=True)({"prompt": "a", "response": "b"}).given == 1
+    read = reader({"prompt": True, "response": True}, "", "x", answers=True)
+    assert read({"prompt": "a", "response": "b"}).given == 1
     read = reader({"id": True, "messages": False}, "", "x", answers=True)
     assert read({"messages": [{"role": "user", "content": None, "tools": None}]}).messages == (
         {"role": "user", "content": ""},

@@ -8,6 +8,7 @@ A folder that is damaged, or none of a run, is a row that says so.
 
 import contextlib
 import json
+import math
 import time
 import tomllib
 from dataclasses import asdict, dataclass
@@ -21,13 +22,14 @@ from rich.text import Text
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
 from lockstep.run.folder import RunFolder
-from lockstep.sinks.jsonl import plain, tail
+from lockstep.sinks.jsonl import each, plain, tail
 
 __all__ = ["Row", "listed", "show"]
 
 _OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
 _STATES = ("finished", "stopped", "interrupted", "preempted", "failed")
 _CODES = {130: "interrupted", 75: "preempted"}  # of an end whose status was not noted yet
+_TIME = "time/total"
 _WIDE = 200  # columns where no terminal sets them
 
 
@@ -39,8 +41,10 @@ class Row:
         state: running, one of `run.Result.status`, failed, or unknown.
         step, steps: taken, by the newest record or checkpoint, and of the plan.
         epoch: passes over the training data at `step`.
-        best_step, best_loss: of the evaluation with the lowest loss.
+        best_step, best_loss: of the best evaluation.
+        best_metric, best_value: what it was judged by (`--best-metric`), and that number.
         last_loss: of the newest training record.
+        seconds: that the recorded steps took in all, over all starts; evaluations and saves are not in it.
         last_record: when the records were last written to, in seconds since 1970.
         note: what is wrong with the folder; "" for nothing.
     """
@@ -52,7 +56,10 @@ class Row:
     epoch: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
     last_loss: float | None = None
+    seconds: float | None = None
     last_record: float | None = None
     note: str = ""
 
@@ -125,7 +132,7 @@ def _place(row: Row, path: Path, state: dict[str, Any]) -> None:
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
-        row.last_record = metrics.stat().st_mtime
+        row.last_record, row.seconds = metrics.stat().st_mtime, _seconds(metrics)
         if not records and metrics.stat().st_size:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = [record["running_loss"] for record in records if "running_loss" in record]
@@ -138,6 +145,16 @@ def _place(row: Row, path: Path, state: dict[str, Any]) -> None:
         epoch, progress = _number(place.get("epoch")), _number(place.get("epoch_progress"))
         if epoch is not None and progress is not None:
             row.epoch = epoch + progress
+
+
+def _seconds(metrics: Path) -> float | None:
+    """What the steps took: each record has the mean of those since the one before, in milliseconds."""
+    found, before = 0.0, 0
+    for record in each(metrics, having=_TIME):
+        step, mean = _whole(record.get("global_step")), _number(record.get(_TIME))
+        if step is not None and mean is not None and math.isfinite(mean) and step > before:
+            found, before = found + (step - before) * mean / 1e3, step
+    return found if before else None
 
 
 def _plan(row: Row, path: Path, state: dict[str, Any]) -> None:
@@ -155,6 +172,9 @@ def _best(row: Row, folder: RunFolder, state: dict[str, Any]) -> None:
     best = folder.read_evaluated().get("best") or state.get("best")
     if isinstance(best, dict):
         row.best_step, row.best_loss = _whole(best.get("step")), _number(best.get("loss"))
+        metric = best.get("metric", "loss")
+        row.best_metric = metric if isinstance(metric, str) else None
+        row.best_value = _number(best.get("value", best.get("loss")))
 
 
 def _ended(row: Row, folder: RunFolder) -> str:
@@ -173,11 +193,18 @@ def _ended(row: Row, folder: RunFolder) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    with contextlib.suppress(OverflowError):  # JSON's whole numbers have no end
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
 
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _print(rows: list[Row]) -> None:
@@ -185,7 +212,7 @@ def _print(rows: list[Row]) -> None:
     if not console.is_terminal:
         console.width = _WIDE
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "step", "epoch", "best", "loss", "last record"):
+    for title in ("run", "state", "step", "epoch", "best", "loss", "time", "last record"):
         table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
     noted = any(row.note for row in rows)
     if noted:
@@ -197,7 +224,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    best = "-" if row.best_loss is None else f"{row.best_loss:.5g}"
+    best = "-" if row.best_value is None else f"{row.best_metric or '?'} {row.best_value:.5g}"
     return (
         row.name,
         row.state,
@@ -205,5 +232,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.epoch is None else f"{row.epoch:.2f}",
         best if row.best_step is None else f"{best} at {row.best_step}",
         "-" if row.last_loss is None else f"{row.last_loss:.5g}",
+        "-" if row.seconds is None else _clock(row.seconds),
         "-" if row.last_record is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.last_record)),
     )

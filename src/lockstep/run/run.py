@@ -43,7 +43,7 @@ class Result:
             "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
         global_step: steps taken, in all starts of the run.
         evaluation: the last one in this process, or None.
-        best: the lowest evaluation loss of the run, or None.
+        best: the best evaluation of the run by `--best-metric`, or None.
         folder: where records, log and checkpoints lie.
         exit_code: what the command ends with: 0, 75 (preempted) or 130 (interrupted).
     """
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def best(self) -> Best | None:
-        """The lowest evaluation loss so far, of all starts of the run."""
+        """The best evaluation so far by `--best-metric`, of all starts of the run; None before the first."""
         return self._session.best
 
     @property

@@ -12,14 +12,14 @@ strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.secrets import mask
 from lockstep.files import replacing
 
-__all__ = ["JsonLines", "plain", "read", "tail"]
+__all__ = ["JsonLines", "each", "plain", "read", "tail"]
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -81,6 +81,15 @@ def tail(path: Path, most: int = 1 << 18) -> list[dict[str, Any]]:
         file.seek(start)
         lines = file.read(most).splitlines()
     return _records(lines[1:] if start else lines)
+
+
+def each(path: Path, having: str) -> Iterator[dict[str, Any]]:
+    """The records that have the name `having`, one after the other, of a file of any size. Raises OSError."""
+    wanted = json.dumps(having).encode()
+    with open(path, "rb") as lines:
+        for line in lines:
+            if wanted in line:
+                yield from (record for record in _records([line]) if having in record)
 
 
 def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
