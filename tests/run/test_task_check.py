@@ -12,6 +12,8 @@ from ranks import RankError, run
 from small_runs import config
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
+from torchmetrics.regression import R2Score
 from toys import Network, Ragged, Sentences
 
 import lockstep
@@ -253,6 +255,41 @@ class OtherEvaluation(Ragged):
 
     def metrics(self, model, batch):
         return {"answers": (batch["answer"].sum(), len(batch["answer"]))}
+
+
+class Explained(Ragged):
+    """A metric that needs more samples than one micro-batch of the evaluation has, and one that needs both classes."""
+
+    def __init__(self, average="macro"):
+        super().__init__()
+        self.r2, self.curve = R2Score(), BinaryAUROC()
+        self.f1 = MulticlassF1Score(3, average=average)
+
+    def metrics(self, model, batch):
+        guessed, known = model(batch["input"])[:, 0, 0], batch["labels"][:, 0]
+        self.r2.update(guessed, known.double())
+        self.curve.update(guessed.sigmoid(), (known > 14).long())
+        self.f1.update(known % 3, known % 3)
+        return {"r2": self.r2, "auc": self.curve, "f1": self.f1}
+
+
+@pytest.mark.filterwarnings("ignore:No .*samples in targets:UserWarning")
+def test_a_metric_that_a_single_micro_batch_cannot_serve_is_healthy(tmp_path):
+    task = Explained()
+    run = lockstep.Run(config(tmp_path, max_steps=1, eval_freq=1, eval_micro_batch_size=1), task)
+    evaluation = run().evaluation
+    data = task.dataset("evaluation")
+    with torch.no_grad():
+        found = task.metrics(run.model.eval(), task.collate([data[index] for index in range(len(data))]))
+    assert evaluation.metrics["r2"] == pytest.approx(float(found["r2"].compute()))
+    assert evaluation.metrics["auc"] == pytest.approx(float(found["auc"].compute()))
+    for each in found.values():
+        each.reset()
+
+
+def test_a_metric_that_is_no_single_number_is_still_refused(tmp_path):
+    line = refused(tmp_path, Explained(average=None), eval_micro_batch_size=1)
+    assert "metric 'f1' (MulticlassF1Score) does not give one number" in line
 
 
 HEALTHY = [

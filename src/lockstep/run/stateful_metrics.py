@@ -1,14 +1,17 @@
 """Metrics that are more than a sum over a count: a `torchmetrics.Metric` that the task updates with each batch.
 
     state = taken(metric)                   # what one micro-batch left in it, as plain values; the metric is reset
-    value = merged(name, metric, states)     # of the whole set: the states in the order of the micro-batches
+    check_mergeable(name, metric, state)    # what can be told of one micro-batch
+    value = merged(name, metric, states)    # of the whole set: the states in the order of the micro-batches
 
 Each micro-batch begins with an empty metric and the states are merged in order, so the value does not depend on the
 number of ranks. Nothing here imports torchmetrics: what has its methods is one.
 """
 
+import contextlib
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 
-__all__ = ["is_metric", "merged", "taken"]
+__all__ = ["check_mergeable", "is_metric", "merged", "taken"]
 
 _NEEDED = ("metric_state", "merge_state", "reset", "compute", "clone")
 
@@ -39,16 +42,49 @@ def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> float:
     Raises:
         ConfigError: it cannot be merged, or computes no single number.
     """
+    with _one_number(name, metric):
+        return float(_whole(metric, states).compute() if states else math.nan)
+
+
+def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> None:
+    """Looks at the `state` of a single micro-batch, which may be too little for the metric to compute (R2 needs two
+    samples, a correlation more than one value): that is passed over.
+
+    Raises:
+        ConfigError: it cannot be merged, or computes no single number.
+    """
+    with _one_number(name, metric):
+        whole = _whole(metric, [state])
+    try:
+        with _quiet():
+            value = whole.compute()
+    except Exception:
+        return
+    with _one_number(name, metric):
+        float(value)
+
+
+def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
     whole = metric.clone().cpu()
     whole.reset()
     whole.distributed_available_fn = _never  # or torchmetrics would add up what every rank has already
+    for state in reversed(states):  # each is put before what is there
+        whole.merge_state({key: _tensors(value) for key, value in state.items()})
+    return whole
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "compute before update": it was merged
+        yield
+
+
+@contextlib.contextmanager
+def _one_number(name: str, metric: Any) -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "compute before update": it was merged
-            for state in reversed(states):  # each is put before what is there
-                whole.merge_state({key: _tensors(value) for key, value in state.items()})
-            value = whole.compute() if states else math.nan
-        return float(value)
+        with _quiet():
+            yield
     except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -26,7 +26,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
-from lockstep.run.stateful_metrics import is_metric, merged, taken
+from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, has_own
 
 __all__ = ["check_task"]
@@ -244,7 +244,7 @@ def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callabl
                 f"the task's {told}; one is named {name!r}, and 'loss' and 'items' are the evaluation's own"
             )
         if is_metric(pair):
-            merged(name, pair, [taken(pair)])  # which it may not be able to
+            check_mergeable(name, pair, taken(pair))
         elif not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
