@@ -8,6 +8,7 @@ from small_runs import config, mark
 from toys import Ragged, taken
 
 from lockstep.errors import ConfigError, ResumeError
+from lockstep.run.find_lr import find_lr
 from lockstep.sinks.jsonl import read
 
 
@@ -45,6 +46,21 @@ def test_without_a_schedule_it_is_the_run_that_was_so_long_from_the_start(tmp_pa
     go(tmp_path / "parts", max_steps=4, extend_to=8, **settings)
     go(tmp_path / "whole", max_steps=8, **settings)
     assert mark(tmp_path / "parts") == mark(tmp_path / "whole")
+
+
+FILE = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, "warmup_type": "linear"}}}
+FILE["scheduler"]["params"] |= {"warmup_num_steps": 2, "warmup_max_lr": 0.01}
+
+
+def test_the_length_of_the_plan_that_a_deepspeed_file_names_is_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.run.build.read_json", lambda path: FILE)
+    settings = {"max_steps": 6, "lr": 0.01, "optim": {"schedule": "linear", "warmup_steps": 2, "floor": 0.0}}
+    assert go(tmp_path, **settings) == list(range(6))
+    assert go(tmp_path, extend_to=9, stop_at=8, **settings) == [6, 7]
+    assert go(tmp_path, **settings) == [8]
+    assert find_lr(config(tmp_path, **settings), Ragged()).rates
+    with pytest.raises(ConfigError, match="total_num_steps is 6, which makes --max-steps 6, and it is 7"):
+        go(tmp_path / "other", **{**settings, "max_steps": 7})
 
 
 class Seen(Ragged):

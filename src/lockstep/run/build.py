@@ -190,18 +190,27 @@ class Built:
 
 
 def build(
-    config: Config, given: Any, world: World, kept: dict[str, Any] | None = None, *, resume: bool = True
+    config: Config,
+    given: Any,
+    world: World,
+    kept: dict[str, Any] | None = None,
+    *,
+    resume: bool = True,
+    steps: int = 0,
 ) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
     Args:
         kept: what `Built.kept` is.
         resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
+        steps: of the plan, in place of those that the config says; 0: as it says.
 
     Raises:
         UsageError: what was asked for cannot be done; the same on every rank.
     """
-    config = _agreed(config, world)
+    asked = config = _agreed(config, world)
+    if steps:
+        config = dataclasses.replace(config, max_steps=steps, stop_at=0)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
     cut_known = bool(config.micro_batch_size)  # else it depends on the model
@@ -220,7 +229,8 @@ def build(
     run_plan = settled(config, task, model, samples, origin_of(state, config))
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
-    hold(file, lambda name: lookup(config, name), world.size)
+    # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
+    hold(file, lambda name: lookup(asked if name == "max_steps" else config, name), world.size)
     state["origin"] = list(run_plan.origin)
     check_longer(config, state, run_plan.step_plan.steps)
     if not cut_known:

@@ -8,7 +8,6 @@ Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv 1506.01186,
 factor in each step, as in most programs that have this.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -142,9 +141,8 @@ def _write(found: FoundRates, config: Config) -> None:
 
 
 def _found(config: Config, task: Any, world: World) -> FoundRates:
-    wanted = dataclasses.replace(config, max_steps=STEPS, stop_at=0)
     with explained(None, world):
-        built = build(wanted, task, world, resume=False)
+        built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
         raise ConfigError("--lr is 0, and so is every multiple of it: give it a number above 0, or leave it out")
     first = {name: tensor.detach().clone() for name, tensor in built.own.items()}
