@@ -7,14 +7,14 @@ import torch
 
 from lockstep import cli
 from lockstep.config import options
-from lockstep.config.config import lookup
+from lockstep.config.config import Config, lookup
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed import engine as module
 from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
-from lockstep.engines.deepspeed_file import hold, told_of_scale
+from lockstep.engines.deepspeed_file import hold, taken, told_of_scale
 from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
-from lockstep.optim.optimizers import adamw
+from lockstep.optim.optimizers import adamw, make_optimizer, sgd
 
 
 def optimizer():
@@ -71,6 +71,33 @@ def test_what_agrees_or_is_auto_is_taken(tmp_path):
     assert made["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 10}
     assert made["steps_per_print"] == 100
     assert "optimizer" not in made
+
+
+@pytest.mark.parametrize("kind", ["Adam", "adam", "ADAM", "adamw", "AdamW"])
+def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
+    content = {"optimizer": {"type": kind, "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+    assert options.build(taken({}, content, 1)).optim.name == "adamw"
+    assert merged(content, wanted())
+    with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}", and the run\'s optimizer makes it "SGD"'):
+        merged(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
+
+
+def test_groups_with_rates_and_decays_of_their_own_are_no_contradiction():
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+    content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
+    for optim in ({"layer_decay": 0.5}, {"groups": "0.*: lr=0.1x"}, {"groups": "*: lr=3x, decay=0.2"}):
+        config = Config(lr=0.01, optim={"weight_decay": 0.1, "beta2": 0.95, **optim})
+        made = make_optimizer(model, config, list(model))
+        assert any(group["lr"] != 0.01 for group in made.param_groups)
+        assert merged(content, wanted(optimizer=made))
+        for key, value in (("lr", 0.02), ("weight_decay", 0.0)):
+            other = {"optimizer": {"type": "AdamW", "params": {key: value}}}
+            with pytest.raises(ConfigError, match=rf"optimizer\.params\.{key} is {value}, and the flags make it 0\."):
+                merged(other, wanted(optimizer=made))
+    own = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.1}, {"params": [model[1].weight], "lr": 0.3}])
+    assert merged({"optimizer": {"type": "sgd", "params": {"lr": 0.3}}}, wanted(optimizer=own))
+    with pytest.raises(ConfigError, match=r"params\.lr is 0\.2, and the flags make it 0\.1"):
+        merged({"optimizer": {"type": "sgd", "params": {"lr": 0.2}}}, wanted(optimizer=own))
 
 
 def test_offload():

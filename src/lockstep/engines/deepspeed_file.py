@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
-__all__ = ["hold", "read_json", "settings", "taken", "told_of_scale"]
+__all__ = ["hold", "optimizer_named", "read_json", "settings", "taken", "told_of_scale"]
 
 Said = dict[str, tuple[str, Any]]  # our option -> (the key that says it, "" for a default of DeepSpeed's; its value)
 
@@ -147,10 +147,16 @@ def _section(content: Mapping[str, Any], key: str, within: str = "") -> Mapping[
     return found
 
 
+def optimizer_named(kind: Any, params: Mapping[str, Any]) -> str:
+    """What `optimizer.type` is as --optim.name, in upper or lower case; "" where it is not served."""
+    named = str(kind).lower()
+    if named == "adam" and params.get("adam_w_mode") is not False:
+        return "adamw"
+    return named if named in ("adam", "adamw", "sgd") else ""
+
+
 def _optimizer(kind: str, params: Mapping[str, Any]) -> Said:
-    name = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}.get(kind.lower(), "")
-    if kind.lower() == "adam" and params.get("adam_w_mode") is False:
-        name = "adam"
+    name = optimizer_named(kind, params)
     if not name:
         raise ConfigError(f"--engine.config: optimizer.type {kind} is not served: Adam, AdamW or SGD")
     known = _SGD if name == "sgd" else _ADAM

@@ -89,7 +89,8 @@ def adamw(
         ValueError: a number that torch refuses, such as a negative rate.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    return torch.optim.AdamW(members, lr=lr, betas=betas, eps=eps, **_kernel(members, fused))
+    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return torch.optim.AdamW(members, **named, **_kernel(members, fused))
 
 
 def adam(
@@ -108,7 +109,8 @@ def adam(
     Arguments and errors as for `adamw`.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    return torch.optim.Adam(members, lr=lr, betas=betas, eps=eps, **_kernel(members, fused))
+    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return torch.optim.Adam(members, **named, **_kernel(members, fused))
 
 
 def _kernel(members: list[dict[str, Any]], fused: bool | None) -> dict[str, Any]:
@@ -143,7 +145,8 @@ def sgd(
     if nesterov and not momentum:
         raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    return torch.optim.SGD(members, lr=lr, momentum=momentum, nesterov=nesterov, foreach=True)
+    named = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return torch.optim.SGD(members, **named, foreach=True)
 
 
 _SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from lockstep.engines.deepspeed_file import read_json, told_of_scale
+from lockstep.engines.deepspeed_file import optimizer_named, read_json, told_of_scale
 from lockstep.errors import ConfigError
 
 __all__ = ["Wanted", "check_batches", "merged", "read_config"]
@@ -36,6 +36,7 @@ _PASSED = (
 )
 # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
 _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+_KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # --optim.name -> of torch.optim
 _HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16", "amp")
 
 
@@ -161,26 +162,29 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
         raise ConfigError("--engine.config: optimizer is no object; take it out, since the flags say what it is")
     params = section.get("params", {})
     kind = type(optimizer).__name__
-    decoupled = section.get("type") == "Adam" and isinstance(params, dict) and params.get("adam_w_mode", True)
-    if not (decoupled and kind == "AdamW"):  # which is what DeepSpeed's Adam is, unless it is told otherwise
+    if not isinstance(params, dict):
+        raise ConfigError("--engine.config: optimizer.params is no object; take it out, since the flags say what it is")
+    if "type" in section and _KINDS.get(optimizer_named(section["type"], params)) != kind:
         _hold(section, "type", kind, "the run's optimizer", "optimizer.")
     stray = [key for key in section if key not in ("type", "params")]
     if stray:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: take it out")
     groups = optimizer.param_groups
-    if not isinstance(params, dict):
-        raise ConfigError("--engine.config: optimizer.params is no object; take it out, since the flags say what it is")
     for key, value in params.items():
         if key in ("adam_w_mode", "torch_adam", "bias_correction"):  # held where the file was taken
             continue
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
-        # The weights that decay are in the first group; the rest has none, whatever the number.
-        ours = groups[0].get(key, optimizer.defaults[key])
-        found = tuple(value) if isinstance(value, list) else value
-        ours = tuple(ours) if isinstance(ours, list) else ours
-        if found != "auto" and found != ours:
+        # What the optimizer was made with; groups have others by --optim.groups, --optim.layer-decay, and where weights
+        # are not decayed. An optimizer of the task's own may have said it for its groups alone.
+        found, default, *own = map(_plain, (value, optimizer.defaults[key], *(group[key] for group in groups)))
+        if found not in ("auto", default) and (default in own or found not in own):
+            ours = default if default in own else own[0]
             raise ConfigError(
                 f"--engine.config: optimizer.params.{key} is {json.dumps(value)}, and the flags make it "
                 f'{json.dumps(ours)}; take it out, or write "auto"'
             )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
