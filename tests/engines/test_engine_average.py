@@ -12,12 +12,11 @@ from support import alone, build, digest, each, whole
 from torch import nn
 from toys import Ragged, train
 
-import lockstep
 from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.engines.shared.average import Averaged, averaged, without_average
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError
 
 
 class Model(nn.Module):
@@ -118,11 +117,6 @@ def test_a_state_without_an_average_begins_one_and_another_models_is_refused():
     assert float(other.state_dict()["averaging/updates"]) == 0.0
     with pytest.raises(CheckpointError, match="the average does not fit the model: average/turned on one side only"):
         other.load_state_dict({name: tensor for name, tensor in state.items() if name != "average/turned"})
-
-
-def test_deepspeed_is_refused():
-    with pytest.raises(ConfigError, match="--optim.ema does not go with --engine deepspeed, .*; use --engine fsdp or"):
-        lockstep.engine("deepspeed", Model(), lambda model: None, World(), ema=0.9)
 
 
 TASK = Ragged(dtype=torch.float32)

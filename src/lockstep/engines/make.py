@@ -62,14 +62,9 @@ def engine(
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
-            or an average that does not go with it.
+            that does not go with it.
     """
     name = name_of(name, world)
-    if ema and name == "deepspeed":
-        raise ConfigError(
-            "--optim.ema does not go with --engine deepspeed, which keeps the weights in vectors of its own; use "
-            "--engine fsdp or zero, or leave it out"
-        )
     chunk = slots = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
@@ -84,9 +79,9 @@ def engine(
         check_optimizer(name, made, exact=bool(chunk) and world.size > 1)
         return made
 
-    made = cast(Engine, kind(model, make, world, settings))
-    made = with_buffers(made, model, world, exact=bool(chunk), shared=options.broadcast_buffers)
-    return Averaged(made, model, ema) if ema else made
+    bare = kind(model, make, world, settings)
+    made = with_buffers(cast(Engine, bare), model, world, exact=bool(chunk), shared=options.broadcast_buffers)
+    return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
 
 
 def name_of(name: str, world: World) -> str:

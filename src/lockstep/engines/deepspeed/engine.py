@@ -54,9 +54,11 @@ class DeepSpeed:
         self._ds = _initialised(package, model, made, config)
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
+        self.masters: SplitState | None = None
         if self._split:
             self._finish: Any = _ZeroStep(self._ds, self._stage, settings, world)
             self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
+            self.masters = self._held
         else:
             self._finish = OptimizerStep(made, settings)
             self._module = model

@@ -4,7 +4,7 @@ A tensor is put together on all ranks at once (a collective each) and then kept 
 its share of the state and one whole tensor besides. In `state` it is a DTensor that only its owner has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.checkpoint.layout import owners_of
 from lockstep.distributed.world import World
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.state_dict import begin, first_step
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.tensors import local_of
 
 __all__ = ["Accessors", "SplitState"]
@@ -36,7 +36,7 @@ class Accessors(Protocol):
 
 
 class SplitState:
-    """Reads and writes what ZeRO has split.
+    """Reads and writes what ZeRO has split. To an average of the weights its float32 copies are the masters.
 
     Args:
         model: the plain module, as `deepspeed.initialize` left it.
@@ -104,6 +104,31 @@ class SplitState:
             buffer.copy_(state[f"model/{name}"])
         set_extra(self._model, state)
 
+    def parts(self) -> list[Tensor]:
+        """This rank's parts of the float32 weights, flat, with what fills them up to equal lengths."""
+        return self._flat.parts()
+
+    def named(self) -> dict[str, Tensor]:
+        """The float32 weights by name, each whole on one rank."""
+        owners = self._owners()
+        return {n: self._kept(self._parameter(p), owners[f"model/{n}"]) for n, p in self._trained()}  # collective
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `named` gave, or plain tensors. The parameters that the forward reads stay as they are."""
+        owners = self._owners()
+        for name, parameter in self._trained():
+            self._set_master(parameter, self._whole(state[name], owners[f"model/{name}"]))  # collective
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Gives the parameters that the forward reads the float32 weights' values."""
+        for _, parameter in self._trained():
+            self._set_read(parameter, self._parameter(parameter))  # collective
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad)
+
     def _owners(self) -> dict[str, int]:
         """Which rank keeps which tensor, so that all keep about as many bytes; the same on every rank."""
         sizes = []
@@ -136,11 +161,19 @@ class SplitState:
             return parameter.detach().clone()
 
     def _set_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """The float32 copy that is updated, and the one that the forward reads."""
-        if parameter.requires_grad and self._stage == 3:
+        if parameter.requires_grad:
+            self._set_master(parameter, value)
+        self._set_read(parameter, value)
+
+    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """The float32 copy, which is updated."""
+        if self._stage == 3:
             self._access.safe_set_local_fp32_param(parameter, self._part(parameter, value))
-        elif parameter.requires_grad:
+        else:
             self._access.safe_set_full_fp32_param(parameter, value)
+
+    def _set_read(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """The one that the forward reads."""
         with self._access.gathered([parameter], self._stage, 0):  # collective under ZeRO 3
             parameter.data.copy_(value)
 
@@ -191,6 +224,17 @@ class _FlatStates:
         """Of the flat tensors that are updated."""
         found: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
         return found
+
+    def parts(self) -> list[Tensor]:
+        """The flat tensors. Raises ConfigError where they are on a disk."""
+        if getattr(self._zero, "swap_optimizer", False):
+            raise ConfigError(
+                "--optim.ema: zero_optimization.offload_optimizer keeps the weights on nvme; offload them to cpu"
+            )
+        found = (
+            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        )
+        return list(found)
 
     def elementwise(self) -> list[str]:
         """What the optimizer keeps for each element."""

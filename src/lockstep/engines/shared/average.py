@@ -13,7 +13,7 @@ whether it was, the device decides: nothing here waits for it.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,25 @@ from lockstep.engines.base import NOTHING, Engine, StepResult
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
-__all__ = ["Averaged", "averaged", "without_average"]
+__all__ = ["Averaged", "Masters", "averaged", "without_average"]
 
 _COUNT = "averaging/updates"
+
+
+class Masters(Protocol):
+    """The weights that an engine's optimizer updates, where they are not the model's own parameters."""
+
+    def parts(self) -> list[Tensor]:
+        """Those of this rank, which the optimizer updates in place."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Copies by the parameters' names, as in `state_dict()`, of what is trained. All ranks take part."""
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `named` gave, or plain tensors that every rank has whole. All ranks take part."""
+
+    def show(self) -> None:
+        """Gives the model's parameters these values. All ranks take part."""
 
 
 @final
@@ -39,12 +55,15 @@ class Averaged:
         engine: its parameters are in place.
         model: the plain module; parameters that require no gradient now have no average.
         decay: from 0 to below 1.
+        masters: averaged in the parameters' place, where the engine has them; a rank keeps the average of its parts.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, decay: float) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, decay: float, masters: Masters | None = None) -> None:
         self.model: nn.Module = engine.model
-        self._engine, self._decay = engine, decay
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._engine, self._decay, self._masters = engine, decay, masters
+        self._parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if masters:
+            self._parameters = {str(place): part for place, part in enumerate(masters.parts())}
         self._averages = {name: _wide(parameter) for name, parameter in self._parameters.items()}
         where = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
         self._updates = torch.zeros((), dtype=torch.float64, device=where)
@@ -80,8 +99,19 @@ class Averaged:
     def averaged(self) -> Iterator[None]:
         """Within, the model has the averaged weights, and no step is made; then it has its own again, bit for bit.
 
-        The two change places, a tensor at a time; only of weights in a smaller dtype than the average a copy is kept.
+        All ranks take part. After an error, which other ranks may not have, an engine with masters has its own in
+        these alone: what it saves is right, and the run is at its end.
         """
+        with self._swapped():
+            if self._masters:
+                self._masters.show()  # collective
+            yield
+        if self._masters:
+            self._masters.show()  # collective
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """The two change places, a tensor at a time; only of weights in a smaller dtype a copy is kept."""
         kept: list[Tensor | None] = []
         try:
             with torch.no_grad():
@@ -108,16 +138,28 @@ class Averaged:
             names = sorted(given.keys() ^ own.keys())
             raise CheckpointError(f"the average does not fit the model: {', '.join(names[:3])} on one side only")
         with torch.no_grad():
-            for name, tensor in own.items():
-                if given and tensor is not given[name]:
-                    tensor.copy_(given[name])
-            if not given:
+            if given:
+                self._take(given, own)
+            else:
                 self._updates.zero_()
                 for parameter, average in self._pairs():
                     average.copy_(parameter)
 
+    def _take(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        if self._masters:
+            with self._swapped():
+                self._masters.take({n.removeprefix(AVERAGE): t for n, t in given.items() if n != _COUNT})  # collective
+            own = {_COUNT: self._updates}
+        for name, tensor in own.items():
+            if tensor is not given[name]:
+                tensor.copy_(given[name])
+
     def _own(self) -> dict[str, Tensor]:
-        return {AVERAGE + name: average for name, average in self._averages.items()} | {_COUNT: self._updates}
+        found: Mapping[str, Tensor] = self._averages
+        if self._masters:
+            with self._swapped():
+                found = self._masters.named()  # collective
+        return {AVERAGE + name: average for name, average in found.items()} | {_COUNT: self._updates}
 
 
 def averaged(engine: Engine) -> AbstractContextManager[None]:
