@@ -108,3 +108,37 @@ def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
         make(config(tmp_path, model_name="builtin:resnet"), print)
     with pytest.raises(DataError, match="unknown; the built-in table is builtin:diabetes"):
         make(config(tmp_path, dataset_name="builtin:iris"), print)
+
+
+def test_evaluating_on_other_data_takes_the_columns_by_name(tmp_path, monkeypatch, capsys):
+    """In the run's unit, whatever the other data's spread; the default target would be the last column."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    rows = [{"a": n % 7, "b": (n * 5 % 11) * 10.0, "price": 3.0 * (n % 7) - n * 5 % 11} for n in range(40)]
+    table = str(hub_files.write_parquet(tmp_path / "table.parquet", rows))
+    lockstep.train(config(tmp_path, dataset_name=table, max_steps=5))
+    capsys.readouterr()
+
+    def evaluated(name, change):
+        other = hub_files.write_parquet(tmp_path / f"{name}.parquet", [change(row) for row in rows])
+        assert dispatch(["evaluate", str(tmp_path / "r"), "--json", "--data", str(other)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["loss"], found["metrics"]["mae"], found["metrics"]["r2"]
+
+    same = evaluated("same", lambda row: row)
+    assert same == tuple(recorded(tmp_path).values())
+    turned = evaluated("turned", lambda row: {"more": 1.5, "price": row["price"], "b": row["b"], "a": row["a"]})
+    assert turned == same
+    # The same errors, where other targets stand in the training split: the loss is in the run's unit.
+    evaluation = {
+        tuple(r.tolist()) for r in make(config(tmp_path, dataset_name=table), print).dataset("evaluation")[:][0]
+    }
+    wide = evaluated("wide", lambda r: r if (r["a"], r["b"]) in evaluation else {**r, "price": 100 * r["price"]})
+    assert wide == same
+    for name, columns in (("fewer", ("a", "price")), ("untold", ("a", "b"))):
+        other = hub_files.write_parquet(
+            tmp_path / f"{name}.parquet", [{key: row[key] for key in columns} for row in rows]
+        )
+        match = "r learned 'price' from a, b: .*has no column '(b|price)'; its columns: "
+        with pytest.raises(DataError, match=match) as caught:
+            dispatch(["evaluate", str(tmp_path / "r"), "--data", str(other)])
+        assert "\n" not in str(caught.value)

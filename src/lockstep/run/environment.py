@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.config.secrets import is_secret_name, mask, mask_args
 from lockstep.files import write_whole
 
-__all__ = ["describe", "kept_variables", "write"]
+__all__ = ["describe", "kept_variables", "sources_of", "write"]
 
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "CUDA_")
 _NAMES = {
@@ -77,6 +77,15 @@ def write(path: Path, description: Mapping[str, Any]) -> None:
         OSError: the folder is missing, full or not writable.
     """
     write_whole(path, json.dumps(description, indent=2) + "\n")
+
+
+def sources_of(run: Path) -> dict[str, str]:
+    """What a run's folder says of its task's sources; {} where it says nothing that can be read."""
+    try:
+        found: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}
+    return found
 
 
 def _versions() -> dict[str, str | None]:

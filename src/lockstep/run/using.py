@@ -25,6 +25,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.run.adapters import left_out
 from lockstep.run.build import notify
+from lockstep.run.environment import sources_of
 from lockstep.run.model import model_of
 from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, load_task, written
@@ -33,6 +34,7 @@ from lockstep.tasks.columns import check_classes
 from lockstep.tasks.hf import HubCausalLM
 from lockstep.tasks.named import named_task, on_data
 from lockstep.tasks.options import LANGUAGE, OWN, kind_of
+from lockstep.tasks.regression import on_columns_of
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = ["Used", "Wanted", "config_of", "opened", "task_of"]
@@ -136,7 +138,10 @@ def task_of(path: Path, config: Config, wanted: Wanted, state: dict[str, Any], s
     elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
         kind = kind_of(config.task)
         if kind not in (LANGUAGE, OWN):
-            task = named_task(dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name), say)
+            asked = dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name)
+            if kind == "regression":
+                return on_columns_of(sources_of(path), printable(str(path)), asked, say)
+            task = named_task(asked, say)
             check_classes(state.get("plan", {}).get("data", ""), task, str(path))
             return task
         task = named_task(config, say)

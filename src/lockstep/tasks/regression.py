@@ -6,8 +6,9 @@ An item is a row. The loss is the squared error in units of the target's own spr
 what its mean would give; the metrics are in the target's unit.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from lockstep.tasks.hf import cache_of
 from lockstep.tasks.image_models import DTYPES
 from lockstep.text.hub import Wanted, open_table
 
-__all__ = ["DIABETES", "MODEL", "Columns", "Regression", "make"]
+__all__ = ["DIABETES", "MODEL", "Columns", "Regression", "make", "on_columns_of"]
 
 DIABETES, MODEL = "builtin:diabetes", "builtin:mlp"
 
@@ -77,7 +78,17 @@ class Regression(Task):
         middle = math.fsum(evaluation.targets) / len(evaluation.targets)
         self._variance = math.fsum((y - middle) ** 2 for y in evaluation.targets) / len(evaluation.targets)
         self.fingerprint = f"{target} of {len(features)} columns; {digest}"
-        self.sources = {**({name: revision} if revision else {}), "features": ", ".join(features), "target": target}
+        self._unit = self._target[1]
+        self.sources = {
+            **({name: revision} if revision else {}),
+            "features": ", ".join(features),
+            "target": target,
+            "target_spread": repr(self._unit),
+        }
+
+    def measure_as(self, sources: Mapping[str, str]) -> None:
+        """Measures the loss in units of the targets that a run was trained on, whose `sources` these are."""
+        self._unit = float(sources.get("target_spread", self._unit))
 
     def model(self) -> nn.Module:
         """The model, drawn from torch's default generator."""
@@ -92,7 +103,7 @@ class Regression(Task):
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Squared error in units of the target's spread, summed over the rows: a scalar."""
         rows, targets = batch
-        return ((_wide(model(rows)) - targets) / self._target[1]).square().sum()
+        return ((_wide(model(rows)) - targets) / self._unit).square().sum()
 
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """(loss, "mae": mean absolute error in the target's unit, "r2": 1 - squared error / variance of the targets).
@@ -106,7 +117,7 @@ class Regression(Task):
         found: dict[str, Any] = {"mae": (error.abs().sum(), len(targets))}
         varied = self._variance > 0
         found["r2"] = ((1 - squared / self._variance).sum(), len(targets)) if varied else (0.0, 0)
-        return (squared / self._target[1] ** 2).sum(), found
+        return (squared / self._unit**2).sum(), found
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The hidden layers of a model that `model` built, not yet wrapped."""
@@ -157,6 +168,30 @@ def make(config: Config, say: Say) -> Regression:
         name=name,
         revision=revision,
     )
+
+
+def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Callable[[str], None]) -> Regression:
+    """The task on the columns that a run was trained on, by name, its loss in the same unit.
+
+    Args:
+        sources: of the task that was trained.
+        run: its folder, for a message.
+
+    Raises:
+        DataError: the data has not these columns; else as `make`.
+    """
+    named = {"target_column": sources.get("target"), "feature_columns": sources.get("features")}
+    given = {key: value for key, value in named.items() if value}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
+    try:
+        task = make(config, say)
+    except DataError as error:
+        learned = (
+            f"{run} learned '{given['target_column']}' from {given['feature_columns']}" if len(given) == 2 else run
+        )
+        raise DataError(f"{learned}: {error}") from None
+    task.measure_as(sources)
+    return task
 
 
 def _chosen(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
