@@ -17,6 +17,7 @@ from lockstep.cli import dispatch
 from lockstep.config.config import Config
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.sinks.jsonl import read
+from lockstep.tasks.causal_lm import CausalLM
 
 MINE = """
 import sys
@@ -168,6 +169,31 @@ def test_the_same_seed_writes_the_same_text_alone_and_beside_others(place, capsy
     greedy = [texts(capsys, run, *short, "--prompt", "def f", "--temperature", "0", "--seed", s) for s in (0, 1)]
     assert greedy[0] == greedy[1]
     assert greedy[0] == texts(capsys, run, *short, "--prompt", "def f", "--top-k", "1", "--best", "--seed", "5")
+
+
+def test_prompts_of_one_length_go_through_the_model_together(place, capsys, monkeypatch):
+    """As few forwards as lengths; the texts, which end at different tokens, are in the prompts' order and as alone."""
+    run, words = place / "gpt", ["def f", "return", "a", "b", "class", "d", "e", "import os", "", "g"]
+    flags = ["--max-tokens", "40", "--temperature", "1.5", "--top-k", "0"]
+    alone = [texts(capsys, run, *flags, "--prompt", word) for word in words]
+    assert len({len(text) for text in alone}) > 3
+    rows = []
+    written = CausalLM._written
+
+    def noted(self, model, begins, *others, **named):
+        rows.append(begins)
+        return written(self, model, begins, *others, **named)
+
+    monkeypatch.setattr(CausalLM, "_written", noted)
+    prompts = [flag for word in words for flag in ("--prompt", word)]
+    assert texts(capsys, run, *flags, *prompts) == "\n".join(alone)
+    lengths = [{len(begin) for begin in part} for part in rows]
+    assert all(len(part) == 1 for part in lengths)
+    assert len({min(part) for part in lengths}) == len(rows) < len(words)
+    monkeypatch.setattr("lockstep.tasks.causal_lm._ROWS", 2)
+    rows.clear()
+    assert texts(capsys, run, *flags, *prompts) == "\n".join(alone)
+    assert max(map(len, rows)) == 2
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,23 @@ def test_nothing_is_written_after_the_token_that_stops():
     assert torch.equal(generate(model, ids, 6, config=model.config, temperature=0.0, stop=token), longer[:, :end])
 
 
+def test_rows_with_draws_of_their_own_are_what_each_is_alone_and_all_must_end():
+    model, ids = build().double(), torch.randint(0, 50, (3, 4))
+    settings = {"config": model.config, "temperature": 1.5, "further": further_logits(model.config.layers)}
+
+    def seeded(count):
+        return [torch.Generator().manual_seed(7) for _ in range(count)]
+
+    together = generate(model, ids, 12, generator=seeded(3), **settings)
+    for row, one in zip(ids, together, strict=True):
+        assert torch.equal(generate(model, row[None], 12, generator=seeded(1), **settings)[0], one)
+    assert not torch.equal(generate(model, ids, 12, generator=seeded(1)[0], **settings), together)
+    token = int(together[0, 6])
+    stopped = generate(model, ids, 12, generator=seeded(3), stop=token, **settings)
+    last = max([*(row.tolist().index(token, 4) if token in row[4:] else 15 for row in together)])
+    assert torch.equal(stopped, together[:, : last + 1])
+
+
 def test_top_k_of_one_is_greedy():
     model, ids = build(), torch.tensor([[1, 2, 3]])
     assert torch.equal(

@@ -273,7 +273,7 @@ def generate(
     config: Reach,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
     further: Further | None = None,
     stop: int = -1,
@@ -285,15 +285,18 @@ def generate(
         config: the GPT's, or another model's context and vocabulary.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only.
-        generator: on the device of `ids`; None is torch's default one.
+        generator: on the device of `ids`: one of all rows, or one a row, so that no row's draw depends on the others;
+            None is torch's default one.
         logits_of: (model, ids) -> logits [batch, time, at least the vocabulary].
         further: where it is given, tokens are computed once while all fit the context; the logits are the same but for
             rounding.
-        stop: a token after which nothing more is written, once every row has ended with it; -1: there is none.
+        stop: a token after which nothing more is written, once every row has it; -1: there is none. A row that has it
+            before others goes on meanwhile.
 
     The model's train or eval mode is put back. What does not fit the context is cut off at the left.
     """
     training, past = model.training, None
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     model.eval()
     try:
         for _ in range(max_new_tokens):
@@ -303,18 +306,25 @@ def generate(
                 logits = logits_of(model, ids[:, -config.context :])
             logits = logits[:, -1, : config.vocab_size].float()
             ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
-            if stop >= 0 and bool((ids[:, -1] == stop).all()):  # waits for the device
+            ended |= ids[:, -1] == stop
+            if stop >= 0 and bool(ended.all()):  # waits for the device
                 break
     finally:
         model.train(training)
     return ids
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | Sequence[torch.Generator] | None
+) -> Tensor:
     """One token a row, int64 [batch, 1], from logits [batch, vocab]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+    shares = (logits / temperature).softmax(dim=-1)
+    if not isinstance(generator, Sequence):
+        return torch.multinomial(shares, 1, generator=generator)
+    rows = zip(shares.split(1), generator, strict=True)
+    return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])

@@ -15,7 +15,7 @@ __all__ = ["generate_texts"]
 def generate_texts(wanted: Wanted, prompts: Sequence[str], sampling: Sampling) -> list[str]:
     """Prints each prompt with what the model goes on with, one after the other, and returns these texts.
 
-    Each is written by itself, from the same seed, so that no text depends on what else was asked.
+    Each is drawn by itself, from the same seed, so that no text depends on what else was asked.
 
     Raises:
         CheckpointError, ConfigError: see `run.using.opened`; and a run that is of no language model.
@@ -30,8 +30,8 @@ def generate_texts(wanted: Wanted, prompts: Sequence[str], sampling: Sampling) -
                 "text; `lockstep evaluate` shows what it learnt"
             )
         used.model.eval()
-        for number, prompt in enumerate(prompts):
-            texts.append(task.write(used.model, prompt, used.world.device, sampling))
+        for text in task.write(used.model, prompts, used.world.device, sampling):
+            texts.append(text)
             if used.world.is_main:
-                print("\n" * bool(number) + printable(texts[-1], keep="\n\t"), flush=True)
+                print("\n" * (len(texts) > 1) + printable(text, keep="\n\t"), flush=True)
     return texts

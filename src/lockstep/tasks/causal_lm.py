@@ -6,7 +6,7 @@ An item is a labelled token. Any dataset of samples with "input_ids" and "labels
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -24,6 +24,7 @@ from lockstep.text.hub_corpus import Samples, TokenCorpus
 __all__ = ["IGNORED", "CausalLM", "LanguageModel", "Sampling", "collate_tokens", "count_labels", "pad_tokens"]
 
 _SAMPLE = 120  # tokens of a sample of text
+_ROWS = 16  # texts that are written together
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +46,33 @@ class Sampling:
     def go_on(
         self,
         model: nn.Module,
-        begin: list[int],
+        begins: Sequence[list[int]],
         device: torch.device,
         reach: Reach,
         *,
         stop: int,
         further: Further,
         logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
-    ) -> list[int]:
-        """`begin`, not empty, and the tokens that the model goes on with, to `stop` at most; see `generate`."""
+    ) -> list[list[int]]:
+        """Each of `begins` with the tokens that the model goes on with, to `stop` at most; see `generate`.
+
+        They have the same number of tokens, at least one, and go through the model together. Each has a draw of its
+        own, from the same seed.
+        """
         written = generate(
             model,
-            torch.tensor([begin], device=device),
+            torch.tensor(begins, device=device),
             self.tokens,
             config=reach,
             temperature=self.temperature,
             top_k=self.top_k or None,
-            generator=torch.Generator(device).manual_seed(self.seed),
+            generator=[torch.Generator(device).manual_seed(self.seed) for _ in begins],
             logits_of=logits_of,
             further=further,
             stop=stop,
         )
-        tokens: list[int] = written[0].tolist()
-        return tokens
+        length = len(begins[0])
+        return [_to_stop(row, length, stop) for row in written.tolist()]
 
 
 class LanguageModel(Task):
@@ -115,23 +120,43 @@ class LanguageModel(Task):
         all. `model` is what an engine holds; the draw is the same each time."""
         begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
         # as many collectives as forwards, where the model is split
-        return self._written(model, begin, device, Sampling(tokens=_SAMPLE), stop=-1)
+        return self._written(model, [begin], device, Sampling(tokens=_SAMPLE), stop=-1)[0]
 
-    def write(self, model: nn.Module, prompt: str, device: torch.device, sampling: Sampling) -> str:
-        """`prompt`, taken as the beginning of a document (in a conversation: what a user says), and what the model goes
-        on with, at most to the document's end. The same text for the same `sampling`, whatever was written before.
+    def write(
+        self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
+    ) -> Iterator[str]:
+        """Each prompt, taken as the beginning of a document (in a conversation: what a user says), and what the model
+        goes on with, at most to the document's end: in the prompts' order, each as soon as it is there.
+
+        Prompts of as many tokens go through the model together, at most 16. A text is the same for the same
+        `sampling`, whatever else is written.
 
         Raises:
             ConfigError: there is no token to begin with.
         """
-        begin = self.corpus.begun(prompt)
-        if not begin:
+        begins = [self.corpus.begun(prompt) for prompt in prompts]
+        if not all(begins):
             raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
-        return self._written(model, begin, device, sampling, stop=self.corpus.separator)
+        return self._in_order(model, begins, device, sampling)
+
+    def _in_order(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
+    ) -> Iterator[str]:
+        texts: dict[int, str] = {}
+        told = 0
+        for places in _together(begins):
+            chosen = [begins[place] for place in places]
+            written = self._written(model, chosen, device, sampling, stop=self.corpus.separator)
+            texts |= zip(places, written, strict=True)
+            while told in texts:
+                yield texts.pop(told)
+                told += 1
 
     @abstractmethod
-    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
-        """The text of `begin` and of what the model goes on with."""
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
+        """The texts of `begins`, all of one length, and of what the model goes on with."""
 
 
 @final
@@ -184,13 +209,34 @@ class CausalLM(LanguageModel):
             return cast(Tensor, model(ids, **apart, labels=labels, chunk=chunk))
         return summed_cross_entropy(model(ids, **apart), labels)
 
-    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
         further = further_logits(self.config.layers)
-        return self.corpus.decode(sampling.go_on(model, begin, device, self.config, stop=stop, further=further))
+        written = sampling.go_on(model, begins, device, self.config, stop=stop, further=further)
+        return [self.corpus.decode(tokens) for tokens in written]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
         return list(cast(GPT, model).blocks)
+
+
+def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
+    """The tokens to the first `stop` behind the first `begin` ones, which stays."""
+    return tokens[: tokens.index(stop, begin) + 1] if stop in tokens[begin:] else tokens
+
+
+def _together(begins: Sequence[list[int]]) -> list[list[int]]:
+    """Places whose beginnings have one length, at most `_ROWS` a part, in the order of their first places."""
+    parts: list[list[int]] = []
+    open_ones: dict[int, list[int]] = {}
+    for place, begin in enumerate(begins):
+        part = open_ones.get(len(begin))
+        if part is None or len(part) == _ROWS:
+            part = open_ones[len(begin)] = []
+            parts.append(part)
+        part.append(place)
+    return parts
 
 
 def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ task = hub_task(config, say)                    # --model-name OWNER/NAME or a f
 corpus = corpus_for(config, own, say).corpus    # --dataset-name, --tokenizer and the section `data`
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,10 +145,12 @@ class HubCausalLM(LanguageModel):
                 f"--model.loss-chunk: the logits of {self._name} are not its head's alone; give --model.loss-chunk 0"
             )
 
-    def _written(self, model: nn.Module, begin: list[int], device: torch.device, sampling: Sampling, stop: int) -> str:
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
         reach = self._reach
-        written = sampling.go_on(model, begin, device, reach, stop=stop, logits_of=logits_of, further=further_logits)
-        return self.corpus.decode(written)
+        written = sampling.go_on(model, begins, device, reach, stop=stop, logits_of=logits_of, further=further_logits)
+        return [self.corpus.decode(tokens) for tokens in written]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
