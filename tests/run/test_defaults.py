@@ -139,6 +139,7 @@ def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
         ({"gamma": 0.5}, "step or plateau"),
         ({"power": 2.0}, "polynomial"),
         ({"plateau_patience": 2}, "plateau"),
+        ({"plateau_cooldown": 2}, "plateau"),
     ):
         with pytest.raises(ConfigError, match=rf"is no option of optim.schedule cosine, but of {meant}: leave it out"):
             Config(optim=optim)

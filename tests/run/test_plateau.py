@@ -23,15 +23,19 @@ from lockstep.run.plateau import fallen, looked_at
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
 
 
-@given(VALUES, st.integers(0, 4), st.sampled_from([0.0, 1.0, 2.0]), st.sampled_from(["min", "max"]), st.integers(0, 3))
-def test_it_decides_as_torch_does(values, patience, delta, way, least):
-    """After each of any row of evaluations: NaN, equal values, a threshold, a floor."""
+WAYS = st.sampled_from(["min", "max"])
+
+
+@given(VALUES, st.integers(0, 4), st.sampled_from([0.0, 1.0, 2.0]), WAYS, st.integers(0, 3), st.integers(0, 3))
+def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown):
+    """After each of any row of evaluations: NaN, equal values, a threshold, a floor, a cooldown."""
     floor = 0.5**least / 2
     optim = {"schedule": "plateau", "plateau_patience": patience, "gamma": 0.5, "floor": floor}
+    optim["plateau_cooldown"] = cooldown
     settings = Config(eval_freq=1, best_metric=f"a:{way}", min_delta=delta, optim=optim)
     held = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
     reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        held, way, 0.5, patience, threshold=delta, threshold_mode="abs", min_lr=0.25 * floor, eps=0.0
+        held, way, 0.5, patience, delta, threshold_mode="abs", cooldown=cooldown, min_lr=0.25 * floor, eps=0.0
     )
     state = {"best": None}
     for step, value in enumerate(values):
@@ -94,6 +98,16 @@ def test_the_rate_falls_on_every_rank_alike_and_a_resume_goes_on_with_it(tmp_pat
         assert end == whole
 
 
+def test_a_resume_goes_on_with_the_cooldown(tmp_path):
+    """The fall after step 6 leaves the next two evaluations uncounted, so that the one after step 12 is the first."""
+    optim = {"schedule": "plateau", "plateau_patience": 0, "plateau_cooldown": 2, "warmup_steps": 0}
+    rates, whole = go(None, tmp_path / "whole", changes={"optim": optim})
+    assert rates == pytest.approx([1.0] * 6 + [0.1] * 6)
+    before, _ = go(None, tmp_path / "again", 7, {"optim": optim})
+    after, end = go(None, tmp_path / "again", changes={"optim": optim})
+    assert (before + after, end) == (rates, whole)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_an_evaluation_that_was_made_after_its_checkpoint_counts_once(tmp_path, known):
     """The save comes before the evaluation: what that decided is known by evaluated.json, or it is made again."""
@@ -102,7 +116,7 @@ def test_an_evaluation_that_was_made_after_its_checkpoint_counts_once(tmp_path, 
     go(None, tmp_path / "again", 8, changes)
     state = checkpoint.read_state(checkpoint.path_of(tmp_path / "again" / "r", 8))
     assert state["evaluation_due"]
-    assert state["plateau"] == {"bad": 1, "fallen": 0}
+    assert state["plateau"] == {"bad": 1, "fallen": 0, "cooling": 0}
     if not known:
         (tmp_path / "again" / "r" / "checkpoints" / "evaluated.json").unlink()
     after, end = go(None, tmp_path / "again", changes=changes)

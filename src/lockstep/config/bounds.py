@@ -54,6 +54,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.power": (0.001, 100, "a number from 0.001 to 100"),
     "optim.gamma": (0, 1, "a share from 0 to 1"),
     "optim.plateau_patience": (0, 10**9, "a number of evaluations from 0"),
+    "optim.plateau_cooldown": (0, 10**9, "a number of evaluations from 0"),
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),

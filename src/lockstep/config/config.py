@@ -315,7 +315,7 @@ _FIELDS_OF = {
     ("name", "muon"): ("muon_lr", "muon_scale", "muon_momentum", "ns_steps"),
     ("schedule", "polynomial"): ("power",),
     ("schedule", "step or plateau"): ("gamma",),
-    ("schedule", "plateau"): ("plateau_patience",),
+    ("schedule", "plateau"): ("plateau_patience", "plateau_cooldown"),
 }
 
 

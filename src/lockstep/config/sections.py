@@ -154,6 +154,7 @@ class Optim:
     power: float = option(1.0, "polynomial: exponent of the fall")
     gamma: float = option(0.1, "step, plateau: what the rate is multiplied by at each drop")
     plateau_patience: int = option(10, "plateau: evaluations in a row that may be no better before the rate drops")
+    plateau_cooldown: int = option(0, "plateau: evaluations after a drop that do not count as no better")
     floor: float = auto(
         LATER,
         "last (inverse-sqrt, step, plateau: least) rate, as a share of --lr; auto: 0.1, 0 for these, one-cycle 4e-6",

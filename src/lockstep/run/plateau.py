@@ -3,9 +3,9 @@
     looked_at(config, state, better=True)       # after each evaluation; says in the log where the rate falls
     fallen(state)                               # how often it has
 
-As torch's ReduceLROnPlateau without a cooldown, its `threshold` absolute: what is judged is `--best-metric`, by how
-much it must get better is `--min-delta`. The count lies in the run's state, which is the same on every rank and in
-every checkpoint, so a resume or a rollback goes on with the rate of its step.
+As torch's ReduceLROnPlateau, its `threshold` absolute: what is judged is `--best-metric`, by how much it must get
+better is `--min-delta`, and its `min_lr` is `--optim.floor`. The count lies in the run's state, which is the same on
+every rank and in every checkpoint, so a resume or a rollback goes on with the rate of its step.
 """
 
 import logging
@@ -23,9 +23,13 @@ def looked_at(config: Config, state: dict[str, Any], *, better: bool) -> None:
     """Counts an evaluation in `state`, where the schedule is this one; `better`: it is the best so far."""
     if config.optim.schedule != "plateau":
         return
-    bad = 0 if better else _known(state)["bad"] + 1
+    known = _known(state)
+    bad, cooling = 0 if better else known["bad"] + 1, known.get("cooling", 0)
+    if cooling:
+        bad, cooling = 0, cooling - 1
     falls = bad > config.optim.plateau_patience
-    state["plateau"] = {"bad": 0 if falls else bad, "fallen": fallen(state) + falls}
+    cooling = config.optim.plateau_cooldown if falls else cooling
+    state["plateau"] = {"bad": 0 if falls else bad, "fallen": fallen(state) + falls, "cooling": cooling}
     if falls:
         _LOG.info(
             "the rate falls to %.3g of --lr, unless --optim.floor is above: %d evaluations were no better than %s",
