@@ -56,6 +56,10 @@ def test_prune_keeps_the_newest_and_the_best_and_says_the_rest(folder, capsys):
     sizes = {step: sum(f.stat().st_size for f in checkpoint.path_of(folder, step).iterdir()) for step in (2, 6)}
     would = go(capsys, "prune", folder, "--keep", "2", "--dry-run")
     assert checkpoint.list_steps(folder) == [2, 4, 6, 8, 10]
+    sized = [{"step": step, "bytes": size} for step, size in sizes.items()]
+    would_json = json.loads(go(capsys, "prune", folder, "--keep", "2", "--dry-run", "--json"))
+    assert would_json == [{**row, "removed": False} for row in sized]
+    assert checkpoint.list_steps(folder) == [2, 4, 6, 8, 10]
     did = go(capsys, "prune", folder, "--keep", "2")
     assert did == would.replace("would remove", "removed")
     lines = did.splitlines()
@@ -65,8 +69,10 @@ def test_prune_keeps_the_newest_and_the_best_and_says_the_rest(folder, capsys):
     assert f"({sum(sizes.values()):,} bytes)" in lines[2]
     assert checkpoint.list_steps(folder) == [4, 8, 10]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")) == []
-    go(capsys, "prune", folder, "--keep", "1", "--no-keep-best")
+    found = json.loads(go(capsys, "prune", folder, "--keep", "1", "--no-keep-best", "--json"))
+    assert [(row["step"], row["removed"]) for row in found] == [(4, True), (8, True)]
     assert checkpoint.list_steps(folder) == [10]
+    assert json.loads(go(capsys, "prune", folder, "--keep", "1", "--json")) == []
     assert "removed 0 checkpoints, 0 B" in go(capsys, "prune", folder, "--keep", "1")
 
 

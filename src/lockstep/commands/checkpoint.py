@@ -40,7 +40,7 @@ def _prune(given: argparse.Namespace) -> int:
     if given.keep < 1:
         raise ConfigError(f"--keep is {given.keep}: it must be at least 1; to remove all, delete the run's folder")
     prune = importlib.import_module("lockstep.run.prune").prune  # loads torch
-    prune(Path(given.run), given.keep, best=given.keep_best, dry_run=given.dry_run)
+    prune(Path(given.run), given.keep, best=given.keep_best, dry_run=given.dry_run, as_json=given.json)
     return 0
 
 
@@ -66,4 +66,7 @@ def _parser() -> Parser:
     text = "keep that of the best evaluation too (default: yes)"
     action.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help=text)
     action.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    action.add_argument(
+        "--json", action="store_true", help="print what is removed as one JSON list: step, bytes, removed"
+    )
     return parser

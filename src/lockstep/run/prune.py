@@ -1,5 +1,6 @@
 """`lockstep checkpoint prune RUN --keep N`: room on the disk, by the library's own way of removing a checkpoint."""
 
+import json
 from pathlib import Path
 
 from lockstep import checkpoint
@@ -11,7 +12,7 @@ from lockstep.units import bytes_text
 __all__ = ["prune"]
 
 
-def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False) -> list[int]:
+def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False, as_json: bool = False) -> list[int]:
     """Removes the checkpoints of the run in `path`, but the `keep` newest whole ones, and says each; returns the steps.
 
     What is damaged counts for nothing and goes too, once something whole stays. A checkpoint loses its name first, so
@@ -21,6 +22,7 @@ def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False) ->
         keep: >= 1.
         best: the one of the best evaluation stays too.
         dry_run: only say what would go.
+        as_json: print one JSON list, an entry a checkpoint: its step, its bytes, and whether it was removed.
 
     Raises:
         ConfigError: a run holds the folder.
@@ -33,6 +35,10 @@ def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False) ->
         sizes = {step: _size(checkpoint.path_of(path, step)) for step in going}
         if not dry_run:
             checkpoint.discard(path, going)
+    if as_json:
+        found = [{"step": step, "bytes": size, "removed": not dry_run} for step, size in sizes.items()]
+        print(json.dumps(found, indent=1))
+        return going
     verb = "would remove" if dry_run else "removed"
     for step, size in sizes.items():
         print(f"{verb} {checkpoint.path_of(path, step).name}: {bytes_text(size)} ({size:,} bytes)")
