@@ -14,6 +14,7 @@ from lockstep.models.hf import HubModel
 from lockstep.models.hf_forward import (
     can_chunk,
     further_logits,
+    inputs_of,
     keeps_apart,
     logits_of,
     same_head,
@@ -193,6 +194,45 @@ def test_packed_padded_and_single_documents_have_one_loss_in_hub_models(kind, ch
     assert takes_documents(type(model))
     assert keeps_apart(model, ids, positions, window["documents"])
     assert same_head(model, ids, summed_cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "kernel"),
+    [
+        ("GPT2", {}, "sdpa"),
+        ("GPT2", {}, "eager"),
+        ("Llama", {}, "eager"),
+        ("Mistral", {"sliding_window": 4}, "sdpa"),
+        ("Gemma2", {"head_dim": 8, "sliding_window": 4}, "eager"),
+    ],
+)
+def test_training_on_packed_documents_is_training_on_separate_ones(kind, changed, kernel):
+    """In float32, in train mode: logits, loss and gradients; two windows a batch, of which one holds one document."""
+    model = hub(kind, **changed).float().train()
+    model.set_attn_implementation(kernel)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    packs = [documents([5, 9, 1, 7]), documents([22], seed=1)]
+    windows = [in_one_window(samples, 24) for samples in packs]
+    batch = {name: torch.cat([window[name] for window in windows]) for name in windows[0]}
+    together = logits_of(model, batch["input_ids"], **inputs_of(batch))
+    loss = summed_cross_entropy(together, batch["labels"])
+    loss.backward()
+    found, total = gradients(model), 0.0
+    model.zero_grad()
+    for row, samples in enumerate(packs):
+        place = 0
+        for sample in samples:
+            alone = logits_of(model, sample["input_ids"][None])
+            end = place + len(sample["labels"])
+            torch.testing.assert_close(together[row, place:end], alone[0], rtol=1e-5, atol=1e-5)
+            total = total + summed_cross_entropy(alone, sample["labels"][None])
+            place = end
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+    total.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
 
 
 class Leaking(nn.Module):

@@ -157,6 +157,8 @@ def test_the_line_names_what_runs_and_why_not_another():
     assert line.startswith("attention: math (")
     assert "not flash: its CPU kernel has no dropout" in line
     assert "not flash: --attention math" in described(gpt(dropout=0.0), "math", torch.float32, CPU)
+    line = described(gpt(dropout=0.0), "auto", torch.float32, CPU, masked=True)
+    assert "(2 heads of 8, float32, causal, a mask for each document); not cudnn: " in line
     assert described(nn.Linear(2, 2), "auto", torch.float32, CPU) is None
     assert "4 heads of 4" in described(nn.TransformerEncoderLayer(16, 4), "auto", torch.float32, CPU)
 

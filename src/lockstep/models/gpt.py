@@ -326,5 +326,5 @@ def _sample(
     shares = (logits / temperature).softmax(dim=-1)
     if not isinstance(generator, Sequence):
         return torch.multinomial(shares, 1, generator=generator)
-    rows = zip(shares.split(1), generator, strict=True)
-    return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])
+    rows = enumerate(generator)
+    return torch.cat([torch.multinomial(shares[row : row + 1], 1, generator=own) for row, own in rows])

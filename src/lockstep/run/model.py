@@ -60,7 +60,8 @@ def model_of(config: Config, task: Task, world: World, state: dict[str, Any], sa
         device=world.device,
         move=moves,
         chosen=Chosen(
-            config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact
+            *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
+            masked=config.data.packing == "documents",
         ),
         blocks=find_blocks(model).modules if named is None else list(named),
         named=named is not None,

@@ -180,16 +180,14 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
     Raises:
         DataError: the data has not these columns; else as `make`.
     """
-    named = {"target_column": sources.get("target"), "feature_columns": sources.get("features")}
-    given = {key: value for key, value in named.items() if value}
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
+    target, features = sources.get("target", ""), sources.get("features", "")
+    if target:
+        data = dataclasses.replace(config.data, target_column=target, feature_columns=features)
+        config = dataclasses.replace(config, data=data)
     try:
         task = make(config, say)
     except DataError as error:
-        learned = (
-            f"{run} learned '{given['target_column']}' from {given['feature_columns']}" if len(given) == 2 else run
-        )
-        raise DataError(f"{learned}: {error}") from None
+        raise DataError(f"{run} learned '{target}' from {features}: {error}" if target else str(error)) from None
     task.measure_as(sources)
     return task
 

@@ -43,6 +43,7 @@ class Chosen:
     activation_checkpointing: str = "none"
     compile_scope: str = "auto"
     exact: bool = False
+    masked: bool = False  # attention gets a mask, which keeps documents apart
 
 
 def prepare(
@@ -82,7 +83,7 @@ def prepare(
     elif chosen.batchnorm == "sync":
         model = synchronised(model, device, say)
     dtype = PARAMETERS[precision]
-    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device)
+    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, masked=chosen.masked)
     if line:
         say(line)
     model = attention(model, chosen.attention, blocks)

@@ -56,14 +56,17 @@ class Shape(NamedTuple):
     dropout: float
 
 
-def described(model: nn.Module, choice: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def described(
+    model: nn.Module, choice: str, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+) -> str | None:
     """One line: the kernel that will run and, for each other, why it does not. None for a model without heads.
 
-    It is asked for causal attention without a mask, as language models in training have it.
+    It is asked for causal attention, as language models in training have it.
 
     Args:
         choice: "auto" or the name of a kernel.
         dtype: in which attention is computed.
+        masked: attention stays inside documents that are packed, which is said by a mask.
 
     Raises:
         ConfigError: the kernel that was chosen cannot run this.
@@ -72,13 +75,15 @@ def described(model: nn.Module, choice: str, dtype: torch.dtype, device: torch.d
     if shape is None:
         return None
     query = torch.zeros(1, shape.heads, 16, shape.size, dtype=dtype, device=device, requires_grad=True)
-    reasons = {name: _refusal(name, query, shape.dropout) for name in _BACKENDS if name != "math"}
+    mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16) if masked else None
+    reasons = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
     if reasons.get(choice):
         fits = ", ".join(name for name in (*reasons, "math") if not reasons.get(name))
         raise ConfigError(f"--attention {choice} cannot run here: {reasons[choice]}; use auto, or one of {fits}")
     with nullcontext() if choice == "auto" else sdpa_kernel(_BACKENDS[choice]):
-        runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, None, shape.dropout, True), "math")
-    what = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, no mask"
+        runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
+    what = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
+    what += "a mask for each document" if masked else "no mask"
     others = [
         f"not {name}: {reasons.get(name) or ('another is faster' if choice == 'auto' else f'--attention {choice}')}"
         for name in _BACKENDS
@@ -106,14 +111,14 @@ def _number(config: Any, *names: str) -> float:
     return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), 0)
 
 
-def _refusal(name: str, query: Tensor, dropout: float) -> str:
+def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> str:
     """Why the kernel cannot compute attention over `query`; "" where it can."""
     if query.device.type == "cpu":
         if name != "flash":
             return "it has no CPU kernel"
         return "its CPU kernel has no dropout" if dropout else ""
     can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
-    params = torch.backends.cuda.SDPAParams(query, query, query, None, dropout, True, False)
+    params = torch.backends.cuda.SDPAParams(query, query, query, mask, dropout, mask is None, False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if can(params, debug=True):
