@@ -89,7 +89,7 @@ def adamw(
         ValueError: a number that torch refuses, such as a negative rate.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    named: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return torch.optim.AdamW(members, **named, **_kernel(members, fused))
 
 
@@ -109,7 +109,7 @@ def adam(
     Arguments and errors as for `adamw`.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    named: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return torch.optim.Adam(members, **named, **_kernel(members, fused))
 
 
@@ -145,7 +145,7 @@ def sgd(
     if nesterov and not momentum:
         raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    named: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     return torch.optim.SGD(members, **named, foreach=True)
 
 
