@@ -54,8 +54,6 @@ class Task(ABC):
         defaults: which work it is: what suits it is chosen where the configuration says nothing.
         fingerprint: of the data; a resume with another one is refused.
         sources: what came from elsewhere, name -> revision; it is recorded, and must be the same on every rank.
-        untrained: modules of a model that is trained otherwise (a new head), by name or pattern, as they are after
-            `model()`: with --lora.rank they are trained whole, beside the adapters.
     """
 
     reduction: Literal["sum", "mean"] = "sum"
@@ -64,7 +62,6 @@ class Task(ABC):
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
     fingerprint: str = ""
     sources: Mapping[str, str] = {}
-    untrained: Sequence[str] = ()
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -122,6 +119,12 @@ class Task(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """The repeated blocks of a model that `model` built, in order; None: they are looked for."""
         return None
+
+    def untrained(self) -> Sequence[str]:
+        """Modules of the model that `model` built last, by name or pattern, which are new where the rest is trained: a
+        head. With --lora.rank they are trained whole, beside the adapters.
+        """
+        return ()
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """A text that shows what was learnt, at the end of a run; called on every rank alike. "" shows nothing."""

@@ -159,11 +159,11 @@ def test_an_engine_and_a_proof_in_python(by_fields):
 
 def odd(world):
     assert not SETTINGS.flags  # as in the process that started this one
-    lockstep.Run(lockstep.Config(batch_size=3, micro_batch_size=1, exact=True), Ragged(), world)()
+    lockstep.Run(lockstep.Config(batch_size=2, micro_batch_size=2, exact=True), Ragged(), world)()
 
 
 def test_ranks_say_it_as_the_process_that_started_them(by_fields):
-    with pytest.raises(AssertionError, match="exact cannot serve 2 .*; start 1, or change micro_batch_size") as caught:
+    with pytest.raises(AssertionError, match="exact cannot serve 2 .*; start 1, or lower micro_batch_size") as caught:
         run(odd, 2)
     assert "--exact" not in str(caught.value).replace("raise ConfigError", "").partition("Traceback")[0]
 

@@ -38,8 +38,10 @@ def test_float32_agrees_to_its_own_precision():
             close(found[0], losses, 1e-5)
 
 
-@pytest.mark.parametrize(("size", "micro"), [(8, 1), (24, 2)], ids=["M=8", "M=12"])
-def test_exact_is_bitwise_the_same(size, micro):
+@pytest.mark.parametrize(
+    ("size", "micro", "worlds"), [(8, 1, (1, 2, 3)), (7, 1, (3, 4)), (24, 2, (3,))], ids=["M=8", "M=7", "M=12"]
+)
+def test_exact_is_bitwise_the_same(size, micro, worlds):
     task = Ragged(samples=100, dropout=0.2, dtype=torch.float32)
     threads = torch.get_num_threads()
     try:
@@ -47,7 +49,7 @@ def test_exact_is_bitwise_the_same(size, micro):
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
-    for world_size in (1, 2, 4):
+    for world_size in worlds:
         assert run(_fit, world_size, task, size, micro, True) == [alone] * world_size
 
 
@@ -58,8 +60,8 @@ def test_exact_is_needed():
     assert run(_fit, 4, task, 8, 1)[0][2] != alone[2]
 
 
-@pytest.mark.parametrize(("world_size", "micro_batches", "fit"), [(3, 8, 2), (4, 6, 2), (8, 4, 4), (2, 5, 1)])
-def test_exact_refuses_a_world_that_owns_no_subtrees(world_size, micro_batches, fit):
+@pytest.mark.parametrize(("world_size", "micro_batches", "fit"), [(9, 8, 8), (8, 4, 4), (2, 1, 1)])
+def test_exact_refuses_more_ranks_than_micro_batches(world_size, micro_batches, fit):
     from lockstep.engines.shared.exact import check_servable
 
     with pytest.raises(ConfigError, match=rf"--exact cannot serve {world_size} processes.*start {fit},"):

@@ -3,6 +3,7 @@
 Ranks are threads here, whose collectives are a few lines: many cases in a second.
 """
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -12,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
-from lockstep.engines.fsdp import exact as shards
 from lockstep.engines.fsdp.exact import ExactReduceScatter
 from lockstep.engines.shared import exact
-from lockstep.engines.shared.exact import Tree
+from lockstep.engines.shared.exact import Shares, Span, Subtotals, Tree, subtrees
 
 SHAPES = [(), (3,), (17,), (4, 3), (2, 3, 2, 2), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -33,20 +33,26 @@ class Threads:
     def become(self, rank):
         self._own.rank = rank
 
-    def _swap(self, tensor, take):
-        self._sent[self._own.rank] = tensor.clone()
+    def _swap(self, given, take):
+        self._sent[self._own.rank] = given
         self._barrier.wait()
         take(self._sent)
         self._barrier.wait()
 
-    def all_to_all_single(self, output, given, group=None):
-        rows = output.view(len(self._sent), -1)
-        self._swap(
-            given, lambda sent: [row.copy_(s.view_as(rows)[self._own.rank]) for row, s in zip(rows, sent, strict=True)]
-        )
+    def all_to_all_single(self, output, given, into=None, out=None, group=None):
+        ranks, me = len(self._sent), self._own.rank
+        out = out or [given.numel() // ranks] * ranks
+        into = into or [output.numel() // ranks] * ranks
+
+        def take(sent):
+            pieces = [vector.split_with_sizes(sizes)[me] for vector, sizes in sent]
+            for mine, piece in zip(output.split_with_sizes(into), pieces, strict=True):
+                mine.copy_(piece)
+
+        self._swap((given.clone(), out), take)
 
     def all_gather(self, outputs, given):
-        self._swap(given, lambda sent: [output.copy_(s) for output, s in zip(outputs, sent, strict=True)])
+        self._swap(given.clone(), lambda sent: [output.copy_(s) for output, s in zip(outputs, sent, strict=True)])
 
 
 def parameter(shape, dtype):
@@ -54,12 +60,13 @@ def parameter(shape, dtype):
     return (made.to(memory_format=torch.channels_last) if len(shape) == 4 else made).requires_grad_()
 
 
-def sums(gradients, parameters, chunk, world, micro):
+def sums(gradients, parameters, world):
     """What this rank's Tree leaves after two steps of its micro-batches: the vectors are used again."""
-    tree = Tree(parameters, chunk, world)
+    tree, slots = Tree(parameters, len(gradients), world), -(-len(gradients) // world.size)
     for _ in range(2):
-        for place in micro:
-            used = [(p, g) for p, g in zip(parameters, gradients[place], strict=True) if g is not None]
+        for place in range(world.rank * slots, (world.rank + 1) * slots):
+            held = gradients[place] if place < len(gradients) else gradients[-1]  # of an empty slot nothing counts
+            used = [(p, g) for p, g in zip(parameters, held, strict=True) if g is not None]
             if used:
                 torch.autograd.backward([p for p, _ in used], [g.clone() for _, g in used])
             tree.push()
@@ -70,14 +77,13 @@ def sums(gradients, parameters, chunk, world, micro):
     return found
 
 
-def at(size, gradients, kinds, chunk):
+def at(size, gradients, kinds):
     """The gradients of every rank of a world of `size`."""
-    share, threads = len(gradients) // size, Threads(size)
+    threads = Threads(size)
 
     def rank(index):
         threads.become(index)
-        mine = range(index * share, (index + 1) * share)
-        return sums(gradients, [parameter(*kind) for kind in kinds], chunk, World(rank=index, size=size), mine)
+        return sums(gradients, [parameter(*kind) for kind in kinds], World(rank=index, size=size))
 
     with mock.patch.object(exact, "dist", threads), ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -93,8 +99,8 @@ def alike(one, other):
 
 @st.composite
 def cases(draw):
-    """(gradients of each micro-batch, shape and dtype of each parameter, q)."""
-    chunk, levels = draw(st.sampled_from([1, 3, 5])), draw(st.integers(0, 3))
+    """(gradients of each micro-batch, shape and dtype of each parameter)."""
+    micro_batches = draw(st.integers(1, 13))
     kinds = draw(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     missing = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
@@ -106,33 +112,56 @@ def cases(draw):
         found[torch.rand(shape, generator=generator) < 0.5] = -0.0
         return found.to(dtype)
 
-    return [[gradient(*kind) for kind in kinds] for _ in range(chunk * 2**levels)], kinds, chunk
+    return [[gradient(*kind) for kind in kinds] for _ in range(micro_batches)], kinds
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_every_world_size_has_the_bits_of_one_process(case):
-    gradients, kinds, chunk = case
-    (alone,) = at(1, gradients, kinds, chunk)
-    for size in (2, 4, 8):
-        if len(gradients) % (size * chunk) == 0:
-            for found in at(size, gradients, kinds, chunk):
-                assert all(map(alike, found, alone)), (size, found, alone)
+    gradients, kinds = case
+    (alone,) = at(1, gradients, kinds)
+    for size in range(2, len(gradients) + 1):
+        for found in at(size, gradients, kinds):
+            assert all(map(alike, found, alone)), (size, found, alone)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 70), st.data())
+def test_a_run_is_few_whole_subtrees_whose_sums_are_what_it_holds(micro_batches, data):
+    start = data.draw(st.integers(0, micro_batches - 1))
+    run = Span(start, data.draw(st.integers(start + 1, micro_batches)))
+    found = subtrees(micro_batches, run)
+    assert [place for span in found for place in range(*span)] == list(range(*run))
+    assert len(found) <= max(1, 2 * math.log2(run.stop - run.start) + 1)
+    held = Subtotals(micro_batches, lambda left, right: f"({left} {right})")
+    for place in range(*run):
+        held.push(Span(place, place + 1), str(place))
+    assert list(held.taken()) == [written(span) for span in found]
+    assert not list(held.taken())
+
+
+def written(span):
+    """The tree, by its definition."""
+    if span.stop - span.start == 1:
+        return str(span.start)
+    half = max(2**k for k in range(8) if 2**k < span.stop - span.start)
+    return f"({written(Span(span.start, span.start + half))} {written(Span(span.start + half, span.stop))})"
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(case):
     """As fsdp hands them over: there a parameter that a micro-batch leaves out counts as zeros."""
-    gradients, kinds, chunk = case
+    gradients, kinds = case
     kinds = [(shape, torch.float32) for shape, _ in kinds]
     gradients = [[None if g is None else g.float() for g in each] for each in gradients]
-    (alone,) = at(1, gradients, kinds, chunk)
+    (alone,) = at(1, gradients, kinds)
     zeros = [torch.zeros(shape) for shape, _ in kinds]
     sizes = [z.numel() for z in zeros]
-    comm, total, threads = ExactReduceScatter(chunk), torch.empty(sum(sizes)), Threads(1)
+    threads, total = Threads(1), torch.empty(sum(sizes))
+    comm = ExactReduceScatter(Shares(len(gradients), World()))
     threads.become(0)
-    with mock.patch.object(shards, "dist", threads):
+    with mock.patch.object(exact, "dist", threads):
         for each in gradients:
             whole = [z if g is None else g for g, z in zip(each, zeros, strict=True)]
             comm.last = each is gradients[-1]
@@ -145,5 +174,5 @@ def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(c
 def test_two_half_precisions_meet_in_one_that_holds_both():
     kinds = [((1,), torch.float16), ((1,), torch.bfloat16)]
     large = [[torch.ones(1, dtype=torch.float16), torch.full((1,), 2.0**100, dtype=torch.bfloat16)]]
-    (found,) = at(1, large, kinds, 1)
+    (found,) = at(1, large, kinds)
     assert found[1].item() == 2.0**100

@@ -83,8 +83,6 @@ def refusal(case: Case) -> str:
     """What the error's line must say where the combination is refused; "" where it is not."""
     if case.engine == "single" and case.world > 1:
         return "single"
-    if case.exact and case.world == 3:
-        return "exact"
     if case.exact and case.model == "buffer":
         return "buffer"
     return ""

@@ -240,9 +240,8 @@ class Adapted(Subject):
 
     defaults = "fine-tuning"
 
-    def __init__(self, model, fault, folder):
-        super().__init__(model, fault, folder)
-        self.untrained = (WHOLE[model],) if WHOLE[model] else ()
+    def untrained(self):
+        return [WHOLE[self.name]] if WHOLE[self.name] else []
 
 
 class Evaluated(Subject):

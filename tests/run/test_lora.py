@@ -315,8 +315,10 @@ class Topped(nn.Module):
 class Headed(Tuned):
     """Says which of it is new; that is drawn otherwise each time."""
 
-    untrained = ("top",)
     drawn = 0
+
+    def untrained(self):
+        return ["top"]
 
     def model(self):
         body = super().model()

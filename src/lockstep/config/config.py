@@ -94,7 +94,7 @@ class Config:
     matmul_precision: str = option(
         "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
     )
-    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same at every power-of-two world size")
+    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
     compile: bool = option(False, "compile the model with torch.compile")
     compile_scope: str = option(
         "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
+from lockstep.distributed.shares import run_of
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 from lockstep.task import Order, Task
@@ -74,8 +75,9 @@ def slots(micro_batches: int, world_size: int, rank: int, present: int | None = 
     step, which may be short, keeps its M slots, so that every rank still owns the same part of the exact tree.
     """
     each = -(-micro_batches // world_size)
+    start, _ = run_of(micro_batches, world_size, rank)
     last = (micro_batches if present is None else present) - 1
-    return [Slot(min(place, last), float(place <= last)) for place in range(rank * each, (rank + 1) * each)]
+    return [Slot(min(place, last), float(place <= last)) for place in range(start, start + each)]
 
 
 class Origin(NamedTuple):

@@ -45,8 +45,8 @@ class Settings:
 
     Attributes:
         clip: largest 2-norm of the gradient; 0 does not clip.
-        fold: q of the fixed tree (see engines/exact.py); 0: gradients are summed as the backend does.
-        slots: with a fold, the micro-batches that this rank backwards in each step; 0: not known.
+        exact: M, the micro-batches of the fixed tree (see engines/shared/exact.py); 0: gradients are summed as the
+            backend does.
         loss_scaling: scale the loss, and skip a step whose gradients overflow: for float16.
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
@@ -54,8 +54,7 @@ class Settings:
     """
 
     clip: float = 0.0
-    chunk: int = 0
-    slots: int = 0
+    exact: int = 0
     loss_scaling: bool = False
     blocks: tuple[nn.Module, ...] = ()
     options: EngineOptions = field(default_factory=EngineOptions)

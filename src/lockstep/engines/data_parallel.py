@@ -31,7 +31,7 @@ class DataParallel:
             raise ConfigError(f"--engine data-parallel needs two GPUs in one process, and here are {count}; use ddp")
         if world.size > 1:
             raise ConfigError(f"--engine data-parallel is one process, not {world.size}; use --engine ddp")
-        if settings.chunk:
+        if settings.exact:
             raise ConfigError("--exact cannot hold with --engine data-parallel, which cuts micro-batches; use ddp")
         if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
             raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")

@@ -15,7 +15,7 @@ from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.average import Averaged
 from lockstep.engines.shared.buffers import with_buffers
-from lockstep.engines.shared.exact import check_servable, chunk_of
+from lockstep.engines.shared.exact import check_servable
 from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
@@ -53,7 +53,7 @@ def engine(
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
-            Each rank then has M / world backwards in every step, those of empty slots with weight 0.
+            Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
         loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast.
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
         options: the engine's own; None: the defaults.
@@ -65,22 +65,22 @@ def engine(
             that does not go with it.
     """
     name = name_of(name, world)
-    chunk = slots = 0
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
-        chunk, slots = chunk_of(exact_micro_batches), exact_micro_batches // world.size
     options = options or EngineOptions()
     kind = _kind(name, options)
-    settings = Settings(clip, chunk, slots, loss_scaling, tuple(blocks), options)
+    settings = Settings(clip, exact_micro_batches, loss_scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
 
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
-        check_optimizer(name, made, exact=bool(chunk) and world.size > 1)
+        check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
         return made
 
     bare = kind(model, make, world, settings)
-    made = with_buffers(cast(Engine, bare), model, world, exact=bool(chunk), shared=options.broadcast_buffers)
+    made = with_buffers(
+        cast(Engine, bare), model, world, exact=bool(exact_micro_batches), shared=options.broadcast_buffers
+    )
     return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
 
 

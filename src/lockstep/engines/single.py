@@ -26,9 +26,9 @@ class Single:
         self.model = model
         made = optimizer(model)
         own = trained(model, made)
-        self._update = OptimizerStep(made, settings, cleared=own, fixed=bool(settings.chunk))
+        self._update = OptimizerStep(made, settings, cleared=own, fixed=bool(settings.exact))
         self._roots = ScaledBackward()
-        self._tree = Tree(own, settings.chunk, world, settings.slots) if settings.chunk else None
+        self._tree = Tree(own, settings.exact, world) if settings.exact else None
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING

@@ -110,7 +110,7 @@ def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exc
 
 
 def _settled(config: Config, task: Task, model: nn.Module, first: dict[str, Any]) -> dict[str, Any]:
-    lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained)
+    lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained())
     whole = first.get("modules_to_save", []) if first.get("base") else chosen_modules(model, wanted)
     targets = chosen_targets(model, lora.targets, whole)
     return {

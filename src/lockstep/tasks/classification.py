@@ -101,9 +101,11 @@ class TextClassification(Task):
 
     def model(self) -> nn.Module:
         """The model, drawn from torch's default generator or with its pretrained weights."""
-        model = self._build()
-        self.untrained = self._source.untrained
-        return model
+        return self._build()
+
+    def untrained(self) -> tuple[str, ...]:
+        """The last layer, where the weights are of other classes."""
+        return self._source.untrained
 
     def dataset(self, split: str) -> Texts:
         """The samples of "train" or "evaluation". KeyError for any other split."""

@@ -128,9 +128,11 @@ class ImageClassification(Task):
 
     def model(self) -> nn.Module:
         """The model, drawn from torch's default generator or with its pretrained weights."""
-        model = self.source.build()
-        self.untrained = self.source.untrained()
-        return model
+        return self.source.build()
+
+    def untrained(self) -> Sequence[str]:
+        """The last layer, where the weights are of other classes."""
+        return self.source.untrained()
 
     def dataset(self, split: str) -> Prepared:
         """The samples of "train" or "evaluation". ValueError for any other split."""

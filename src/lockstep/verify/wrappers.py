@@ -60,6 +60,9 @@ class TaskWrapper(Task):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
         return self.inner.blocks(model)
 
+    def untrained(self) -> Sequence[str]:
+        return self.inner.untrained()
+
     def sample(self, model: nn.Module, device: torch.device) -> str:
         return self.inner.sample(model, device)
 

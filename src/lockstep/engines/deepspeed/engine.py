@@ -168,7 +168,7 @@ class _ZeroStep:
 
 
 def _check(settings: Settings, dtypes: set[torch.dtype]) -> None:
-    if settings.chunk:
+    if settings.exact:
         raise ConfigError(
             "--exact cannot hold with --engine deepspeed, which adds gradients in an order of its own; use --engine "
             "fsdp, zero or ddp"

@@ -25,7 +25,7 @@ def check(settings: Settings, world: World) -> None:
     options = settings.options
     if options.cpu_offload and world.device.type != "cuda":
         raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; leave it out")
-    if settings.chunk:
+    if settings.exact:
         away = {
             "--engine.sharding": options.sharding in ("hybrid", "none"),
             "--engine.cpu-offload": options.cpu_offload,

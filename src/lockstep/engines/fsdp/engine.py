@@ -16,7 +16,7 @@ from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.fsdp.apply import check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
 from lockstep.engines.shared.ddp_common import check_launched, same_start
-from lockstep.engines.shared.exact import Tree, check_slots
+from lockstep.engines.shared.exact import Shares, Tree, check_slots
 from lockstep.engines.shared.model_init import unexpanded
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 from lockstep.engines.shared.scaled_backward import ScaledBackward
@@ -50,7 +50,7 @@ class FSDP:
         self._comms: list[ExactReduceScatter] = []
         self._usage: Usage | None = None
         self._synced, self._backwards = True, 0
-        if settings.chunk and world.size == 1:
+        if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
             return
         mesh = shard(model, world, settings)
@@ -84,7 +84,7 @@ class FSDP:
         if self._tree:
             self._tree.finish()
         elif self._comms:
-            check_slots(made, self._settings.slots, self._world)
+            check_slots(made, self._comms[0].slots, self._world)
         if self._usage:
             self._drop_unused(self._usage, made)
         return self._update(factor, limit, momentum)
@@ -102,10 +102,10 @@ class FSDP:
         made = optimizer(self.model)
         exchanged = trained(self.model, made)
         self._update = OptimizerStep(made, self._settings, cleared=exchanged, fixed=True)
-        self._tree = Tree(exchanged, self._settings.chunk, self._world, self._settings.slots)
+        self._tree = Tree(exchanged, self._settings.exact, self._world)
 
     def _norm(self, mesh: Any) -> Any:
-        if self._settings.chunk:
+        if self._settings.exact:
             return ExactNorm(self._world)
         group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
         return partial(sharded_norm, group=group, device=self._world.device)
@@ -121,11 +121,13 @@ class FSDP:
 
     def _sum_plainly(self) -> None:
         """Gradients are sums, not means; in exact mode in the tree's order."""
+        exact = self._settings.exact
+        shares = Shares(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # a factor alone takes an operation that gloo has not
-            if self._settings.chunk:
-                self._comms.append(ExactReduceScatter(self._settings.chunk))
+            if shares:
+                self._comms.append(ExactReduceScatter(shares))
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:

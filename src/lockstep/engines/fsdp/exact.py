@@ -1,7 +1,7 @@
 """Norms and exact sums over gradients that are split by rows over the ranks.
 
-`sharded_norm` is the lean norm; `ExactNorm` and `ExactReduceScatter` give, at every power-of-two world size, the bits
-of a single process.
+`sharded_norm` is the lean norm; `ExactNorm` and `ExactReduceScatter` give, at every world size, the bits of a single
+process.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.distributed.rows import gather_rows, shared_out
 from lockstep.distributed.world import World
-from lockstep.engines.shared.exact import Counter, sum_of_rows
+from lockstep.engines.shared.exact import Shares, Span, Subtotals, piece_of_sum
 from lockstep.engines.shared.optimizer_step import combined, norms_of
 from lockstep.tensors import local_of
 
@@ -66,11 +66,14 @@ class ExactReduceScatter:
     A ReduceScatter for `FSDPModule.set_custom_reduce_scatter`, by shape: its base class has no public place.
 
     Attributes:
+        slots: calls in each step.
         last: whether the coming call is the step's last.
     """
 
-    def __init__(self, chunk: int) -> None:
-        self._counter, self._chunk = Counter(chunk, Tensor.add_), chunk
+    def __init__(self, shares: Shares) -> None:
+        self._shares, self.slots = shares, shares.slots
+        self._sums: Subtotals[Tensor] = Subtotals(shares.micro_batches, Tensor.add_)
+        self._count = 0
         self.last = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,13 +85,16 @@ class ExactReduceScatter:
         """Takes `input_tensor` [ranks * n] over; at the last call fills `output_tensor` [n] with the sum."""
         if input_tensor.is_cuda:  # it outlives the call, on this stream
             input_tensor.record_stream(torch.cuda.current_stream())
-        if self._chunk > 1:  # see Tree.push
-            input_tensor.add_(0.0)
-        self._counter.push(input_tensor)
+        place = self._shares.mine.start + self._count
+        self._count += 1
+        if place < self._shares.mine.stop:  # else the slot is empty
+            self._sums.push(Span(place, place + 1), input_tensor)
         if not self.last:
             output_tensor.zero_()
             return
-        total = self._counter.total()
-        received = torch.empty_like(total)
-        dist.all_to_all_single(received, total, group=group)  # collective
-        output_tensor.copy_(sum_of_rows(received.view(group.size(), -1)))
+        self._count = 0
+
+        def room(pieces: int) -> Tensor:
+            return input_tensor.new_empty(pieces, len(output_tensor))
+
+        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._shares, group))

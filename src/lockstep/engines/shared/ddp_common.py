@@ -65,7 +65,7 @@ class ReplicatedEngine:
         # The first backward of a static graph must be exchanged. DDP's mean leaves what is a mean already as it is, so
         # that it may exchange after every micro-batch.
         self._always = settings.options.static_graph
-        if settings.chunk:
+        if settings.exact:
             self._be_exact()
         else:
             self._wrap(settings.options.find_unused_parameters == "true")
@@ -110,7 +110,7 @@ class ReplicatedEngine:
         if self._settings.options.compression in HALVES:
             raise ConfigError("--exact cannot hold with --engine.compression: rounding depends on who adds; drop one")
         same_start(self._module)
-        self._tree = Tree(self._parameters, self._settings.chunk, self._world, self._settings.slots)
+        self._tree = Tree(self._parameters, self._settings.exact, self._world)
 
     def _wrap(self, find_unused: bool) -> None:
         """Makes the DDP object, or makes it anew in place, since the loop has hold of it."""

@@ -1,46 +1,49 @@
-"""The fixed tree: gradients of a step's M micro-batches, added in one order whatever the world size.
+"""The fixed tree: gradients of a step's M micro-batches, added in one order, however many ranks share them.
 
-M = q * 2**t with q odd. Each q consecutive micro-batches are added in order; the 2**t sums are added pairwise, level by
-level. A rank of a power-of-two world owns a subtree, so its part is `Tree`, and `sum_over_ranks` does the levels above:
-the ranks' sums are cut into as many pieces as there are ranks, each rank adds one piece in the tree's order, and all
-collect the results. Bits are equal because every addition has the same two operands at every world size.
+M alone fixes the tree: the left half of a node is the largest power of two of its micro-batches that is less than all
+of them, and the sum of a node is that of its left plus that of its right half. A rank owns a run of micro-batches that
+follow each other, which is at most 2 log2(M) whole subtrees: `Tree` makes their sums. `Exchange` does the rest: each
+rank takes one piece of the vectors, gets that piece of the sums of all subtrees, adds them as the tree says, and all
+collect the results. Bits are equal because every addition has the same two operands, whoever makes it.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.shares import run_of
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 
-__all__ = ["Counter", "Tree", "check_servable", "check_slots", "chunk_of", "sum_of_rows", "sum_over_ranks"]
+__all__ = ["Exchange", "Shares", "Span", "Subtotals", "Tree", "check_servable", "check_slots", "subtrees"]
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
 
 
+class Span(NamedTuple):
+    """The micro-batches start .. stop - 1, whose sum is a node of the tree."""
+
+    start: int
+    stop: int
+
+
 def check_servable(micro_batches: int, world_size: int) -> None:
-    """Raises ConfigError for a world size whose ranks do not own whole subtrees."""
-    if world_size & (world_size - 1) or micro_batches % world_size:
-        fit = max(2**k for k in range(world_size.bit_length()) if micro_batches % 2**k == 0)
+    """Raises ConfigError for more ranks than micro-batches."""
+    if world_size > micro_batches:
         raise ConfigError(
-            f"--exact cannot serve {world_size} processes with {micro_batches} micro-batches a step: it needs a "
-            f"power of two that divides {micro_batches}; start {fit}, or change --micro-batch-size"
+            f"--exact cannot serve {world_size} processes with {micro_batches} micro-batches a step: each needs one at "
+            f"least; start {micro_batches}, or lower --micro-batch-size"
         )
 
 
-def chunk_of(micro_batches: int) -> int:
-    """q, the odd part of M: how many consecutive micro-batches are added in order before the tree begins."""
-    return micro_batches // (micro_batches & -micro_batches)
-
-
 def check_slots(found: int, slots: int, world: World) -> None:
-    """Raises LockstepError where a step of this rank had another number of micro-batches than its part of the tree."""
+    """Raises LockstepError where a step of this rank had another number of backwards than its run of the tree."""
     if slots and found != slots:
         raise LockstepError(
             f"rank {world.rank}: exact_micro_batches gives each rank {slots} micro-batches a step, and this step had "
@@ -48,78 +51,109 @@ def check_slots(found: int, slots: int, world: World) -> None:
         )
 
 
-class Counter(Generic[Sum]):
-    """Adds terms in the fixed order: each `chunk` of them in order, these sums pairwise, level by level.
+def _middle(span: Span) -> int:
+    """Where the right half of a node of two micro-batches or more begins."""
+    return span.start + (1 << (span.stop - span.start - 1).bit_length() - 1)
 
-    It holds log2 of the number of sums, at most: a binary counter whose level k holds the sum of 2**k folds.
+
+def subtrees(micro_batches: int, run: Span) -> list[Span]:
+    """The largest whole subtrees of the tree over M that a run of micro-batches is made of, in order."""
+
+    def within(node: Span) -> Iterator[Span]:
+        if run.start <= node.start and node.stop <= run.stop:
+            yield node
+        elif node.start < run.stop and run.start < node.stop:
+            middle = _middle(node)
+            yield from within(Span(node.start, middle))
+            yield from within(Span(middle, node.stop))
+
+    return list(within(Span(0, micro_batches))) if run.stop > run.start else []
+
+
+@functools.cache
+def _halves(micro_batches: int) -> frozenset[tuple[int, int, int]]:
+    """(start, middle, stop) of each node of two micro-batches or more."""
+    found, todo = set(), [Span(0, micro_batches)]
+    while todo:
+        node = todo.pop()
+        if node.stop - node.start > 1:
+            middle = _middle(node)
+            found.add((node.start, middle, node.stop))
+            todo += [Span(node.start, middle), Span(middle, node.stop)]
+    return frozenset(found)
+
+
+class Subtotals(Generic[Sum]):
+    """Adds what comes in the micro-batches' order, as far as the tree allows: two halves of a node, left and right.
+
+    It holds the sums of as many subtrees as `subtrees` says of what was pushed so far: 2 log2(M) at most.
 
     Args:
-        fold: q, how many consecutive terms are added in order.
+        micro_batches: M.
         add: (left, right) -> their sum; both are used up.
     """
 
-    def __init__(self, chunk: int, add: Callable[[Sum, Sum], Sum]) -> None:
-        self._chunk, self._add = chunk, add
-        self._pending: list[Sum | None] = []
-        self._started: Sum | None = None  # the sum of the fold in progress, of `_within` terms
-        self._within = 0
+    def __init__(self, micro_batches: int, add: Callable[[Sum, Sum], Sum]) -> None:
+        self._halves, self._add = _halves(micro_batches), add
+        self._held: list[tuple[Span, Sum]] = []
 
-    def push(self, term: Sum) -> None:
-        """Takes a term over."""
-        if self._started is not None:
-            term = self._add(self._started, term)
-        self._within = (self._within + 1) % self._chunk
-        self._started = term if self._within else None
-        if not self._within:
-            self.push_fold(term)
+    def push(self, span: Span, term: Sum) -> None:
+        """Takes a subtree's sum over; its micro-batches follow those that came before."""
+        while self._held and (self._held[-1][0].start, span.start, span.stop) in self._halves:
+            before, other = self._held.pop()
+            span, term = Span(before.start, span.stop), self._add(other, term)
+        self._held.append((span, term))
 
-    def push_fold(self, carry: Sum) -> None:
-        """Takes a whole fold's sum over."""
-        level = 0
-        while level < len(self._pending) and (other := self._pending[level]) is not None:
-            carry = self._add(other, carry)
-            self._pending[level] = None
-            level += 1
-        if level == len(self._pending):
-            self._pending.append(None)
-        self._pending[level] = carry
+    def taken(self) -> Iterator[Sum]:
+        """The sums that it holds, in order, each let go of as it is taken; empty again after the last."""
+        held, self._held = self._held, []
+        held.reverse()
+        while held:
+            yield held.pop()[1]
 
-    def total(self) -> Sum:
-        """The sum of all that was pushed, which is a power of two of folds; the counter is empty again."""
-        total = self._pending[-1]
-        assert total is not None, "a rank's slots are a whole subtree"
-        self._pending = []
-        return total
+
+class Shares:
+    """Who owns which micro-batches of a step, and thereby which subtrees.
+
+    Attributes:
+        micro_batches: M.
+        slots: backwards of every rank in each step: those past the end of a rank's run are empty.
+        rank, mine: this rank, and its run.
+        rounds: for each round of the exchange, by rank, the subtree whose sum it then sends; None: it has sent all.
+    """
+
+    def __init__(self, micro_batches: int, world: World) -> None:
+        runs = [Span(*run_of(micro_batches, world.size, rank)) for rank in range(world.size)]
+        self.micro_batches, self.slots = micro_batches, -(-micro_batches // world.size)
+        self.rank, self.mine = world.rank, runs[world.rank]
+        self.rounds = list(itertools.zip_longest(*(subtrees(micro_batches, run) for run in runs)))
 
 
 class Tree:
-    """Adds one rank's micro-batches in the fixed order, in log2(slots) extra copies of the gradients.
+    """Adds one rank's micro-batches in the fixed order, in 2 log2(slots) extra copies of the gradients at most.
 
     Args:
         parameters: whose `.grad` each backward fills.
-        fold: q, the micro-batches that are added in order.
+        micro_batches: M.
         world: the ranks.
-        slots: the micro-batches that this rank has in each step; 0: not known.
     """
 
-    def __init__(self, parameters: list[Tensor], chunk: int, world: World, slots: int = 0) -> None:
-        self._parameters, self._chunk, self._world, self._slots = parameters, chunk, world, slots
+    def __init__(self, parameters: list[Tensor], micro_batches: int, world: World) -> None:
+        self._parameters, self._world = parameters, world
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
-        self._counter = Counter(chunk, _added)
+        self._shares = Shares(micro_batches, world)
+        self._sums: Subtotals[Gradients] = Subtotals(micro_batches, _added)
         self._count = 0
         self._exchange: Exchange | None = None
 
     def push(self) -> None:
         """Takes what one backward left in `.grad`; to be called once a micro-batch."""
+        place = self._shares.mine.start + self._count
         self._count += 1
-        if self._count % self._chunk:  # until then autograd adds the micro-batches of this fold in order
-            return
-        # One layout for all, since the order in which a norm is summed may follow it.
-        gradients = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
-        present = [g for g in gradients if g is not None]
-        if present and self._chunk > 1:  # where a micro-batch misses one, fsdp adds zeros and autograd nothing: x + 0
-            torch._foreach_add_(present, 0.0)
-        self._counter.push_fold(gradients)
+        if place < self._shares.mine.stop:  # else the slot is empty, and there is no such micro-batch
+            # One layout for all, since the order in which a norm is summed may follow it.
+            found = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
+            self._sums.push(Span(place, place + 1), found)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -127,14 +161,15 @@ class Tree:
         """Leaves in `.grad` the sum over all micro-batches of all ranks; None where no micro-batch used a parameter.
 
         Raises:
-            LockstepError: another number of micro-batches than `slots` was pushed.
+            LockstepError: another number of micro-batches than each rank's slots was pushed.
         """
         made, self._count = self._count, 0
-        check_slots(made, self._slots, self._world)
-        sums = self._counter.total()
+        check_slots(made, self._shares.slots, self._world)
         if self._world.size > 1:
-            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
-            sums = self._exchange(sums)
+            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._shares)
+            sums = self._exchange(self._sums.taken())
+        else:
+            (sums,) = self._sums.taken()
         for parameter, found in zip(self._parameters, sums, strict=True):
             parameter.grad = None if found is None else _like(parameter, found)
 
@@ -153,31 +188,80 @@ def _like(parameter: Tensor, found: Tensor) -> Tensor:
 class Exchange:
     """Gradients of all ranks, added in the tree's order.
 
-    It keeps two vectors of the gradients' length, since fresh ones cost more in page faults than the sums. In them each
-    gradient begins at a multiple of 16 numbers, as in memory of its own: kernels that add up a norm on a device choose
-    their order by the alignment.
+    It keeps a vector of the gradients' length, and one for the pieces that come in, since fresh ones cost more in page
+    faults than the sums. In the first each gradient begins at a multiple of 16 numbers, as in memory of its own:
+    kernels that add up a norm on a device choose their order by the alignment.
     """
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
-        self._ranks = world.size
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, shares: Shares) -> None:
+        self._shares, self._ranks = shares, len(shares.rounds[0])
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
-        length += -length % world.size  # up to equal pieces a rank
+        length += -length % self._ranks  # up to equal pieces a rank
         self._mine = torch.zeros(length, dtype=dtype, device=parameters[0].device)
-        self._spare = torch.zeros_like(self._mine)
+        self._kept: Tensor | None = None
         places = zip(starts, sizes, parameters, strict=False)
-        self._pieces = [self._mine.narrow(0, start, size).view(p.shape) for start, size, p in places]
+        self._parts = [self._mine.narrow(0, start, size).view(p.shape) for start, size, p in places]
         self._used = self._mine.narrow(0, starts[-1], len(sizes))
 
-    def __call__(self, mine: Gradients) -> Gradients:
-        """The sums, which lie in a vector of ours until the next call; None where no rank has a gradient."""
-        self._used.copy_(torch.tensor([float(gradient is not None) for gradient in mine]))
-        for piece, gradient in zip(self._pieces, mine, strict=True):
-            piece.zero_() if gradient is None else piece.copy_(gradient)
-        sum_over_ranks(self._mine, self._spare, self._ranks)
+    def __call__(self, mine: Iterable[Gradients]) -> Gradients:
+        """The sums, which lie in a vector of ours until the next call; None where no rank has a gradient.
+
+        Args:
+            mine: the sums of this rank's subtrees, each asked for when it is sent.
+        """
+        total = piece_of_sum(map(self._flat, mine), self._room, self._shares)
+        dist.all_gather(list(self._mine.view(self._ranks, -1).unbind()), total)  # collective
         counts = self._used.tolist()  # waits for the device
-        return [piece if count else None for piece, count in zip(self._pieces, counts, strict=True)]
+        return [part if count else None for part, count in zip(self._parts, counts, strict=True)]
+
+    def _room(self, pieces: int) -> Tensor:
+        """For what comes in. Kept where it is one vector, as with runs that are subtrees: more would be too much."""
+        made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if self._kept is None else self._kept
+        self._kept = made if len(self._shares.rounds) == 1 else None
+        return made
+
+    def _flat(self, gradients: Gradients) -> Tensor:
+        self._used.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
+        for part, gradient in zip(self._parts, gradients, strict=True):
+            part.zero_() if gradient is None else part.copy_(gradient)
+        return self._mine
+
+
+def piece_of_sum(
+    mine: Iterable[Tensor], room: Callable[[int], Tensor], shares: Shares, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """This rank's piece of the sum of all ranks' vectors, added in the tree's order: a collective a round.
+
+    Args:
+        mine: the sums of this rank's subtrees, [ranks * n] each, used up before the next one is asked for.
+        room: k -> a contiguous tensor [k, n], for what comes in.
+        group: of all ranks; None: the default one.
+    """
+    vectors, found = iter(mine), list[tuple[Span, Tensor]]()
+    for spans in shares.rounds:
+        coming = room(sum(span is not None for span in spans))
+        _exchange(next(vectors) if spans[shares.rank] else None, coming, spans, group)
+        found += zip([span for span in spans if span], coming.unbind(), strict=True)
+    sums: Subtotals[Tensor] = Subtotals(shares.micro_batches, Tensor.add_)
+    for span, piece in sorted(found, key=lambda each: each[0]):
+        sums.push(span, piece)
+    (total,) = sums.taken()
+    return total
+
+
+def _exchange(
+    vector: Tensor | None, coming: Tensor, spans: Sequence[Span | None], group: dist.ProcessGroup | None
+) -> None:
+    """Sends each rank its piece of the vector, and takes in those of the ranks that have one."""
+    flat, size = coming.view(-1), coming.shape[1]
+    if all(span is not None for span in spans) and vector is not None:
+        dist.all_to_all_single(flat, vector, group=group)  # collective
+        return
+    out = [size * (vector is not None)] * len(spans)
+    into = [size * (span is not None) for span in spans]
+    dist.all_to_all_single(flat, flat[:0] if vector is None else vector, into, out, group=group)  # collective
 
 
 def _added(left: Gradients, right: Gradients) -> Gradients:
@@ -196,21 +280,3 @@ def _added(left: Gradients, right: Gradients) -> Gradients:
 def _alone(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     one = right if left is None else left
     return None if one is None else one.add_(0.0)
-
-
-def sum_over_ranks(mine: Tensor, spare: Tensor, ranks: int) -> None:
-    """Replaces each rank's vector by the sum of all, added pairwise in rank order: two collectives of its length.
-
-    Its length is a multiple of `ranks`; `spare` is another of that length, and is used up.
-    """
-    dist.all_to_all_single(spare, mine)  # collective
-    total = sum_of_rows(spare.view(ranks, -1))
-    dist.all_gather(list(mine.view(ranks, -1).unbind()), total)  # collective
-
-
-def sum_of_rows(rows: Tensor) -> Tensor:
-    """The rows of a matrix, a power of two of them, added pairwise in the tree's order; the matrix is used up."""
-    parts = list(rows.unbind())
-    while len(parts) > 1:
-        parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
