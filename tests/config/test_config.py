@@ -109,6 +109,11 @@ def test_the_file_written_is_the_config_read(config):
         (["--task", "zzz"], "--task is 'zzz': choose one of causal-lm, images"),
         (["--images.size", "3"], "--images.size is no option of --task causal-lm, but of images: leave it out"),
         (["--task", "images", "--seq-len", "3"], "--seq-len is no option of --task images, but of causal-lm"),
+        (["--optim.cooldown", "0.3"], "--optim.cooldown is no option of --optim.schedule cosine, but of wsd: leave it"),
+        (
+            ["--optim.schedule", "wsd", "--optim.period", "5"],
+            "--optim.period is no option of --optim.schedule wsd, but of cosine-periodic or step: leave it out",
+        ),
         (["--images.flip", "maybe"], "--images.flip is 'maybe': choose one of auto, true, false"),
     ],
 )

@@ -1,5 +1,7 @@
 """Presets set defaults and nothing else; the source document's schedule is torch's own."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lockstep.config.config import Config
 from lockstep.config.hub_name import is_hub_name
 from lockstep.config.options import flat, parse, read, to_toml
 from lockstep.config.presets import PRESETS, described
+from lockstep.errors import ConfigError
 from lockstep.optim.schedule import factor
 
 HUB = ["--model-name", "openai-community/gpt2", "--dataset-name", "tatsu-lab/alpaca"]
@@ -28,6 +31,17 @@ def test_flags_and_files_win_over_it(tmp_path):
     assert (config.lr, config.batch_size, config.optim.period, config.num_epochs) == (0.5, 6, 7, 100)
     assert "batch 6" in described(config)
     assert "over 7 steps" in described(config)
+
+
+def test_what_has_no_effect_beside_a_flag_is_left_out_of_it():
+    linear = parse([*HUB, "--optim.schedule", "linear"])
+    assert (linear.optim.period, linear.optim.floor, linear.optim.beta2) == (0, 0.01, 0.999)
+    assert "(linear to 1%)" in described(linear)
+    assert parse([*HUB, "--optim.name", "sgd"]).optim == dataclasses.replace(
+        parse(HUB).optim, name="sgd", beta2=Config().optim.beta2
+    )
+    with pytest.raises(ConfigError, match="--optim.period is no option of --optim.schedule linear"):
+        parse([*HUB, "--optim.schedule", "linear", "--optim.period", "1000"])
 
 
 def test_every_option_of_a_preset_exists_and_the_written_file_gives_it_back(tmp_path):

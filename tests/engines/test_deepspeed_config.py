@@ -1,6 +1,7 @@
 """A DeepSpeed configuration against the flags: what agrees is taken, what contradicts is named. No DeepSpeed needed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 from lockstep import cli
 from lockstep.config import options
 from lockstep.config.config import Config, lookup
+from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed import engine as module
 from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
-from lockstep.engines.deepspeed_file import hold, taken, told_of_scale
+from lockstep.engines.deepspeed_file import hold, taken
 from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
@@ -28,7 +30,7 @@ def wanted(**changed):
             "offload": False,
             "clip": 1.0,
             "halved": False,
-            "scaled": False,
+            "scaled": None,
             "optimizer": optimizer(),
             **changed,
         }
@@ -156,11 +158,11 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
         ({"optimizer": {"params": [1]}}, {}, r"optimizer\.params is no object; take it out"),
         ({"bf16": {"enabled": True}}, {}, r"bf16\.enabled is true, and --precision is not bf16-true"),
         ({"fp16": {"enabled": True}}, {}, r"fp16\.enabled is true, and --precision is not fp16; set --precision fp16"),
-        ({"fp16": {"enabled": False}}, {"scaled": True}, r"fp16\.enabled is false, and --precision is fp16"),
+        ({"fp16": {"enabled": False}}, {"scaled": Fp16()}, r"fp16\.enabled is false, and --precision is fp16"),
         (
             {"fp16": {"enabled": True, "loss_scale": 128}},
-            {"scaled": True},
-            r"take out fp16\.loss_scale 128: the loss's scale",
+            {"scaled": Fp16()},
+            r"take out fp16\.loss_scale 128: a fixed scale of the loss is not served",
         ),
         ({"fp16": True}, {}, "fp16 is no object"),
         ({"optimizer": {"type": "SGD"}}, {}, r'optimizer\.type is "SGD", and the run\'s optimizer makes it "AdamW"'),
@@ -169,7 +171,13 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
             {},
             r'optimizer\.type is "Adam", and the run\'s optimizer makes it "AdamW"',
         ),
-        ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": True}, r"'fp16\.scale' is unknown"),
+        ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": Fp16()}, r"'fp16\.scale' 1 is unknown"),
+        ({"fp16": {"auto_cast": True}}, {"scaled": Fp16()}, r"'fp16\.auto_cast' true is not served: take it out"),
+        (
+            {"fp16": {"hysteresis": 2}},
+            {"scaled": Fp16()},
+            r"fp16\.hysteresis is 2, and --fp16\.hysteresis makes it 1; take it out",
+        ),
         ({"optimizer": {"params": {"lr": 0.1}}}, {}, r"optimizer\.params\.lr is 0\.1, and the flags make it 0\.01"),
         ({"optimizer": {"params": {"momentum": 0.1}}}, {}, r"'optimizer\.params\.momentum' is unknown to AdamW"),
         ({"optimizer": {"kind": "AdamW"}}, {}, r"'optimizer\.kind' is unknown"),
@@ -228,8 +236,8 @@ def test_a_whole_file_is_taken(tmp_path, monkeypatch):
     assert (config.optim.beta2, config.optim.weight_decay, config.optim.eps) == (0.999, 0.0, 1e-8)
     path = config.engine_options.config
     check_batches(path, batch_size=8, micro_batch_size=4, ranks=2)
-    assert merged(read_config(path), wanted(scaled=True, optimizer=adamw(torch.nn.Linear(2, 2), lr=1.5e-4)))
-    assert told_of_scale(SOURCE) == ["loss_scale_window 1000 (here 2000)"]
+    assert merged(read_config(path), wanted(scaled=config.fp16, optimizer=adamw(torch.nn.Linear(2, 2), lr=1.5e-4)))
+    assert config.fp16 == Fp16(loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0), "DeepSpeed's defaults"
     assert parsed(tmp_path, SOURCE, "--optim.weight-decay", "0.1").optim.weight_decay == 0.1, "the file does not say it"
     assert parsed(tmp_path, SOURCE, "--lr", "1.5e-4").lr == 1.5e-4
 
@@ -280,6 +288,32 @@ def test_what_a_flag_and_the_file_say_otherwise_is_named(tmp_path, content, argv
     with pytest.raises(ConfigError, match=message) as caught:
         parsed(tmp_path, content, *argv)
     assert "\n" not in str(caught.value)
+
+
+SCALE = {"initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4, "min_loss_scale": 2, "loss_scale": 0}
+
+
+def test_the_scale_of_the_loss_is_the_files(tmp_path):
+    on = parsed(tmp_path, {"fp16": {"enabled": True, "consecutive_hysteresis": True, **SCALE}})
+    assert on.fp16 == Fp16(12, 500, 4, True, 2.0)
+    assert parsed(tmp_path, {"fp16": {"enabled": True}}, "--fp16.hysteresis", "3").fp16 == Fp16(16, 1000, 3, False, 1.0)
+    asked = {"fp16": {"enabled": "auto", **SCALE}}
+    assert parsed(tmp_path, asked, "--precision", "fp16").fp16.initial_scale_power == 12
+    assert parsed(tmp_path, asked, "--precision", "bf16").fp16 == Fp16(), "as a file for every precision has it"
+    assert parsed(tmp_path, {"fp16": {"enabled": False, **SCALE}}).fp16 == Fp16()
+    assert parsed(tmp_path, {}, "--precision", "fp16").fp16 == Fp16()
+    for content, argv, line in (
+        (
+            asked,
+            ["--precision", "fp16", "--fp16.hysteresis", "1"],
+            "fp16.hysteresis is 4, which makes --fp16.hysteresis",
+        ),
+        ({"fp16": {"enabled": True, "min_loss_scale": 3}}, [], "--fp16.min-loss-scale is 3: it must be a power of two"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, [], "take out fp16.loss_scale 128"),
+        ({}, ["--fp16.hysteresis", "2"], "--fp16.hysteresis is of --precision fp16, and it is float32: leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            parsed(tmp_path, content, *argv)
 
 
 def test_a_configuration_made_in_python_is_held_too():

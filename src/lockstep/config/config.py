@@ -21,8 +21,9 @@ from typing import Any, Self, cast
 
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
-from lockstep.config.sections import LATER, Checkpoint, Data, Guards, Lora, Model, Optim, auto
+from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
 from lockstep.config.spans import SPAN, is_share, is_span
+from lockstep.config.together import check_together
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 from lockstep.tasks.options import TASKS, Images, check, suited
@@ -135,6 +136,7 @@ class Config:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
+    fp16: Fp16 = field(default_factory=Fp16)
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     engine_options: EngineOptions = field(default_factory=EngineOptions)
@@ -164,9 +166,8 @@ class Config:
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
                     )
         check(self.task, sections(self))
-        _check_optimizer(self.optim)
+        check_together(self.optim, self.lora, self.fp16, self.precision)
         _check_best(self)
-        _check_adapters(self.lora)
         if is_span(self.extend_to) and not re.fullmatch(r"[1-9]\d* ?epochs?", str(self.extend_to)):
             raise FieldError(
                 FieldName("extend_to"), f" is {self.extend_to}: it must be steps, or whole epochs: 3epochs"
@@ -306,45 +307,6 @@ def _check_types(config: Config) -> None:
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
-# (field, values) of Optim -> the fields that go with these values alone
-_FIELDS_OF = {
-    ("name", "adamw or adam or muon"): ("beta1", "beta2", "eps"),
-    ("name", "sgd"): ("momentum", "nesterov"),
-    ("name", "muon"): ("muon_lr", "muon_scale", "muon_momentum", "ns_steps"),
-    ("schedule", "polynomial"): ("power",),
-    ("schedule", "step or plateau"): ("gamma",),
-    ("schedule", "plateau"): ("plateau_patience", "plateau_cooldown"),
-}
-
-
-def _check_optimizer(optim: Optim) -> None:
-    """Refuses what is set away from its default and would have no effect."""
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(optim)}
-    for (chooser, value), fields in _FIELDS_OF.items():
-        chosen = getattr(optim, chooser)
-        for key in fields:
-            if chosen not in value.split(" or ") and getattr(optim, key) != defaults[key]:
-                raise FieldError(
-                    *(FieldName(f"optim.{key}"), " is no option of ", FieldName(f"optim.{chooser}"), f" {chosen}, "),
-                    f"but of {value}: leave it out",
-                )
-    if optim.muon_scale == "original" and not optim.muon_lr:
-        raise FieldError(
-            *(FieldName("optim.muon_scale"), " original needs a rate of its own, as ", FieldName("optim.muon_lr")),
-            " 0.02: the rate of adamw is far too small for it",
-        )
-
-
-def _check_adapters(lora: Lora) -> None:
-    plain = Lora()
-    for name in ("alpha", "dropout", "targets", "modules_to_save"):
-        if not lora.rank and getattr(lora, name) != getattr(plain, name):
-            raise FieldError(
-                *(FieldName(f"lora.{name}"), " is of adapters, and there are none: give ", FieldName("lora.rank")),
-                ", say 16, or leave it out",
-            )
 
 
 def _check_best(config: Config) -> None:

@@ -2,7 +2,8 @@
 
     values = applied({"model_name": "openai-community/gpt2", "dataset_name": "tatsu-lab/alpaca"})
 
-A preset sets defaults and nothing else: a config file and flags win over it. It is taken by itself where the model and
+A preset sets defaults and nothing else: a config file and flags win over it, and what has no effect beside them is left
+out of it. It is taken by itself where the model and
 the data are both named on the hub, since that is the script's own command; `--preset none` refuses it.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.config.hub_name import is_hub_name
+from lockstep.config.together import without_idle
 from lockstep.tasks.options import LANGUAGE, kind_of
 
 __all__ = ["PRESETS", "applied", "described"]
@@ -44,14 +46,15 @@ def applied(values: dict[str, Any]) -> dict[str, Any]:
     both = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
     if chosen == "auto" and both and kind_of(str(values.get("task", ""))) == LANGUAGE:
         chosen = "source"
-    return {**PRESETS.get(chosen, {}), **values, "preset": chosen}
+    return {**without_idle(PRESETS.get(chosen, {}), values), **values, "preset": chosen}
 
 
 def described(config: Config) -> str:
     """The one line that says what the preset "source" chose, as it stands after the file and the flags."""
     optim = config.optim
+    period = f" over {optim.period} steps" if optim.period else ""
     return (
-        f"preset source: seed {config.seed}, {config.num_epochs} epochs, lr {config.lr:g} ({optim.schedule} over "
-        f"{optim.period} steps to {optim.floor:.0%}), batch {config.batch_size}, {config.precision}, blocks of "
+        f"preset source: seed {config.seed}, {config.num_epochs} epochs, lr {config.lr:g} ({optim.schedule}"
+        f"{period} to {optim.floor:.0%}), batch {config.batch_size}, {config.precision}, blocks of "
         f"{config.seq_len} tokens; flags win over it, --preset none leaves it out"
     )

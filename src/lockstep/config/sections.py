@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.config.fields import named, option
 from lockstep.tasks.options import TASKS
 
-__all__ = ["LATER", "Checkpoint", "Data", "Guards", "Lora", "Model", "Optim", "auto"]
+__all__ = ["LATER", "Checkpoint", "Data", "Fp16", "Guards", "Lora", "Model", "Optim", "auto"]
 
 
 def auto(default: Any, text: str, *, span: bool = False) -> Any:
@@ -175,6 +175,20 @@ class Lora:
     modules_to_save: str = option(
         "", "names or patterns of modules that are trained whole beside them; default: what the task drew anew, a head"
     )
+
+
+@named()
+@dataclass(frozen=True, slots=True)
+class Fp16:
+    """The scale of the loss with --precision fp16, in the words of DeepSpeed's JSON."""
+
+    initial_scale_power: int = option(16, "the loss is multiplied by 2 to this power at first")
+    loss_scale_window: int = option(2000, "good steps in a row after which the scale is doubled")
+    hysteresis: int = option(1, "overflows until it is halved: before the last of these it stays")
+    consecutive_hysteresis: bool = option(
+        False, "a good step begins that count anew; else a doubling of the scale does, and no good step alone"
+    )
+    min_loss_scale: float = option(2.0**-14, "least scale, a power of two; an overflow at it ends the run")
 
 
 @named()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.sections import Fp16
 from lockstep.engines.options import EngineOptions
 from lockstep.errors import said
 
@@ -47,7 +48,7 @@ class Settings:
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact: M, the micro-batches of the fixed tree (see engines/shared/exact.py); 0: gradients are summed as the
             backend does.
-        loss_scaling: scale the loss, and skip a step whose gradients overflow: for float16.
+        loss_scaling: how to scale the loss, and skip a step whose gradients overflow: for float16; None: not.
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
@@ -55,7 +56,7 @@ class Settings:
 
     clip: float = 0.0
     exact: int = 0
-    loss_scaling: bool = False
+    loss_scaling: Fp16 | None = None
     blocks: tuple[nn.Module, ...] = ()
     options: EngineOptions = field(default_factory=EngineOptions)
     say: Callable[[str], None] = _log

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
-__all__ = ["hold", "optimizer_named", "read_json", "settings", "taken", "told_of_scale"]
+__all__ = ["hold", "optimizer_named", "read_json", "scale_of", "settings", "taken"]
 
 Said = dict[str, tuple[str, Any]]  # our option -> (the key that says it, "" for a default of DeepSpeed's; its value)
 
@@ -28,9 +28,10 @@ _SGD = {
     "weight_decay": ("optim.weight_decay", 0.0),
 }
 _IGNORED = ("torch_adam", "bias_correction", "amsgrad")  # at their defaults they change nothing
-# fp16 -> what lockstep's scale of the loss does, the same in every engine; another number is told of, and not taken
-_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 2.0**-14}
-_SCALE |= {"consecutive_hysteresis": False, "auto_cast": False}
+# fp16 -> DeepSpeed's default, see deepspeed/runtime/precision_config.py; ours are options of the same names
+_SCALE = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+_SCALE |= {"consecutive_hysteresis": False}
+_SCALE_OFF = {"loss_scale": 0, "auto_cast": False, "fp16_master_weights_and_grads": False}  # not served but as these
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -55,13 +56,13 @@ def taken(values: Mapping[str, Any], content: Mapping[str, Any], ranks: int) -> 
         ConfigError: a value that they have otherwise, a part that is not served, or one that is no object.
     """
     hold(content, lambda name: values.get(name, "auto"), ranks)
-    said = {name: value for name, (_, value) in settings(content, ranks).items() if values.get(name, "auto") == "auto"}
-    return {**values, **said}
+    said = settings(content, ranks, str(values.get("precision", "")))
+    return {**values, **{name: value for name, (_, value) in said.items() if values.get(name, "auto") == "auto"}}
 
 
 def hold(content: Mapping[str, Any], value_of: Callable[[str], Any], ranks: int) -> None:
     """Raises ConfigError where a setting is another one than the file says; "auto" is none."""
-    for name, (key, value) in settings(content, ranks).items():
+    for name, (key, value) in settings(content, ranks, str(value_of("precision"))).items():
         given = value_of(name)
         if key and given != "auto" and given != value:
             raise ConfigError(
@@ -70,10 +71,14 @@ def hold(content: Mapping[str, Any], value_of: Callable[[str], Any], ranks: int)
             )
 
 
-def settings(content: Mapping[str, Any], ranks: int) -> Said:
-    """What the file says. What is "auto" or not there is left to the flags; in an optimizer, to DeepSpeed's defaults.
+def settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Said:
+    """What the file says. What is "auto" or not there is left to the flags; in an optimizer, and in fp16 where that is
+    on, to DeepSpeed's defaults.
 
     DeepSpeed's "Adam" decouples the decay unless `adam_w_mode` is false: it is adamw here.
+
+    Args:
+        precision: what --precision says, on which an fp16 that is "auto" depends.
 
     Raises:
         ConfigError: an optimizer, a scheduler or a parameter that is not served.
@@ -100,33 +105,34 @@ def settings(content: Mapping[str, Any], ranks: int) -> Said:
             found["micro_batch_size"] = ("", size)  # held by `check_batches`
     if _said(content, "gradient_clipping"):
         found["optim.clip"] = ("gradient_clipping", float(content["gradient_clipping"]))
-    for key, precision in (("fp16", "fp16"), ("bf16", "bf16-true")):
+    for key, made in (("fp16", "fp16"), ("bf16", "bf16-true")):
         if _section(content, key).get("enabled") is True:
-            found["precision"] = (f"{key}.enabled", precision)
+            found["precision"] = (f"{key}.enabled", made)
+    on = _section(content, "fp16").get("enabled", "auto")
+    if "fp16" in content and (on is True or (on == "auto" and precision == "fp16")):
+        found |= scale_of(content)
     return found
 
 
-def told_of_scale(content: Mapping[str, Any]) -> list[str]:
-    """The keys of fp16 that ask for another scale of the loss than lockstep's, which stays; each with its value.
+def scale_of(content: Mapping[str, Any]) -> Said:
+    """What the section fp16 says of the loss's scale.
 
     Raises:
-        ConfigError: a fixed scale, or a key that is not known.
+        ConfigError: a fixed scale, or a key that is not served.
     """
-    odd = []
-    for key, value in _section(content, "fp16").items():
-        if key == "enabled" or value == "auto":
+    section = _section(content, "fp16")
+    for key, value in section.items():
+        if value == "auto" or key in ("enabled", *_SCALE) or (key in _SCALE_OFF and value == _SCALE_OFF[key]):
             continue
         if key == "loss_scale":
-            if value != 0:
-                raise ConfigError(
-                    f"--engine.config: take out fp16.loss_scale {value}: the loss's scale is lockstep's and not fixed, "
-                    "the same in every engine; 0 means that"
-                )
-        elif key not in _SCALE:
-            raise ConfigError(f"--engine.config: 'fp16.{key}' is unknown to this engine: take it out")
-        elif value != _SCALE[key]:
-            odd.append(f"{key} {json.dumps(value)} (here {json.dumps(_SCALE[key])})")
-    return odd
+            raise ConfigError(
+                f"--engine.config: take out fp16.loss_scale {json.dumps(value)}: a fixed scale of the loss is not "
+                "served; 0, one that follows the gradients, is"
+            )
+        what = "is not served" if key in _SCALE_OFF else "is unknown to this engine"
+        raise ConfigError(f"--engine.config: 'fp16.{key}' {json.dumps(value)} {what}: take it out")
+    found = {f"fp16.{key}": (f"fp16.{key}" * (key in section), section.get(key, _SCALE[key])) for key in _SCALE}
+    return {name: said for name, said in found.items() if said[1] != "auto"}
 
 
 def _at(content: Mapping[str, Any], key: str) -> Any:

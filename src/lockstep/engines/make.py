@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config.config import flag
+from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
@@ -31,7 +32,7 @@ def engine(
     *,
     clip: float = 0.0,
     exact_micro_batches: int = 0,
-    loss_scaling: bool = False,
+    loss_scaling: bool | Fp16 = False,
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
     say: Callable[[str], None] | None = None,
@@ -54,7 +55,8 @@ def engine(
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
             Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
-        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast.
+        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast. True takes
+            the defaults of `Config.fp16`.
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
         options: the engine's own; None: the defaults.
         say: takes one line for the person, on every rank; None: the log.
@@ -69,7 +71,8 @@ def engine(
         check_servable(exact_micro_batches, world.size)
     options = options or EngineOptions()
     kind = _kind(name, options)
-    settings = Settings(clip, exact_micro_batches, loss_scaling, tuple(blocks), options)
+    scaling = Fp16() if loss_scaling is True else loss_scaling or None
+    settings = Settings(clip, exact_micro_batches, scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
 
     def make(held: nn.Module) -> Optimizer:

@@ -40,7 +40,7 @@ from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
-from lockstep.run.own_optimizer import optimizer_of, own_factor
+from lockstep.run.own_optimizer import optimizer_of, own_factor, own_momentum
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
 from lockstep.run.task_check import check_task
@@ -184,9 +184,10 @@ class Built:
     def momentum(self) -> Callable[[int], float | None]:
         """step -> the momentum of every parameter group where the schedule cycles it too; None: as it is."""
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
-        if optim.schedule != "one-cycle" or has_own(self.task, "schedule"):
+        if optim.schedule != "one-cycle":
             return lambda step: None
-        return lambda step: cycled_momentum(step, whole, optim.warmup_steps)
+        said = lambda step: cycled_momentum(step, whole, optim.warmup_steps)  # noqa: E731
+        return (lambda step: own_momentum(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
 
 def build(
@@ -367,7 +368,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
         world,
         clip=config.optim.clip,
         exact_micro_batches=exact,
-        loss_scaling=config.precision == "fp16",
+        loss_scaling=config.precision == "fp16" and config.fp16,
         blocks=task.blocks(model) or (),
         options=config.engine_options,
         say=notify(world),

@@ -1,11 +1,13 @@
 """A task's own optimizer and schedule, held to what they must be: a mistake in them is one line before step 1.
 
 optimizer = optimizer_of(config, task, model)           # its own, else what --optim says
-factor = own_factor(task, step, steps, otherwise)
+factor = own_factor(task, step, steps, otherwise)       # its own schedule, else what --optim.schedule says
+momentum = own_momentum(task, step, steps, otherwise)
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +19,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.optim.optimizers import make_optimizer
 from lockstep.task import Task
 
-__all__ = ["optimizer_of", "own_factor", "own_optimizer"]
+__all__ = ["optimizer_of", "own_factor", "own_momentum", "own_optimizer"]
 
 
 def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
@@ -27,12 +29,7 @@ def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], flo
         ConfigError: it is no finite number from 0.
         DataError: the method failed.
     """
-    try:
-        said = task.schedule(step, steps)
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise blamed("schedule", error, f"step {step} of {steps}") from error
+    said = _said(task, step, steps)
     if said is None:
         return otherwise(step)
     try:
@@ -45,6 +42,24 @@ def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], flo
             "are multiplied by, a finite number from 0, or None for what --optim.schedule says"
         )
     return factor
+
+
+def own_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], float | None]) -> float | None:
+    """`otherwise` in the steps that the task's `schedule` leaves to it; None, which is the groups' own, in its own.
+
+    Raises:
+        DataError: the method failed.
+    """
+    return otherwise(step) if _said(task, step, steps) is None else None
+
+
+def _said(task: Task, step: int, steps: int) -> Any:
+    try:
+        return task.schedule(step, steps)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("schedule", error, f"step {step} of {steps}") from error
 
 
 def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:

@@ -124,6 +124,7 @@ def plan_of(
         "data": task.fingerprint,
         "task": type(written(task)).__qualname__,
         **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
+        **({name: said[name] for name in said if name.startswith("fp16.")} if config.precision == "fp16" else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **{name: getattr(config, name) for name in judged},
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
@@ -137,8 +138,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     plain, kept = Config(), options.flat(Config(), own_task=True)
     left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
-    of_optim = {name: value for name, value in kept.items() if name.startswith("optim.") and value != "auto"}
+    added = {name: value for name, value in kept.items() if name.startswith(("optim.", "fp16.")) and value != "auto"}
     everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
-    before, now = left_out | of_optim | everything | before, left_out | now
+    before, now = left_out | added | everything | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]
     return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]

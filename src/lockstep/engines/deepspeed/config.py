@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from lockstep.engines.deepspeed_file import optimizer_named, read_json, told_of_scale
+from lockstep.config.sections import Fp16
+from lockstep.engines.deepspeed_file import optimizer_named, read_json, scale_of
 from lockstep.errors import ConfigError
 
 __all__ = ["Wanted", "check_batches", "merged", "read_config"]
@@ -48,7 +49,7 @@ class Wanted(NamedTuple):
         offload: whether optimizer states lie in host memory.
         clip: largest norm of the gradient; 0 does not clip.
         halved: the model's parameters are bfloat16.
-        scaled: the loss is scaled, for float16.
+        scaled: how the loss is scaled, for float16; None: not.
         optimizer: the one that the flags make.
     """
 
@@ -56,7 +57,7 @@ class Wanted(NamedTuple):
     offload: bool
     clip: float
     halved: bool
-    scaled: bool
+    scaled: Fp16 | None
     optimizer: Optimizer
 
 
@@ -142,7 +143,7 @@ def _zero(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
 
 
 def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
-    for key, on, flag in (("bf16", wanted.halved, "bf16-true"), ("fp16", wanted.scaled, "fp16")):
+    for key, on, flag in (("bf16", wanted.halved, "bf16-true"), ("fp16", bool(wanted.scaled), "fp16")):
         section = given.get(key, {})
         if not isinstance(section, dict):
             raise ConfigError(f'--engine.config: {key} is no object; write {{"enabled": "auto"}}, or take it out')
@@ -154,7 +155,10 @@ def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
             )
         if key == "bf16" and section.keys() - {"enabled"}:
             raise ConfigError(f"--engine.config: take out bf16.{min(section.keys() - {'enabled'})}: it is not served")
-    told_of_scale(given)
+    if wanted.scaled:
+        for name, (key, value) in scale_of(given).items():
+            if key and value != (ours := getattr(wanted.scaled, name.removeprefix("fp16."))):
+                _hold(given["fp16"], key.removeprefix("fp16."), ours, f"--{name.replace('_', '-')}", "fp16.")
 
 
 def _check_optimizer(section: Any, optimizer: Optimizer) -> None:

@@ -20,7 +20,6 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult, set_momentum
 from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
-from lockstep.engines.deepspeed_file import told_of_scale
 from lockstep.engines.shared.ddp_common import check_launched
 from lockstep.engines.shared.optimizer_step import LossScale, OptimizerStep
 from lockstep.engines.shared.scaled_backward import ScaledBackward
@@ -49,7 +48,7 @@ class DeepSpeed:
         wanted = Wanted(options.zero_stage, options.cpu_offload, settings.clip, halved, settings.loss_scaling, made)
         config = merged(given, wanted)
         self._stage = int(config["zero_optimization"]["stage"])
-        self._world, self._scaled = world, settings.loss_scaling
+        self._world, self._scaled = world, bool(settings.loss_scaling)
         self._roots = ScaledBackward()
         self._ds = _initialised(package, model, made, config)
         self.model: nn.Module = self._ds
@@ -62,8 +61,6 @@ class DeepSpeed:
         else:
             self._finish = OptimizerStep(made, settings)
             self._module = model
-        if odd := told_of_scale(given):
-            settings.say(f"--engine.config: the loss's scale is lockstep's, the same in every engine: {', '.join(odd)}")
         settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -104,7 +101,7 @@ class _ZeroStep:
     def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
-        self._scaler = LossScale() if settings.loss_scaling else None
+        self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         self._limit, self._seen = math.inf, math.nan
         asked = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # what DeepSpeed asks before it updates
         self._norm = getattr(self._zero, asked)

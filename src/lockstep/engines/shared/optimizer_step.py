@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.sections import Fp16
 from lockstep.engines.base import Settings, StepResult, set_momentum
 from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
 from lockstep.errors import LockstepError
@@ -48,7 +49,7 @@ class OptimizerStep:
     ) -> None:
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
-        self._scaler = LossScale() if settings.loss_scaling else None
+        self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         # torch's fused optimizers leave an update out on the device where `found_inf` is 1, as its GradScaler has it.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
         self.blank = False
@@ -149,41 +150,55 @@ class OptimizerStep:
 class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 3.2).
 
-    The scale is halved by a step whose gradients overflow, which is skipped, and doubled after 2000 good ones. It
-    begins at 2**16; powers of two, so that scaling and unscaling round nothing. What decides is the gradient's global
-    norm, which every rank has alike, so the ranks agree without an exchange. A step that is left out with a finite norm
-    says nothing about the scale.
+    The scale is halved by a step whose gradients overflow, which is skipped, and doubled after `loss_scale_window` good
+    ones; powers of two, so that scaling and unscaling round nothing. Of `hysteresis` overflows the last alone halves
+    it, as DeepSpeed's DynamicLossScaler has it (deepspeed/runtime/fp16/loss_scaler.py). What decides is the gradient's
+    global norm, which every rank has alike, so the ranks agree without an exchange. A step that is left out with a
+    finite norm says nothing about the scale.
+
+    Args:
+        how: see `Config.fp16`.
     """
 
-    _GROWTH = 2000
-    _LEAST = 2.0**-14
-
-    def __init__(self) -> None:
-        self.scale, self._good = 2.0**16, 0
+    def __init__(self, how: Fp16) -> None:
+        self._how, self.scale, self._good = how, 2.0**how.initial_scale_power, 0
+        self._spared = how.hysteresis - 1  # overflows that leave the scale as it is
 
     def learn(self, norm: Tensor, applied: bool) -> None:
         """Takes a step's norm, and whether the step was applied."""
+        how = self._how
         if not applied:
             if norm.isfinite():  # waits for the device, which the caller did already
                 return
             self._good = 0
-            self.scale /= 2
-            if self.scale < self._LEAST:
+            if self._spared:
+                self._spared -= 1
+                return
+            if self.scale <= how.min_loss_scale:
                 raise LockstepError(
-                    f"--precision fp16: gradients are not finite even with the loss divided by {1 / self._LEAST:g}, so "
-                    "this is no overflow; lower --lr, or use --precision bf16 to see where it begins"
+                    f"--precision fp16: gradients are not finite even with the loss multiplied by {self.scale:g} "
+                    "(--fp16.min-loss-scale), so this is no overflow; lower --lr, or use --precision bf16 to see where "
+                    "it begins"
                 )
+            self.scale /= 2
             return
         self._good += 1
-        if self._good == self._GROWTH:
+        grows = self._good == how.loss_scale_window
+        if grows:
             self.scale, self._good = self.scale * 2, 0
+        if grows or how.consecutive_hysteresis:
+            self._spared = how.hysteresis - 1
 
     def state_dict(self) -> dict[str, Tensor]:
         values = {"scaler/scale": self.scale, "scaler/good_steps": float(self._good)}
+        if self._how.hysteresis > 1:
+            values["scaler/spared"] = float(self._spared)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.scale, self._good = float(state["scaler/scale"]), int(state["scaler/good_steps"])
+        if self._how.hysteresis > 1:
+            self._spared = int(state["scaler/spared"])
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
