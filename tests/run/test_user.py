@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import RankError, run
+from small_runs import mark
 from torch import nn
 from toys import Ragged, taken
 
@@ -282,6 +283,51 @@ def test_one_cycle_is_torchs_with_its_momentum_on_any_engine(tmp_path, name):
         for how in ("plain", "exact"):
             lines = [record["running_loss"] for record in records(tmp_path / engine, how) if "lr" in record]
             assert lines[-1] == pytest.approx(last, rel=1e-4)
+
+
+class Now(Ragged):
+    """A schedule of its own in some steps, and what --optim.schedule says in the others."""
+
+    def schedule(self, step, steps):
+        return 0.5 if 3 <= step < 6 else None
+
+
+def half_own(world, folder, engine, stop_at=0):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    optim = lockstep.Optim(name="adamw", schedule="one-cycle", clip=0.0, weight_decay=0.0)
+    settings = config(folder, engine=engine, exact=True, max_steps=10, stop_at=stop_at, precision="float64")
+    session = lockstep.Run(dataclasses.replace(settings, optim=optim), Now(), world)
+    session()
+    return mark(folder)
+
+
+def test_the_momentum_cycles_in_the_steps_that_are_left_to_the_cycle(tmp_path):
+    whole = half_own(None, tmp_path / "whole", "single")
+    own, steps = Now(), 10
+    torch.manual_seed(derive(0, "model"))
+    model, data = own.model(), own.dataset("train")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.0)
+    cycle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(cycle, 0.01, total_steps=steps)
+    for step, micro in Batches(own, data, Shuffled(len(data), 0), StepPlan(8, 2, 8 * steps), World()).from_step(0):
+        for batch in micro:
+            (own.loss(model, batch.data) / sum(batch.items for batch in micro)).backward()
+        (group,), (said,) = optimizer.param_groups, cycle.param_groups
+        mine = 3 <= step < 6
+        group["lr"] = 0.005 if mine else said["lr"]
+        group["betas"] = (0.9 if mine else said["momentum"], 0.999)
+        optimizer.step()
+        optimizer.zero_grad()
+        cycle.step()
+        if step + 1 < steps:
+            schedule.step()
+    found = lockstep.load(tmp_path / "whole" / "r", Now(), which="last")
+    for one, other in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    for stop in (4, 8):
+        half_own(None, tmp_path / f"{stop}", "single", stop)
+        assert half_own(None, tmp_path / f"{stop}", "single") == whole, "a resume has the momentum of the step alone"
+    assert run(half_own, 2, tmp_path / "zero", "zero") == [whole] * 2
 
 
 class Own(Ragged):

@@ -21,6 +21,7 @@ __all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_r
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
+_OWN = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -87,7 +88,7 @@ class Engine(Protocol):
             factor: of each parameter group's base rate; None leaves the groups' `lr` as they are.
             limit: a norm that is not finite or not below it is not applied: parameters, optimizer states and buffers
                 stay as they were before the step. -inf leaves the step out whatever its norm.
-            momentum: of every parameter group, adam's first beta; None leaves the groups' own.
+            momentum: of every parameter group, adam's first beta; None: each group's own, as before the first number.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -97,12 +98,19 @@ class Engine(Protocol):
         """Takes a state over; tensors that `state_dict()` itself handed out are in place already."""
 
 
-def set_momentum(group: dict[str, Any], momentum: float) -> None:
-    """Gives a parameter group its momentum, under the name that torch's optimizers have for it, where it has one."""
-    if "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])
-    elif "momentum" in group:
-        group["momentum"] = momentum
+def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
+    """Gives a parameter group its momentum, under the name that torch's optimizers have for it, where it has one.
+
+    None: the one that it had before the first call with a number. So what a step has depends on that step alone.
+    """
+    name = next((name for name in ("betas", "momentum") if name in group), None)
+    if name is None or (momentum is None and _OWN not in group):
+        return
+    own = group.setdefault(_OWN, group[name])
+    if momentum is None:
+        group[name] = own
+    else:
+        group[name] = (momentum, *own[1:]) if name == "betas" else momentum
 
 
 def at_rest(model: nn.Module) -> None:

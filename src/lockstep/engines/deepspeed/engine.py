@@ -113,9 +113,8 @@ class _ZeroStep:
         if factor is not None:
             for group, rate in self._groups:
                 group["lr"] = rate * factor
-        if momentum is not None:
-            for group, _ in self._groups:
-                set_momentum(group, momentum)
+        for group, _ in self._groups:
+            set_momentum(group, momentum)
         self._limit, self._seen = limit, math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow

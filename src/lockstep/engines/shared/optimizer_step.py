@@ -100,9 +100,8 @@ class OptimizerStep:
             if factor is not None:
                 for group, rate in self._groups:
                     group["lr"] = rate * factor
-            if momentum is not None:
-                for group, _ in self._groups:
-                    set_momentum(group, momentum)
+            for group, _ in self._groups:
+                set_momentum(group, momentum)
             self.optimizer.step()
         if self._scaler:
             self._scaler.learn(norm, bool(applied))
