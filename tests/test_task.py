@@ -121,5 +121,32 @@ def test_a_task_from_a_file(tmp_path):
         load_task(f"{file}:Needs")
     with pytest.raises(ConfigError, match="there is no such file"):
         load_task(f"{tmp_path}/other.py:Mine")
-    with pytest.raises(ConfigError, match="the file must import and define Other"):
+    with pytest.raises(ConfigError, match=f"the file has no class Other; give {file}:Mine$"):
         load_task(f"{file}:Other")
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "line"),
+    [
+        ("class Mine(Ragged):\n    pass\n", "", "it names no class; give {file}:Mine"),
+        ("class Mine(Ragged):\n    pass\nclass Two(Mine):\n    pass\n", "", "no class; give {file}:Mine or {file}:Two"),
+        ("class Mine(Ragged):\n    pass\n", ":", "it names no class; give {file}:Mine"),
+        ("class Mine(Ragged):\n    pass\n", ":Mina", "the file has no class Mina; did you mean {file}:Mine?"),
+        (
+            "class Half(lockstep.Task):\n    pass\n",
+            "",
+            "it names no class; give {file}:CLASS, a subclass of",
+        ),
+        ("class Mine(Ragged:\n", ":Mine", "SyntaxError: invalid syntax (mine.py, line 2); the file must import"),
+        ("import no_such_thing\n", ":Mine", "ModuleNotFoundError: No module named 'no_such_thing'; the file must imp"),
+        ("from toys import Nothing\n", ":Mine", "ImportError: cannot import name 'Nothing' from 'toys'"),
+        ("import sys\nsys.exit('usage: x')\n", ":Mine", "SystemExit: usage: x; the file must import without an error"),
+    ],
+)
+def test_what_is_wrong_with_a_tasks_file_is_one_line(tmp_path, content, asked, line):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import lockstep; from toys import Ragged\n{content}")
+    with pytest.raises(ConfigError) as caught:
+        load_task(f"{file}{asked}")
+    assert line.format(file=file) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -17,10 +17,12 @@ do too: `adapted` gives it the defaults.
 
 import difflib
 import importlib.util
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -257,9 +259,29 @@ def load_task(named: str) -> Task:
         ConfigError: no such file or class, or one that cannot be made so.
     """
     file, _, name = named.rpartition(":")
+    if not file and Path(named).is_file():
+        file, name = named, ""
     path = Path(file)
-    if not file or not name or not path.is_file():
+    if not file or not path.is_file():
         raise ConfigError(f"--task '{named}': there is no such file; give FILE.py:Class")
+    module = _imported(named, path)
+    kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
+    if kind is None:
+        said = f"the file has no class {name}" if name else "it names no class"
+        own = [key for key, value in vars(module).items() if _is_task(value, module)]
+        close = difflib.get_close_matches(name, own, n=1)
+        meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
+        meant = meant if own else f"give {file}:CLASS, a subclass of lockstep.Task that the file defines"
+        raise ConfigError(f"--task '{named}': {said}; {meant}")
+    try:
+        made = kind()
+    except Exception as error:
+        raise ConfigError(f"--task '{named}': {name}() failed ({error}); it must need no arguments") from error
+    return adapted(made)
+
+
+def _imported(named: str, path: Path) -> ModuleType:
+    """The file as a module. Raises ConfigError where it is none, or what it runs fails."""
     module_name = f"lockstep_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -271,12 +293,13 @@ def load_task(named: str) -> Task:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-        kind: Callable[[], Any] = getattr(module, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"--task '{named}': {reason}; the file must import and define {name}") from error
-    try:
-        made = kind()
-    except Exception as error:
-        raise ConfigError(f"--task '{named}': {name}() failed ({error}); it must need no arguments") from error
-    return adapted(made)
+        raise ConfigError(f"--task '{named}': {reason}; the file must import without an error") from error
+    return module
+
+
+def _is_task(value: Any, module: ModuleType) -> bool:
+    """Whether `value` is a class of the file's own that has what a task must have."""
+    own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
+    return own and all(callable(getattr(value, method, None)) for method in _MUST)

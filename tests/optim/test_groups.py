@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run
-from small_runs import mark
+from small_runs import config, mark
 from torch import nn
 from toys import Ragged, taken
 
@@ -20,6 +20,7 @@ from lockstep.engines.shared.blocks import repeated_layers
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rule, Rules, freeze, groups, parse
 from lockstep.optim.optimizers import adam, make_optimizer
+from lockstep.run.groups_table import show_groups
 
 
 class Deep(nn.Module):
@@ -173,13 +174,27 @@ def test_a_task_with_its_own_optimizer_has_its_own_groups(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_show_groups_prints_them_and_trains_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(
+def _file(folder):
+    path = folder / "mine.py"
+    path.write_text(
         "import lockstep, torch\nfrom test_groups import Deep\n\n\nclass Mine(lockstep.Task):\n"
         "    def model(self):\n        return Deep()\n\n"
         "    def dataset(self, split):\n        return [torch.arange(3) + k for k in range(4)]\n\n"
         "    def loss(self, model, batch):\n        return model(batch).logsumexp(-1).sum()\n"
     )
+    return path
+
+
+def test_show_groups_asks_no_run_that_lies_there(tmp_path, capsys):
+
+    lockstep.train(config(tmp_path, max_steps=1, task=f"{_file(tmp_path)}:Mine"))
+    capsys.readouterr()
+    show_groups(config(tmp_path, max_steps=1, task=f"{tmp_path}/mine.py:Mine", optim={"layer_decay": 0.5}))
+    assert "layers.0.weight" in capsys.readouterr().out
+
+
+def test_show_groups_prints_them_and_trains_nothing(tmp_path):
+    _file(tmp_path)
     flags = ["--task", "mine.py:Mine", "--optim.layer-decay", "0.5", "--optim.groups", "tokens.*: freeze", "--lr", "1"]
     code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}; "
     done = subprocess.run(

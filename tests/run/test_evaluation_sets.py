@@ -230,6 +230,11 @@ def test_a_mapping_of_numbers_is_a_dataset_and_one_of_texts_is_several():
         named_sets({"a/b": [1]})
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['near'\] returned int, which has no __len__"):
         named_sets({"near": 3})
+    loader = torch.utils.data.DataLoader([1, 2])
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] returned a DataLoader: give its dataset"):
+        named_sets({"near": [1], "far": loader})
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned a DataLoader: give its dataset"):
+        named_sets(loader)
 
 
 def test_the_judge_names_the_sets_metrics(tmp_path):

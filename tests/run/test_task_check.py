@@ -55,6 +55,7 @@ class Broken(Ragged):
             "whole": (loss * 0).long(),
             "many": loss.expand(3),
             "nothing": None,
+            "a dict": {"loss": loss},
             "raises": None,
         }
         if self.what == "raises":
@@ -85,6 +86,7 @@ class Broken(Ragged):
         ("whole", r"`loss` returned a int64 tensor of shape \[\]"),
         ("many", r"`loss` returned a float64 tensor of shape \[3\]"),
         ("nothing", "`loss` returned None"),
+        ("a dict", "`loss` returned a dict: it must return one number, a 0-dim float tensor"),
         ("fraction", r"`count` returned 2.5: it must return a whole number of items, 0 or more"),
         ("negative", "`count` returned -1"),
         ("no dict", r"`metrics` must return a dict of name -> \(sum, count\), both numbers; it returned a list"),

@@ -148,6 +148,14 @@ def test_columns_and_classes_in_one_line(place, tmp_path):
     assert len(pair["input_ids"]) > len(single["input_ids"])
     with pytest.raises(DataError, match="--task classification: name the data with --dataset-name"):
         make(config(place, tmp_path, dataset_name=""), print)
+    small = hub_files.write_model(tmp_path / "small", weights=True, vocab_size=200)
+    for tokenizer, line in (
+        ("", r"--model-name: its tokenizer knows \d+ tokens and .*small 200: widen its token table"),
+        (str(place / "gpt2"), r"--tokenizer .*gpt2 knows \d+ tokens and .*small 200: leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=line) as caught:
+            make(config(place, tmp_path, model_name=str(small), tokenizer=tokenizer), print)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="--seq-len 65 is longer than the context of .*, 64"):
         make(config(place, tmp_path, seq_len=65), print)
 

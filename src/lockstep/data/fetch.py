@@ -63,19 +63,18 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
     Args:
         name: of the set, where the split has several.
     """
-    kind = type(dataset).__name__
+    where, kind = f"the task's dataset('{split}')" + (f"['{name}']" if name else ""), type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
-            f"the task's dataset('{split}') returned a DataLoader: give its dataset alone, loader.dataset; batches are "
+            f"{where} returned a DataLoader: give its dataset alone, loader.dataset; batches are "
             "made by --batch-size and --micro-batch-size, a collate_fn is the task's `collate`, a sampler its `order`"
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if isinstance(dataset, IterableDataset):
         missing = ["__len__", "__getitem__"]
     if missing:
-        where = f"['{name}']" if name else ""
         raise DataError(
-            f"the task's dataset('{split}'){where} returned {kind}, which has no {' and no '.join(missing)}: any "
+            f"{where} returned {kind}, which has no {' and no '.join(missing)}: any "
             "sample must be had by its index, dataset[i] for i below len(dataset); write an iterable one out, or "
             "index its files"
         )

@@ -22,7 +22,7 @@ def show_groups(config: Config) -> None:
     """Prints the groups of the run that `config` asks for. Raises what `build` raises."""
     world = World.join(config.device, config.timeout)
     try:
-        built = build(config, None, world)
+        built = build(config, None, world, resume=False)  # a run that lies there has no say
         made = optimizer_of(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
         table.add_column("names", overflow="fold")

@@ -169,8 +169,12 @@ def make(config: Config, say: Say) -> TextClassification:
             f"--seq-len {config.seq_len} is longer than the context of {source.name}, {source.context}; lower it"
         )
     if encoder.vocab_size > source.vocab_size:
+        known = f"{encoder.vocab_size} tokens and {source.name} {source.vocab_size}"
         raise ConfigError(
-            f"--tokenizer knows {encoder.vocab_size} tokens and {source.name} {source.vocab_size}: leave it out"
+            f"--tokenizer {config.tokenizer} knows {known}: leave it out"
+            if config.tokenizer
+            else f"--model-name: its tokenizer knows {known}: widen its token table "
+            "(model.resize_token_embeddings(len(tokenizer))), save both into one folder, and name that"
         )
     texts = zip(*(table.values(column) for column in columns), strict=True)
     train, evaluation = (
