@@ -1,7 +1,11 @@
 """Lengths in epochs and as a share of the plan: read from flags, Python and files, and turned into steps once."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from small_runs import config
 from toys import Network, Ragged, taken
@@ -40,6 +44,31 @@ def test_they_may_be_said_wherever_a_number_of_steps_may(tmp_path):
     assert read(tmp_path / "c.toml")["eval_freq"] == "1epoch"
     known = settled(given, Ragged(), Network(), samples=96).config
     assert (known.eval_freq, known.optim.warmup_steps, known.ckpt_freq) == (6, 2, 100)
+
+
+LENGTHS = st.one_of(
+    st.integers(1, 100).map(lambda share: f"{share}%"), st.integers(1, 40).map(lambda tenths: f"{tenths / 10}epochs")
+)
+
+
+@given(st.integers(20, 500), LENGTHS, LENGTHS)
+@hypothesis_settings(max_examples=25, deadline=None)
+def test_a_length_in_any_unit_is_the_same_schedule_as_in_steps_and_a_resume_has_it(steps, warmup, every):
+    """What a run writes into its config.toml, by which it goes on, is in steps already."""
+    task, model = Ragged(), Network()
+
+    def known(warmup, every):
+        said = Config(max_steps=steps, eval_freq=every, optim={"warmup_steps": warmup, "schedule": "linear"})
+        return settled(said, task, model, samples=96).config
+
+    said = known(warmup, every)
+    numbers = [in_steps(text, steps=steps, samples=96, batch_size=said.batch_size) for text in (warmup, every)]
+    assert [said.optim.warmup_steps, said.eval_freq] == numbers
+    assert known(*numbers) == said
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(said), encoding="utf-8")
+        assert settled(parse(["--config", str(path)]), task, model, samples=96).config == said
 
 
 @pytest.mark.parametrize("text", ["5 %%", "epoch", "-5%", "1epochs2", "five", "1e2%", "nan%"])

@@ -114,3 +114,40 @@ def test_one_cycle_is_torchs_with_its_momentum(steps, warmup):
 def test_every_shape_is_a_share_of_the_peak_in_every_step(shape, horizon, warmup, floor, step):
     assert 0 <= factor(step, horizon, warmup, floor, shape) <= 1 + 1e-12
     assert 0.85 - 1e-12 <= cycled_momentum(step, horizon, warmup) <= 0.95 + 1e-12
+
+
+@given(
+    st.sampled_from([shape for shape in SHAPES if shape not in ("step", "plateau")]),
+    st.integers(2, 300),
+    st.floats(0, 0.9),
+    st.floats(0, 1),
+    st.floats(0.05, 1),
+)
+def test_no_rate_jumps_but_where_it_drops_by_steps(shape, horizon, part, floor, cooldown):
+    """From a step to the next no more than the steepest place of its curve."""
+    warmup = int(part * (horizon - 1))
+    rates = [factor(step, horizon, warmup, floor, shape, cooldown=cooldown) for step in range(horizon + 5)]
+    falling = {
+        "wsd": 1 / math.sqrt(max(1, min(round(cooldown * horizon), horizon - warmup))),
+        "inverse-sqrt": 0.3,
+        "one-cycle": math.pi / 2 / max(1, horizon - warmup),
+        "constant": 0.0,
+    }.get(shape, math.pi / 2 / (horizon - warmup))
+    rising = math.pi / 2 / max(1, warmup - 1) if shape == "one-cycle" else 1 / (warmup + 1)
+    for step, (one, other) in enumerate(itertools.pairwise(rates)):
+        assert abs(other - one) <= (rising if step < warmup - (shape == "one-cycle") else falling) + 1e-9
+
+
+@given(
+    st.integers(1, 300), st.integers(0, 100), st.floats(0, 1), st.floats(0, 1), st.integers(0, 60), st.integers(0, 400)
+)
+def test_step_and_plateau_drop_by_their_factor_and_stay_between(horizon, warmup, floor, gamma, period, step):
+    drop = period or max(1, horizon // 3)
+    if step >= warmup:
+        one = factor(step, horizon, warmup, floor, "step", period=period, gamma=gamma)
+        other = factor(step + drop, horizon, warmup, floor, "step", period=period, gamma=gamma)
+        assert other == pytest.approx(max(floor, gamma * one), abs=1e-12)
+        begun = warmup + (step - warmup) // drop * drop
+        assert factor(begun, horizon, warmup, floor, "step", period=period, gamma=gamma) == one
+    fallen = [factor(step, horizon, warmup, floor, "plateau", gamma=gamma, fallen=times) for times in range(4)]
+    assert all(one >= other for one, other in itertools.pairwise(fallen))

@@ -1,0 +1,73 @@
+"""Every number that has bounds: what is outside is one line that names the flag, what is inside is kept as it is."""
+
+import math
+import tempfile
+from pathlib import Path
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lockstep.config.bounds import BOUNDS
+from lockstep.config.config import _PLACES, Config, flag, lookup
+from lockstep.config.options import parse, to_toml
+from lockstep.errors import ConfigError
+
+PLAIN = Config()
+
+
+def is_whole(name):
+    return isinstance(lookup(PLAIN, name), int)
+
+
+@st.composite
+def outside(draw):
+    name = draw(st.sampled_from(sorted(BOUNDS)))
+    least, most, what = BOUNDS[name]
+    if is_whole(name):
+        below, above = st.integers(-(10**20), least - 1), st.integers(most + 1, 10**20)
+    else:
+        below = st.floats(max_value=math.nextafter(least, -math.inf))
+        above = st.floats(min_value=math.nextafter(most, math.inf)) | st.just(math.nan)
+    value = draw(below | above)
+    assume(value != _PLACES.get(name))
+    return name, value, what
+
+
+@st.composite
+def inside(draw):
+    name = draw(st.sampled_from(sorted(BOUNDS)))
+    least, most, what = BOUNDS[name]
+    return name, draw(st.integers(least, most) if is_whole(name) else st.floats(least, most)), what
+
+
+@given(outside())
+@settings(deadline=None)
+def test_what_is_outside_is_refused_in_one_line_that_names_the_flag(case):
+    name, value, what = case
+    try:
+        parse([f"{flag(name)}={value!r}"])
+    except ConfigError as error:
+        line = str(error)
+        assert line.startswith(flag(name) + " ")
+        assert line.endswith(what)
+        assert "\n" not in line
+    else:
+        raise AssertionError(f"{name} = {value!r} was taken")
+
+
+@given(inside())
+@settings(max_examples=60, deadline=None)
+def test_what_is_inside_is_no_matter_of_bounds_and_the_file_keeps_it(case):
+    """Some go with others alone, and that line says so; never that the number is not what it must be."""
+    name, value, what = case
+    try:
+        config = parse([f"{flag(name)}={value!r}"])
+    except ConfigError as error:
+        assert what not in str(error)
+        assert "\n" not in str(error)
+        return
+    assert lookup(config, name) == value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert parse(["--config", str(path)]) == config
