@@ -48,6 +48,23 @@ def test_a_spike_is_seen_and_noise_is_not():
     assert spike.limit(2510) == limit
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_norms_that_rise_after_the_warm_up_are_no_spikes_and_one_among_them_is(seed):
+    """As in `lockstep train --task images`: about 0.3 over the warm-up, then five times as much within 40 steps."""
+    draw = random.Random(seed)
+    levels = [0.3] * 30 + [0.3 * 5 ** (step / 40) for step in range(40)] + [1.5] * 130
+    norms = [level * draw.lognormvariate(0, 0.2) for level in levels]
+    spike = Spike()
+    assert not any([spike.sees(step, norm) for step, norm in enumerate(norms)])  # noqa: C419 - each must be seen
+    for at in (35, 45, 55, 65, 75, 100, 150):
+        spike = Spike()
+        found = [spike.sees(step, levels[at] * 6 if step == at else norm) for step, norm in enumerate(norms)]
+        assert found.index(True) == at
+        assert sum(found) == 1
+    spike = Spike()  # what grows by a half in each step is no trend
+    assert any(spike.sees(step, 0.3 * 1.5 ** max(0, step - 50)) for step in range(64))
+
+
 def test_what_limits_a_step_is_known_two_steps_before_it():
     """So it is the same whether a norm is read at once or, as from a device, one step late."""
     norms = [1.0 + 0.01 * (step % 7) for step in range(100)]

@@ -67,20 +67,35 @@ def test_the_first_limit_comes_with_32_norms_and_the_next_16_later():
     assert run.limit == math.inf
     run.sees(2.0)
     assert run.limit == 6.0
-    assert not run.sees(5.0, 16)
-    assert run.limit == 6.0  # 32 of 2.0 and 16 of 5.0: the median stays, so does its deviation
-    assert not run.sees(5.0, 31)
-    assert run.limit == pytest.approx(5 + 8 * 1.4826 * 3)  # at 64 norms, as many of both: the upper one
+    assert not run.sees(2.2, 16)
+    assert run.limit == 6.0  # 32 of 2.0 and 16 of 2.2: the median stays, so does its deviation
+    assert not run.sees(2.2, 15)
+    assert run.limit == 6.0
+    assert not run.sees(2.2)
+    assert run.limit == pytest.approx(3 * 2.2)  # at 64 norms, as many of both: the upper one
+
+
+def test_norms_that_have_risen_lately_raise_the_limit_step_by_step():
+    run = Run(*[2.0] * 40)
+    assert not run.sees(5.0, 3)
+    assert run.limit == 6.0  # 5 of the last 8 are 2.0
     assert not run.sees(5.0)
-    assert run.limit == 15.0  # 32 of 2.0 and 48 of 5.0
+    assert run.limit == 12.5  # as many of both: the upper one
+    assert not run.sees(5.0)
+    assert not run.sees(math.nextafter(12.5, 0.0))
+    assert run.sees(12.5)
+    assert not run.sees(2.0, 4)
+    assert run.limit == 12.5
+    assert not run.sees(2.0)
+    assert run.limit == 6.0
 
 
 def test_only_the_last_128_norms_count():
     run = Run(*[2.0] * 128)
-    assert not run.sees(4.0, 63)
+    assert not run.sees(2.2, 63)
     assert run.limit == 6.0
-    assert not run.sees(4.0, 17)  # 80 of the last 128, and less than half of all
-    assert run.limit == 12.0
+    assert not run.sees(2.2, 17)  # 80 of the last 128, and less than half of all
+    assert run.limit == 3 * 2.2
 
 
 def test_nothing_is_learnt_from_a_norm_of_zero_or_from_a_spike():

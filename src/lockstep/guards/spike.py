@@ -2,7 +2,7 @@
 
 spike = Spike()
 limit = spike.limit(step)           # what the step's norm must stay below; infinite while too little is known
-if spike.sees(step, norm): ...      # above median + 8 robust deviations, and above three times the median
+if spike.sees(step, norm): ...      # above median + 8 robust deviations, three medians, and 2.5 of the last steps'
 """
 
 import math
@@ -13,12 +13,17 @@ __all__ = ["Spike"]
 
 _WINDOW, _LEAST, _EVERY = 128, 32, 16
 _DEVIATIONS, _TIMES = 8.0, 3.0
+_LATELY, _RISEN = 8, 2.5
 _NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
 _LATE = 2  # steps after which an estimate holds: a device tells a step's norm when the next step has begun
 
 
 class Spike:
     """A running estimate that one value cannot move: the median and the median deviation of the last 128 norms.
+
+    Where norms rise, as they do in healthy runs when the rate has warmed up, that median is of a time that is over. So
+    a spike is above two and a half times the median of the last 8 norms too, which counts where these have risen by a
+    fifth.
 
     What limits a step depends on the norms up to the last but one alone, so that it is the same whether norms are read
     at once or a step late. The state belongs into checkpoints: it decides which steps are applied.
@@ -27,6 +32,7 @@ class Spike:
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._count = 0
+        self._usual = math.inf  # of the last 128 norms, as it was estimated last
         self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the present one, and the next
 
     def limit(self, step: int) -> float:
@@ -36,20 +42,23 @@ class Spike:
     def sees(self, step: int, norm: float) -> bool:
         """Whether the norm of `step` is a spike; only what is not is learnt from. Steps come in order.
 
-        Costs a microsecond; every 16th step ten.
+        Costs two microseconds; every 16th step ten.
         """
         if not norm < self.limit(step):
             return True
         if norm > 0:
             self._norms.append(norm)
             self._count += 1
-            if self._count >= _LEAST and self._count % _EVERY == 0:
-                self._limits.append((step + _LATE, self._estimate()))
+            if self._count >= _LEAST:
+                if self._count % _EVERY == 0:
+                    self._usual = self._estimate()
+                self._limits.append((step + _LATE, max(self._usual, _RISEN * self._lately())))
         return False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, which JSON keeps to the last bit."""
-        return {"norms": list(self._norms), "count": self._count, "limits": [list(pair) for pair in self._limits]}
+        known = {"norms": list(self._norms), "count": self._count, "limits": [list(pair) for pair in self._limits]}
+        return known if math.isinf(self._usual) else known | {"usual": self._usual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave."""
@@ -58,6 +67,11 @@ class Spike:
         self._count = state["count"]
         self._limits.clear()
         self._limits.extend((first, limit) for first, limit in state["limits"])
+        self._usual = state.get("usual", self._limits[-1][1] if self._limits else math.inf)
+
+    def _lately(self) -> float:
+        """The median of the last 8 norms."""
+        return sorted(list(self._norms)[-_LATELY:])[_LATELY // 2]
 
     def _estimate(self) -> float:
         ordered = sorted(self._norms)
