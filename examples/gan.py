@@ -1,7 +1,6 @@
 """A GAN, two engines in a loop of your own: torchrun --standalone --nproc-per-node 2 examples/gan.py
 
-Each network has an engine, and each engine its optimizer. The generator learns points on a ring; "off" is how far its
-points lie from it. Noise and samples are those of the whole step, of which each rank takes its share.
+The generator learns points on a ring; "off" is how far its points lie from it. Each rank takes its share of a step.
 """
 
 import argparse
@@ -12,17 +11,15 @@ from torch.nn import functional as F
 
 import lockstep
 
-SIZE = 64  # points of a step, over all ranks
-
 
 def network(n_in, n_out):
     return nn.Sequential(nn.Linear(n_in, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, n_out))
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1500)
-    steps = parser.parse_args().steps
+    steps, size = parser.parse_args().steps, 64  # of points, over all ranks
     world = lockstep.World.join()
     torch.manual_seed(0)
     generator, critic = network(2, 2).to(world.device), network(2, 1).to(world.device)
@@ -31,27 +28,23 @@ def main():
 
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
-        noise, angle = torch.randn(SIZE, 2, generator=draw), torch.rand(SIZE, generator=draw) * 2 * torch.pi
+        noise, angle = torch.randn(size, 2, generator=draw), torch.rand(size, generator=draw) * 2 * torch.pi
         real = torch.stack([angle.cos(), angle.sin()], 1)
         noise, real = (all_of.tensor_split(world.size)[world.rank].to(world.device) for all_of in (noise, real))
 
         both = torch.cat([real, generator(noise).detach()])  # the critic's step
         with judge.accumulate(last=True):
             true, false = judge.model(both).split(len(real))
-            judge.backward(F.softplus(-true).sum() + F.softplus(false).sum(), 0.5 / SIZE)
+            judge.backward(F.softplus(-true).sum() + F.softplus(false).sum(), 0.5 / size)
         judge.step()
 
         critic.requires_grad_(False)  # the generator's
         with generate.accumulate(last=True):
             points = generate.model(noise)
-            generate.backward(F.softplus(-critic(points)).sum(), 1 / SIZE)
+            generate.backward(F.softplus(-critic(points)).sum(), 1 / size)
         generate.step()
         critic.requires_grad_(True)
         if world.is_main and step % 50 == 49:
             print(f"step {step + 1}: off {(points.norm(dim=1) - 1).abs().mean():.4f}")
     del generate, judge
     world.leave()
-
-
-if __name__ == "__main__":
-    main()

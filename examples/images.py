@@ -40,13 +40,9 @@ class Digits(lockstep.Task):
         return F.cross_entropy(logits, batch[1], reduction="sum"), {"f1": self.f1}
 
 
-def main():
+if __name__ == "__main__":
     defaults = {"experiment_name": "digits", "num_epochs": 10, "batch_size": 64, "lr": 0.01, "best_metric": "f1:max"}
     config = lockstep.Config.from_args(eval_freq="1epoch", optim={"schedule": "one-cycle"}, **defaults)
     result = lockstep.train(config, Digits())
     if result.best:
         print(f"best F1 {result.best.value:.4f}, after step {result.best.step}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """An engine in a loop of your own: torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 
-The five lines that matter are marked. They give right accumulation, a loss per item over all ranks, clipping and an
-engine that can be changed by its name.
+The five lines that matter are marked: right accumulation, a loss per item over all ranks, clipping, any engine by name.
 """
 
 import argparse
@@ -15,12 +14,11 @@ import lockstep
 SIZE, MICRO = 32, 4  # samples in a step over all ranks, and in one forward
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
-
     world = lockstep.World.join()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)).to(world.device)
@@ -43,7 +41,3 @@ def main():
             print(f"step {step + 1}: loss of this rank {total / len(rows) * world.size:.3f}, norm {result.norm:.3f}")
     del engine
     world.leave()
-
-
-if __name__ == "__main__":
-    main()

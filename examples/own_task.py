@@ -1,10 +1,7 @@
 """A task of your own: python examples/own_task.py, or lockstep launch --nproc-per-node 2 -- examples/own_task.py
 
-Classifies points on two spirals. On one process and on two the weights at the end are the same bits. Flags are those of
-`lockstep train`: --max-steps 100, --batch-size 32, --help.
+Points on two spirals; the same bits on one process and on two. Flags are those of `lockstep train`: --max-steps 100.
 """
-
-import math
 
 import torch
 from torch import nn
@@ -18,15 +15,14 @@ class Spirals(lockstep.Task):
     """A model, its data, and the loss as a SUM over the samples."""
 
     def model(self):
-        return nn.Sequential(
-            nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
-        )
+        layers = nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+        return nn.Sequential(*layers)
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
         label = torch.arange(600) % 2
-        turn = torch.rand(600, generator=generator) * 2 * math.pi
-        angle = turn + math.pi * label
+        turn = torch.rand(600, generator=generator) * 2 * torch.pi
+        angle = turn + torch.pi * label
         return TensorDataset(torch.stack([turn * angle.cos(), turn * angle.sin()], 1) / 6, label)
 
     def loss(self, model, batch):
@@ -38,14 +34,10 @@ class Spirals(lockstep.Task):
         return {"accuracy": ((model(points).argmax(1) == labels).sum(), len(labels))}
 
 
-def main():
+if __name__ == "__main__":
     defaults = {"experiment_name": "spirals", "max_steps": 400, "batch_size": 64, "log_freq": 100, "eval_freq": 200}
     config = lockstep.Config.from_args(lr=0.01, exact=True, **defaults)
     with lockstep.Run(config, Spirals()) as run:
         for step in run:
             if step.evaluation and run.is_main:  # whatever you want to do after a step, as plain ifs
                 print(f"step {step.global_step}: accuracy {step.evaluation.metrics['accuracy']:.3f}")
-
-
-if __name__ == "__main__":
-    main()
