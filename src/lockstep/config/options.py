@@ -202,7 +202,7 @@ def _toml(value: Any) -> str:
 # What `--help` shows. All else is behind `--help-all`.
 FIRST = (
     *("task", "model_name", "dataset_name", "experiment_name", "num_epochs", "max_steps"),
-    *("batch_size", "lr", "eval_freq", "exact", "config"),
+    *("batch_size", "lr", "exact", "config"),
 )
 
 # The flags outside the sections, as `--help-all` shows them.
