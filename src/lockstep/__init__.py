@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.distributed.world import World
     from lockstep.engines.make import engine
     from lockstep.engines.options import EngineOptions
+    from lockstep.optim.torch_schedule import torch_schedule
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run.find_lr import find_lr
     from lockstep.run.load import load
@@ -29,6 +30,7 @@ _MODULES = {
     "lockstep.config.sections": ("Checkpoint", "Data", "Guards", "Model", "Optim"),
     "lockstep.engines.make": ("engine",),
     "lockstep.engines.options": ("EngineOptions",),
+    "lockstep.optim.torch_schedule": ("torch_schedule",),
     "lockstep.run.find_lr": ("find_lr",),
     "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),
@@ -58,6 +60,7 @@ __all__ = [
     "engine",
     "find_lr",
     "load",
+    "torch_schedule",
     "train",
     "verify",
 ]
