@@ -70,6 +70,25 @@ def test_one_two_and_four_ranks_have_the_same_bits_with_augmentation_loaders_and
     assert shown[0] == shown[1] == shown[2]
 
 
+def whole_run(world, folder, name):
+    """The fingerprint of the default run, but for --exact."""
+    given = Config(task="images", experiment_name=name, save_dir=str(folder), device="cpu", exact=True)
+    result = lockstep.train(given, None, world)
+    return checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_digits_reach_97_percent_by_default_with_the_same_bits_and_without_a_warning(tmp_path):
+    [one] = run(whole_run, 1, tmp_path, "one", timeout=1500.0)
+    assert run(whole_run, 2, tmp_path, "two", timeout=1500.0) == [one] * 2
+    found = recorded(tmp_path, "one")
+    assert found == recorded(tmp_path, "two")
+    assert found["top1"] >= 0.97
+    said = (tmp_path / "one" / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    assert "is above" not in said  # no step is called a spike
+
+
 def test_the_loss_is_plain_pytorchs_and_metrics_come_from_the_same_forward():
     task = make(Config(task="images", precision="float64", images={"label_smoothing": 0.1}), print)
     torch.manual_seed(0)
