@@ -6,12 +6,15 @@ import warnings
 import pytest
 import torch
 from ranks import run
+from small_runs import config
 from support import build, digest, whole
 from toys import Ragged, train
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.engines.shared.average import Averaged, averaged
 from lockstep.errors import ConfigError
+from lockstep.sinks.jsonl import read
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
@@ -127,3 +130,21 @@ def _begun(world):
 def test_it_begins_at_the_weights_and_is_refused_where_these_are_on_a_disk():
     line = "--optim.ema: zero_optimization.offload_optimizer keeps the weights on nvme; offload them to cpu"
     assert run(_begun, 2) == [(True, line)] * 2
+
+
+def _whole_run(world, folder, name, options):
+    """The evaluations of a run of twelve steps."""
+    warnings.simplefilter("ignore")
+    given = config(folder, engine=name, engine_options=options, eval_freq=4, optim={"ema": 0.8}, precision="float32")
+    folder_of = lockstep.train(given, Ragged(dtype=torch.float32), world).folder
+    return [record["evaluation/loss"] for record in read(folder_of / "metrics.jsonl") if "evaluation/loss" in record]
+
+
+def test_a_whole_run_evaluates_it_keeps_it_and_loads_it(tmp_path):
+    wanted = run(_whole_run, 2, tmp_path / "ddp", "ddp", {})[0]
+    found = run(_whole_run, 2, tmp_path / "ds", "deepspeed", {"zero_stage": 3})
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(wanted, rel=1e-4)
+    models = [lockstep.load(tmp_path / name / "r", TASK, "last", ema=True) for name in ("ddp", "ds")]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
