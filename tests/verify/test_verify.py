@@ -324,7 +324,7 @@ def test_bad_input_is_one_line(flags, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no attribute 'Mine'"),
+        ("", "the file has no class Mine"),
         ("import nothing_at_all", "No module named 'nothing_at_all'"),
         ("class Mine:\n    def __init__(self, size): pass", "it must need no arguments"),
     ],

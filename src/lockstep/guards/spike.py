@@ -71,7 +71,8 @@ class Spike:
 
     def _lately(self) -> float:
         """The median of the last 8 norms."""
-        return sorted(list(self._norms)[-_LATELY:])[_LATELY // 2]
+        lately = sorted(list(self._norms)[-_LATELY:])
+        return lately[len(lately) // 2]
 
     def _estimate(self) -> float:
         ordered = sorted(self._norms)
