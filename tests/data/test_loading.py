@@ -1,5 +1,6 @@
 """How samples are loaded: errors named and tried again with the same bits, processes that die, and that are ended."""
 
+import multiprocessing
 import os
 import random
 import re
@@ -170,6 +171,20 @@ def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path)
     (tmp_path / "again").touch()  # that would be the second in this start of the run
     with pytest.raises(DataError, match=r"rank 0: a loader process died at step \d: DataLoader worker"):
         content(batches)
+
+
+@pytest.fixture
+def forkserver():
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_loader_processes_that_a_server_forks_live_too():
+    """Their parent, as the system sees it, is the server: how Python begins processes from 3.14 on."""
+    assert content(feed(Noisy(), workers=1)) == content(feed(Noisy()))
 
 
 def children():
