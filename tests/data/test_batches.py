@@ -21,6 +21,7 @@ from toys import Holes, HolesMean, Partial, fit, parts, train
 from lockstep.data.batches import Batches, Loading, Origin, StepPlan, slots
 from lockstep.data.device import mover
 from lockstep.data.order import Sequential, Shuffled
+from lockstep.distributed.shares import equal_shares, given_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 
@@ -59,11 +60,20 @@ def content(found):
 
 @given(st.integers(1, 60), st.integers(1, 17))
 def test_slots_cover_every_micro_batch_once(micro_batches, world_size):
-    by_rank = [slots(micro_batches, world_size, rank) for rank in range(world_size)]
+    shares = equal_shares(micro_batches, world_size)
+    by_rank = [slots(shares, rank, micro_batches) for rank in range(world_size)]
     assert {len(mine) for mine in by_rank} == {-(-micro_batches // world_size)}
     counted = [slot.micro for mine in by_rank for slot in mine if slot.weight]
     assert counted == list(range(micro_batches))
     assert all(slot.weight in (0.0, 1.0) and 0 <= slot.micro < micro_batches for mine in by_rank for slot in mine)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
+def test_given_shares_are_each_ranks_own_number(counts, data):
+    shares, present = given_shares(counts), data.draw(st.integers(1, sum(counts)))
+    by_rank = [slots(shares, rank, present) for rank in range(len(counts))]
+    assert [len(mine) for mine in by_rank] == counts
+    assert [slot.micro for mine in by_rank for slot in mine if slot.weight] == list(range(present))
 
 
 @settings(deadline=None, max_examples=40)

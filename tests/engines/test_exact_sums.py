@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lockstep.distributed.world import World
 from lockstep.engines.fsdp.exact import ExactReduceScatter
 from lockstep.engines.shared import exact
-from lockstep.engines.shared.exact import Shares, Span, Subtotals, Tree, subtrees
+from lockstep.engines.shared.exact import Parts, Span, Subtotals, Tree, subtrees
 
 SHAPES = [(), (3,), (17,), (4, 3), (2, 3, 2, 2), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -159,7 +159,7 @@ def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(c
     zeros = [torch.zeros(shape) for shape, _ in kinds]
     sizes = [z.numel() for z in zeros]
     threads, total = Threads(1), torch.empty(sum(sizes))
-    comm = ExactReduceScatter(Shares(len(gradients), World()))
+    comm = ExactReduceScatter(Parts(len(gradients), World()))
     threads.become(0)
     with mock.patch.object(exact, "dist", threads):
         for each in gradients:

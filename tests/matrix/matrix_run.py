@@ -30,7 +30,7 @@ from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
 
-__all__ = ["NAME", "Start", "begins", "folder_of", "play", "starts"]
+__all__ = ["NAME", "Start", "begins", "folder_of", "play", "shares", "starts"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
@@ -221,6 +221,11 @@ def _optim(case: Case) -> dict[str, object]:
     return {}
 
 
+def shares(case: Case, engine: str, world: int) -> tuple[int, ...]:
+    """Unequal ones, which the task "options" has where an engine can; () for equal ones."""
+    return {2: (3, 1), 3: (1, 2, 1)}.get(world, ()) if case.task == "options" and engine in ("ddp", "zero") else ()
+
+
 def _more(case: Case) -> dict[str, object]:
     if case.task == "adapters":
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
@@ -258,5 +263,6 @@ def settings(start: Start, folder: Path) -> Config:
         ),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
+        shares=",".join(map(str, shares(case, start.engine, start.world))) or "equal",
         **_more(case),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from matrix_cases import Case, reference
 from matrix_oracle import Wanted, oracle
-from matrix_run import NAME, Start, begins, folder_of, starts
+from matrix_run import NAME, Start, begins, folder_of, shares, starts
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
@@ -94,8 +94,8 @@ def _state(case: Case, folder: Path, done: int) -> tuple[dict[str, torch.Tensor]
 
 def _wanted(case: Case, done: int) -> Wanted:
     fault = "none" if case.fault == "killed" else case.fault
-    moved = -(-(BATCH // MICRO) // case.world)  # the micro-batches of rank 0
-    return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, moved, begins(case))
+    first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // case.world)
+    return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, first, begins(case))
 
 
 def compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any, Self, cast
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
 from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
+from lockstep.config.shares import counts_of
 from lockstep.config.spans import SPAN, is_share, is_span
 from lockstep.config.together import check_together
 from lockstep.engines.options import ENGINES, EngineOptions
@@ -96,6 +97,7 @@ class Config:
         "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
     )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
+    shares: str = option("equal", "micro-batches of a step by rank: 5,3; equal: as many on each (engines ddp, zero)")
     compile: bool = option(False, "compile the model with torch.compile")
     compile_scope: str = option(
         "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"
@@ -167,6 +169,7 @@ class Config:
                     )
         check(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
+        counts_of(self.shares)
         _check_best(self)
         if is_span(self.extend_to) and not re.fullmatch(r"[1-9]\d* ?epochs?", str(self.extend_to)):
             raise FieldError(

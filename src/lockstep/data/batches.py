@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
-from lockstep.distributed.shares import run_of
+from lockstep.distributed.shares import Shares, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 from lockstep.task import Order, Task
@@ -68,15 +68,13 @@ class Slot(NamedTuple):
     weight: float
 
 
-def slots(micro_batches: int, world_size: int, rank: int, present: int | None = None) -> list[Slot]:
-    """The rank's ceil(M / world) slots of a step, contiguous, in order.
+def slots(shares: Shares, rank: int, present: int) -> list[Slot]:
+    """The rank's slots of a step, contiguous, in order.
 
-    What lies past the last of the `present` micro-batches (default: all M) repeats that one with weight 0. A run's last
-    step, which may be short, keeps its M slots, so that every rank still owns the same part of the exact tree.
+    What lies past the last of the `present` micro-batches repeats that one with weight 0. A run's last step, which may
+    be short, keeps its M slots, so that every rank still owns the same part of the exact tree.
     """
-    each = -(-micro_batches // world_size)
-    start, _ = run_of(micro_batches, world_size, rank)
-    last = (micro_batches if present is None else present) - 1
+    (start, _), each, last = shares.runs[rank], shares.slots[rank], present - 1
     return [Slot(min(place, last), float(place <= last)) for place in range(start, start + each)]
 
 
@@ -136,7 +134,7 @@ class Batches:
 
     Attributes:
         cut: the steps.
-        world_size: among how many ranks they are shared out.
+        slots: this rank's forwards in each step, those of empty slots included.
         loader: makes the micro-batches; counts the loader processes that had to be begun again.
     """
 
@@ -150,9 +148,11 @@ class Batches:
         *,
         seed: int = 0,
         loading: Loading | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.step_plan = step_plan
-        self.world_size = world.size
+        self._shares = shares or equal_shares(step_plan.micro_batches, world.size)
+        self.slots = self._shares.slots[world.rank]
         self._order, self._rank = order, world.rank
         self._fetch = Fetch(dataset, task, seed, world.rank)
         self._move = mover(world.device)
@@ -200,7 +200,7 @@ class Batches:
         With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
         are: a file that a dataset opens must not be open already when loader processes are forked.
         """
-        slot = slots(self.step_plan.micro_batches, self.world_size, self._rank, self.step_plan.present(step))[0]
+        slot = slots(self._shares, self._rank, self.step_plan.present(step))[0]
         whole = self._key(step, slot.micro)
         keys = [whole._replace(epochs=whole.epochs[a:b], samples=whole.samples[a:b]) for a, b in cuts]
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
@@ -234,7 +234,7 @@ class Batches:
         """Keys of this rank's micro-batches, the samples looked up for many steps at once: a lone look-up is slow."""
         step_plan = self.step_plan
         block = max(1, 4096 // step_plan.size)
-        full = slots(step_plan.micro_batches, self.world_size, self._rank)
+        full = slots(self._shares, self._rank, step_plan.micro_batches)
         for first in range(start, step_plan.steps, block):
             last = min(first + block, step_plan.steps)
             origin = step_plan.start(first)
@@ -242,7 +242,7 @@ class Batches:
             for step in range(first, last):
                 present = step_plan.present(step)
                 short = present < step_plan.micro_batches
-                mine = slots(step_plan.micro_batches, self.world_size, self._rank, present) if short else full
+                mine = slots(self._shares, self._rank, present) if short else full
                 for micro, weight in mine:
                     a, b = step_plan.positions(step, micro)
                     span = slice(a - origin, b - origin)
@@ -258,7 +258,7 @@ class StepLoader:
     def __init__(self, batches: Batches, start: int) -> None:
         self._stream = batches.trained(start)
         self._steps = batches.step_plan.steps
-        self._slots = -(-batches.step_plan.micro_batches // batches.world_size)
+        self._slots = batches.slots
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []

@@ -1,12 +1,35 @@
 """Which micro-batches of a step each rank computes.
 
-start, stop = run_of(8, world_size=3, rank=1)       # 3, 6
+equal_shares(8, ranks=3).runs       # ((0, 3), (3, 6), (6, 8)), in 3 slots each
+given_shares((5, 3)).runs           # ((0, 5), (5, 8)), in 5 slots and in 3
 """
 
-__all__ = ["run_of"]
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Shares", "equal_shares", "given_shares"]
 
 
-def run_of(micro_batches: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First and past-the-last micro-batch of the rank's run: ceil(M / world) in a row, as far as M goes."""
-    each = -(-micro_batches // world_size)
-    return min(rank * each, micro_batches), min((rank + 1) * each, micro_batches)
+class Shares(NamedTuple):
+    """Who computes what of a step.
+
+    Attributes:
+        runs: by rank, the first and the past-the-last of its micro-batches, which follow each other.
+        slots: by rank, how many forwards it makes; those past the end of its run are empty.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    slots: tuple[int, ...]
+
+
+def equal_shares(micro_batches: int, ranks: int) -> Shares:
+    """ceil(M / ranks) slots on every rank, so that collectives within a forward line up."""
+    each = -(-micro_batches // ranks)
+    ends = [min(rank * each, micro_batches) for rank in range(ranks + 1)]
+    return Shares(tuple(itertools.pairwise(ends)), (each,) * ranks)
+
+
+def given_shares(counts: Sequence[int]) -> Shares:
+    """So many micro-batches on each rank, and no empty slot."""
+    return Shares(tuple(itertools.pairwise(itertools.accumulate(counts, initial=0))), tuple(counts))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.config import flag
 from lockstep.config.sections import Fp16
+from lockstep.distributed.shares import given_shares
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
@@ -21,7 +22,9 @@ from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
 
-__all__ = ["ModelInit", "engine", "model_init", "name_of", "options_for"]
+__all__ = ["SHARING", "ModelInit", "check_shares", "engine", "model_init", "name_of", "options_for"]
+
+SHARING = ("single", "ddp", "zero")  # engines whose ranks may compute unequal numbers of micro-batches
 
 
 def engine(
@@ -32,6 +35,7 @@ def engine(
     *,
     clip: float = 0.0,
     exact_micro_batches: int = 0,
+    shares: Sequence[int] | None = None,
     loss_scaling: bool | Fp16 = False,
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
@@ -55,6 +59,8 @@ def engine(
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
             Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
+        shares: by rank, how many of a step's micro-batches it computes, which follow those of the rank before it; None:
+            as many on each. For ddp and zero.
         loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast. True takes
             the defaults of `Config.fp16`.
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
@@ -71,8 +77,11 @@ def engine(
         check_servable(exact_micro_batches, world.size)
     options = options or EngineOptions()
     kind = _kind(name, options)
+    given = given_shares(shares) if shares else None
+    if shares:
+        check_shares(name, shares, exact_micro_batches or sum(shares), world.size, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    settings = Settings(clip, exact_micro_batches, scaling, tuple(blocks), options)
+    settings = Settings(clip, exact_micro_batches, given, scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
 
     def make(held: nn.Module) -> Optimizer:
@@ -81,10 +90,29 @@ def engine(
         return made
 
     bare = kind(model, make, world, settings)
-    made = with_buffers(
-        cast(Engine, bare), model, world, exact=bool(exact_micro_batches), shared=options.broadcast_buffers
-    )
+    exact, most = bool(exact_micro_batches), max(given.slots) if given else 0
+    shared = options.broadcast_buffers
+    made = with_buffers(cast(Engine, bare), model, world, exact=exact, shared=shared, most_slots=most)
     return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
+
+
+def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:
+    """Raises ConfigError where these shares do not fit the step or the world, or the engine has none."""
+    said = f"--shares {','.join(map(str, counts))}"
+    if len(counts) != ranks:
+        raise ConfigError(f"{said} is of {len(counts)} processes, and there are {ranks}: give one number for each")
+    if sum(counts) != micro_batches:
+        raise ConfigError(
+            f"{said} is {sum(counts)} micro-batches, and a step has {micro_batches}: change a share or "
+            "--micro-batch-size"
+        )
+    if name not in SHARING:
+        raise ConfigError(
+            f"{said} does not go with --engine {name}, where every forward takes all ranks, so that one with less work "
+            "would wait: use --engine ddp or zero"
+        )
+    if options.static_graph:
+        raise ConfigError(f"{said} does not go with --engine.static-graph, which exchanges after each micro-batch")
 
 
 def name_of(name: str, world: World) -> str:

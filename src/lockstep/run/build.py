@@ -20,22 +20,21 @@ from torch.optim import Optimizer
 from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.config.config import Config, lookup
+from lockstep.config.shares import counts_of
 from lockstep.data.batches import Batches, Loading
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Begun, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
-from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.make import engine
-from lockstep.engines.shared.exact import check_servable
 from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
 from lockstep.run.best import JUDGED, check_evaluated, judges
-from lockstep.run.defaults import idle, settled
+from lockstep.run.defaults import settled
 from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
@@ -43,6 +42,7 @@ from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of, own_factor, own_momentum
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
+from lockstep.run.sharing import check_cut, shares_of
 from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
@@ -216,7 +216,7 @@ def build(
     check_precision(config.precision, world.device)
     cut_known = bool(config.micro_batch_size)  # else it depends on the model
     if cut_known:
-        _check_cut(config, world)
+        check_cut(config, world, notify(world))
     on_all_ranks(world, lambda: check(config))
     folder = RunFolder(config.save_dir, config.experiment_name)
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
@@ -235,7 +235,7 @@ def build(
     state["origin"] = list(run_plan.origin)
     check_longer(config, state, run_plan.step_plan.steps)
     if not cut_known:
-        _check_cut(config, world)
+        check_cut(config, world, notify(world))
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
     own_task = given is not None or kind_of(config.task) == OWN
@@ -282,20 +282,6 @@ def _agreed(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", options.flat(config))
     return config
-
-
-def _check_cut(config: Config, world: World) -> None:
-    """Refuses a number of micro-batches that this world or the engine's own file does not go with."""
-    if config.micro_batches < world.size:
-        notify(world)(idle(config, world.size))
-    if config.exact:
-        check_servable(config.micro_batches, world.size)
-    check_batches(
-        config.engine_options.config,
-        batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size,
-        ranks=world.size,
-    )
 
 
 def _size(dataset: Any) -> int:
@@ -368,6 +354,7 @@ def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: l
         world,
         clip=config.optim.clip,
         exact_micro_batches=exact,
+        shares=counts_of(config.shares),
         loss_scaling=config.precision == "fp16" and config.fp16,
         blocks=task.blocks(model) or (),
         options=config.engine_options,
@@ -381,7 +368,8 @@ def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world
     if run_plan.samples < len(dataset):
         order = Begun(order, len(dataset), run_plan.samples)
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
-    return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading)
+    shares = shares_of(config)
+    return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, shares=shares)
 
 
 def notify(world: World) -> Callable[[str], None]:

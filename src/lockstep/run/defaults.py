@@ -124,6 +124,7 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
     """What a step is: `a step of 64 = 8 forwards of 8, over 2 ranks`."""
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
+    over += f" ({config.shares})" if config.shares != "equal" else ""
     part = f"; an epoch is {run_plan.samples:,} of {run_plan.whole:,} samples"
     over += part if run_plan.samples < run_plan.whole else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"

@@ -54,12 +54,11 @@ def evaluate_all(
         sets: name -> the set; "" is the name of one that stands alone.
         progress: as for `evaluate`, of all sets together.
     """
-    shares = {name: _share(batches) for name, batches in sets.items()}
-    whole, before, found = sum(shares.values()), 0, dict[str, EvaluationRecord]()
+    whole, before, found = sum(batches.slots for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
         told = _after(progress, before, whole) if progress else None
         found[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=told)
-        before += shares[name]
+        before += batches.slots
     first = next(iter(found.values()))
     if list(found) == [""]:
         return first
@@ -147,18 +146,13 @@ class _Own:
     states: list[tuple[int, dict[str, Any]]]
 
 
-def _share(batches: Batches) -> int:
-    """Micro-batches that each rank computes, those of empty slots included."""
-    return -(-batches.step_plan.micro_batches // batches.world_size)
-
-
 def _after(progress: Progress, before: int, whole: int) -> Progress:
     return lambda done, _: progress(before + done, whole)
 
 
 def _own_rows(model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Progress | None) -> _Own:
     with closing(batches.micro(0)) as found:  # an error ends its loader processes too
-        return _found(model, task, found, reseed, (lambda done: progress(done, _share(batches))) if progress else None)
+        return _found(model, task, found, reseed, (lambda done: progress(done, batches.slots)) if progress else None)
 
 
 def _found(

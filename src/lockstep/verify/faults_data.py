@@ -107,7 +107,7 @@ class _Padded:
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)
-        self.step_plan, self.world_size = inner.step_plan, inner.world_size
+        self.step_plan, self.slots = inner.step_plan, inner.slots
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None

@@ -29,6 +29,7 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.run.build import Built, build
 from lockstep.run.evaluate import evaluate_all
+from lockstep.run.sharing import shares_for
 from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.tasks.named import named_task
 from lockstep.verify.fault import FaultContext, Seed
@@ -167,6 +168,7 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
         engine=engine,
         compile=spec.combination.compiled,
         engine_options=options_for(engine, given.engine_options),  # the others are for other engines
+        shares=shares_for(engine, world.size, given.shares),
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )

@@ -16,7 +16,7 @@ from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.fsdp.apply import check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
 from lockstep.engines.shared.ddp_common import check_launched, same_start
-from lockstep.engines.shared.exact import Shares, Tree, check_slots
+from lockstep.engines.shared.exact import Parts, Tree, check_slots
 from lockstep.engines.shared.model_init import unexpanded
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 from lockstep.engines.shared.scaled_backward import ScaledBackward
@@ -122,12 +122,12 @@ class FSDP:
     def _sum_plainly(self) -> None:
         """Gradients are sums, not means; in exact mode in the tree's order."""
         exact = self._settings.exact
-        shares = Shares(exact, self._world) if exact else None
+        parts = Parts(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # a factor alone takes an operation that gloo has not
-            if shares:
-                self._comms.append(ExactReduceScatter(shares))
+            if parts:
+                self._comms.append(ExactReduceScatter(parts))
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:

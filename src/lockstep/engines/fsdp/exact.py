@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.distributed.rows import gather_rows, shared_out
 from lockstep.distributed.world import World
-from lockstep.engines.shared.exact import Shares, Span, Subtotals, piece_of_sum
+from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
 from lockstep.engines.shared.optimizer_step import combined, norms_of
 from lockstep.tensors import local_of
 
@@ -70,9 +70,9 @@ class ExactReduceScatter:
         last: whether the coming call is the step's last.
     """
 
-    def __init__(self, shares: Shares) -> None:
-        self._shares, self.slots = shares, shares.slots
-        self._sums: Subtotals[Tensor] = Subtotals(shares.micro_batches, Tensor.add_)
+    def __init__(self, parts: Parts) -> None:
+        self._owned, self.slots = parts, parts.slots
+        self._sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
         self._count = 0
         self.last = False
 
@@ -85,9 +85,9 @@ class ExactReduceScatter:
         """Takes `input_tensor` [ranks * n] over; at the last call fills `output_tensor` [n] with the sum."""
         if input_tensor.is_cuda:  # it outlives the call, on this stream
             input_tensor.record_stream(torch.cuda.current_stream())
-        place = self._shares.mine.start + self._count
+        place = self._owned.mine.start + self._count
         self._count += 1
-        if place < self._shares.mine.stop:  # else the slot is empty
+        if place < self._owned.mine.stop:  # else the slot is empty
             self._sums.push(Span(place, place + 1), input_tensor)
         if not self.last:
             output_tensor.zero_()
@@ -97,4 +97,4 @@ class ExactReduceScatter:
         def room(pieces: int) -> Tensor:
             return input_tensor.new_empty(pieces, len(output_tensor))
 
-        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._shares, group))
+        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._owned, group))

@@ -26,17 +26,20 @@ from lockstep.transforms.batchnorm import Recording, recorders
 __all__ = ["Buffered", "unmoved", "with_buffers"]
 
 
-def with_buffers(engine: Engine, model: nn.Module, world: World, *, exact: bool, shared: bool = True) -> Engine:
+def with_buffers(
+    engine: Engine, model: nn.Module, world: World, *, exact: bool, shared: bool = True, most_slots: int = 0
+) -> Engine:
     """The engine, its steps taking the buffers of `model` (the plain module) along.
 
     Args:
         exact: refuse a forward that writes buffers whose values then depend on who computed what.
         shared: what forwards write is rank 0's on all ranks after each step.
+        most_slots: forwards of the rank that makes most; 0: all make as many.
     """
     if not any(True for _ in model.buffers()):
         return engine
     layers = recorders(model)
-    return Buffered(engine, Replay(layers, world) if layers else None, _Moving(model, world, exact, shared))
+    return Buffered(engine, Replay(layers, world, most_slots) if layers else None, _Moving(model, world, exact, shared))
 
 
 @final

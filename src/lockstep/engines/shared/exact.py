@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.shares import run_of
+from lockstep.distributed.shares import Shares, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 
-__all__ = ["Exchange", "Shares", "Span", "Subtotals", "Tree", "check_servable", "check_slots", "subtrees"]
+__all__ = ["Exchange", "Parts", "Span", "Subtotals", "Tree", "check_servable", "check_slots", "subtrees"]
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
@@ -46,7 +46,7 @@ def check_slots(found: int, slots: int, world: World) -> None:
     """Raises LockstepError where a step of this rank had another number of backwards than its run of the tree."""
     if slots and found != slots:
         raise LockstepError(
-            f"rank {world.rank}: exact_micro_batches gives each rank {slots} micro-batches a step, and this step had "
+            f"rank {world.rank}: exact_micro_batches gives this rank {slots} micro-batches a step, and this step had "
             f"{found}; for a shorter step call backward(loss, weight=0) for the missing ones"
         )
 
@@ -112,19 +112,20 @@ class Subtotals(Generic[Sum]):
             yield held.pop()[1]
 
 
-class Shares:
-    """Who owns which micro-batches of a step, and thereby which subtrees.
+class Parts:
+    """Which subtrees each rank makes of its run of micro-batches.
 
     Attributes:
         micro_batches: M.
-        slots: backwards of every rank in each step: those past the end of a rank's run are empty.
         rank, mine: this rank, and its run.
+        slots: backwards of this rank in each step: those past the end of its run are empty.
         rounds: for each round of the exchange, by rank, the subtree whose sum it then sends; None: it has sent all.
     """
 
-    def __init__(self, micro_batches: int, world: World) -> None:
-        runs = [Span(*run_of(micro_batches, world.size, rank)) for rank in range(world.size)]
-        self.micro_batches, self.slots = micro_batches, -(-micro_batches // world.size)
+    def __init__(self, micro_batches: int, world: World, shares: Shares | None = None) -> None:
+        shares = shares or equal_shares(micro_batches, world.size)
+        runs = [Span(*run) for run in shares.runs]
+        self.micro_batches, self.slots = micro_batches, shares.slots[world.rank]
         self.rank, self.mine = world.rank, runs[world.rank]
         self.rounds = list(itertools.zip_longest(*(subtrees(micro_batches, run) for run in runs)))
 
@@ -136,21 +137,24 @@ class Tree:
         parameters: whose `.grad` each backward fills.
         micro_batches: M.
         world: the ranks.
+        shares: who computes what; None: all as much.
     """
 
-    def __init__(self, parameters: list[Tensor], micro_batches: int, world: World) -> None:
+    def __init__(
+        self, parameters: list[Tensor], micro_batches: int, world: World, shares: Shares | None = None
+    ) -> None:
         self._parameters, self._world = parameters, world
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
-        self._shares = Shares(micro_batches, world)
+        self._owned = Parts(micro_batches, world, shares)
         self._sums: Subtotals[Gradients] = Subtotals(micro_batches, _added)
         self._count = 0
         self._exchange: Exchange | None = None
 
     def push(self) -> None:
         """Takes what one backward left in `.grad`; to be called once a micro-batch."""
-        place = self._shares.mine.start + self._count
+        place = self._owned.mine.start + self._count
         self._count += 1
-        if place < self._shares.mine.stop:  # else the slot is empty, and there is no such micro-batch
+        if place < self._owned.mine.stop:  # else the slot is empty, and there is no such micro-batch
             # One layout for all, since the order in which a norm is summed may follow it.
             found = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
             self._sums.push(Span(place, place + 1), found)
@@ -164,9 +168,9 @@ class Tree:
             LockstepError: another number of micro-batches than each rank's slots was pushed.
         """
         made, self._count = self._count, 0
-        check_slots(made, self._shares.slots, self._world)
+        check_slots(made, self._owned.slots, self._world)
         if self._world.size > 1:
-            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._shares)
+            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._owned)
             sums = self._exchange(self._sums.taken())
         else:
             (sums,) = self._sums.taken()
@@ -193,8 +197,8 @@ class Exchange:
     kernels that add up a norm on a device choose their order by the alignment.
     """
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, shares: Shares) -> None:
-        self._shares, self._ranks = shares, len(shares.rounds[0])
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, parts: Parts) -> None:
+        self._owned, self._ranks = parts, len(parts.rounds[0])
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
@@ -211,7 +215,7 @@ class Exchange:
         Args:
             mine: the sums of this rank's subtrees, each asked for when it is sent.
         """
-        total = piece_of_sum(map(self._flat, mine), self._room, self._shares)
+        total = piece_of_sum(map(self._flat, mine), self._room, self._owned)
         dist.all_gather(list(self._mine.view(self._ranks, -1).unbind()), total)  # collective
         counts = self._used.tolist()  # waits for the device
         return [part if count else None for part, count in zip(self._parts, counts, strict=True)]
@@ -219,7 +223,7 @@ class Exchange:
     def _room(self, pieces: int) -> Tensor:
         """For what comes in. Kept where it is one vector, as with runs that are subtrees: more would be too much."""
         made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if self._kept is None else self._kept
-        self._kept = made if len(self._shares.rounds) == 1 else None
+        self._kept = made if len(self._owned.rounds) == 1 else None
         return made
 
     def _flat(self, gradients: Gradients) -> Tensor:
@@ -230,7 +234,7 @@ class Exchange:
 
 
 def piece_of_sum(
-    mine: Iterable[Tensor], room: Callable[[int], Tensor], shares: Shares, group: dist.ProcessGroup | None = None
+    mine: Iterable[Tensor], room: Callable[[int], Tensor], parts: Parts, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """This rank's piece of the sum of all ranks' vectors, added in the tree's order: a collective a round.
 
@@ -240,11 +244,11 @@ def piece_of_sum(
         group: of all ranks; None: the default one.
     """
     vectors, found = iter(mine), list[tuple[Span, Tensor]]()
-    for spans in shares.rounds:
+    for spans in parts.rounds:
         coming = room(sum(span is not None for span in spans))
-        _exchange(next(vectors) if spans[shares.rank] else None, coming, spans, group)
+        _exchange(next(vectors) if spans[parts.rank] else None, coming, spans, group)
         found += zip([span for span in spans if span], coming.unbind(), strict=True)
-    sums: Subtotals[Tensor] = Subtotals(shares.micro_batches, Tensor.add_)
+    sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
     for span, piece in sorted(found, key=lambda each: each[0]):
         sums.push(span, piece)
     (total,) = sums.taken()
