@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import pty
 import signal
 from types import SimpleNamespace
 
@@ -10,15 +12,21 @@ import torch
 from ranks import run
 from torch import nn
 
+from lockstep.data.batches import MicroBatch
 from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
+from lockstep.guards import desync, preemption, start
 from lockstep.guards.hang_watchdog import HangWatchdog
-from lockstep.guards.preemption import Preemption
+from lockstep.guards.loader import RetryingDataset, loading_failures
+from lockstep.guards.nonfinite import origin
+from lockstep.guards.preemption import Preemption, leave_terminal
+from lockstep.guards.reading import ReadStep
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_weights
 from lockstep.guards.straggler import Straggler
+from lockstep.records import StepRecord
 
 
 class Run:
@@ -188,6 +196,17 @@ def test_the_first_two_exchanges_measure_the_start():
     assert not any(lines)
 
 
+def test_of_the_start_not_one_exchange_is_measured():
+    """With the second the first window would have two slow steps of four, and be the first of three."""
+    straggler, exchange, said = Straggler(1.2), SimpleNamespace(count=0), []
+    for step in range(1, 21):
+        exchange.count += 1
+        slow = step in (1, 2, 3) or step > 5
+        exchange.heard = [BusySeconds(computing=0.2 if slow else 0.1), BusySeconds(computing=0.1)]
+        said.append(bool(straggler.after(step, exchange)))
+    assert said == [False] * 19 + [True]
+
+
 def test_each_kind_of_slowness_is_told_once():
     windows = Windows(1.2)
     for _ in range(3):
@@ -236,10 +255,115 @@ def test_weights_that_rank_0_hands_out_are_not_compared():
 
 def test_a_second_ctrl_c_ends_now_whatever_came_between():
     wishes, before = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    with Preemption(SimpleNamespace(stop=wishes.append)):
+    with Preemption(SimpleNamespace(stop=wishes.append)) as signals:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             signal.raise_signal(number)
         assert wishes == [SAVE_AND_END, INTERRUPT, SAVE_AND_END, SAVE_AND_END]
+        assert not signals.ends_now
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        assert signals.ends_now
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize("heeded", [True, False], ids=["a terminal", "nohup"])
+def test_the_end_of_the_terminal_is_a_wish_and_under_nohup_none(heeded, monkeypatch):
+    wishes, left = [], []
+    monkeypatch.setattr(preemption, "leave_terminal", lambda: left.append(len(wishes)))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL if heeded else signal.SIG_IGN)
+    try:
+        with Preemption(SimpleNamespace(stop=wishes.append)):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_DFL if heeded else signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (wishes, left) == (([SAVE_AND_END] * 2, [1]) if heeded else ([SAVE_AND_END], []))
+
+
+def test_what_went_to_a_terminal_that_is_gone_goes_nowhere_and_a_file_is_still_written(tmp_path):
+    master, terminal = pty.openpty()
+    file = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    try:
+        os.dup2(file, 1)
+        os.dup2(terminal, 2)
+        leave_terminal()
+        found = [os.fstat(descriptor).st_rdev for descriptor in (1, 2)]
+        os.write(1, b"kept")
+    finally:
+        for descriptor, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+        for descriptor in (master, terminal, file):
+            os.close(descriptor)
+    assert (tmp_path / "out").read_bytes() == b"kept"
+    assert found[1] == os.stat(os.devnull).st_rdev
+
+
+class Nested(nn.Module):
+    """Gives what it is told to, around its input."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.around = around
+
+    def forward(self, x):
+        return self.around(x)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda x: (torch.ones(2), x),
+        lambda x: [x, torch.ones(2)],
+        lambda x: {"a": torch.ones(2), "b": (None, x, "text", torch.ones(2, dtype=torch.int64))},
+    ],
+    ids=["tuple", "list", "dict"],
+)
+def test_a_number_that_is_not_finite_is_found_in_whatever_a_module_returns(around):
+    model = nn.Sequential(Nested(around), Nested(lambda x: torch.ones(2)))
+    for value, named in ((math.nan, True), (1.0, False)):
+        micro = [MicroBatch(torch.full((2,), value), 0, 1, 1.0)]
+        step = ReadStep(StepRecord(7, 4, [], None, 1.0), micro, math.nan, [1.0])
+        found = origin(step, model, lambda b: model(b.data).sum(), lambda *_: None, lambda *_: [5], World())
+        assert ("is of module '0'" in found) == named
+        assert found.startswith("micro-batch 0 (samples 5) on rank 0: ") == named
+
+
+def test_the_samples_of_a_bad_micro_batch_are_named_up_to_sixteen_and_the_first_micro_batch_that_is_bad():
+    model = Nested(lambda x: x)
+    micro = [MicroBatch(torch.tensor(v), i, 1, w) for i, (v, w) in enumerate([(math.nan, 0.0), (1.0, 1.0), (2.0, 1.0)])]
+    step = ReadStep(StepRecord(7, 4, [], None, 1.0), micro, math.nan, [math.inf, math.nan])
+    seeded, chosen = [], []
+    for count, end in ((16, "15"), (17, "15, ...")):
+        chosen[:] = range(count)
+        found = origin(
+            step, model, lambda b: model(b.data).sum(), lambda *at: seeded.append(at), lambda *_: chosen, World()
+        )
+        assert found.startswith("micro-batch 1 (samples 0, 1, ")  # an empty slot has no loss, and is no sample's fault
+        assert f"{end}) on rank 0: its loss was not finite, and is when computed again" in found
+    assert seeded == [(7, 0), (7, 1), (7, 2)] * 2  # as in the loop
+
+
+def test_failures_of_loading_are_counted_by_kind():
+    dataset = RetryingDataset([1, 2], retries=0, skips=0, rank=0)
+    assert loading_failures([]) == loading_failures([dataset]) == [0.0, 0.0, 0.0]
+    dataset.counts += torch.tensor([3, 1])
+    assert loading_failures([dataset, SimpleNamespace(restarts=2)]) == [3.0, 1.0, 2.0]
+    assert loading_failures([SimpleNamespace(restarts=2)]) == [0.0, 0.0, 2.0]
+
+
+def test_the_codes_mark_is_of_every_files_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(start.lockstep, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "deep").mkdir()
+    marks = set()
+    for name, text in (("__init__.py", "a"), ("deep/b.py", "b"), ("deep/b.py", "c"), ("deep/b.txt", "not read")):
+        (tmp_path / name).write_text(text)
+        marks.add(start._code())
+    assert len(marks) == 3
+
+
+def test_what_takes_no_memory_has_no_fingerprint():
+    held = {"a": torch.ones(2), "b": torch.ones(2, device="meta")}
+    assert desync.fingerprints(held).keys() == {"a"}

@@ -70,18 +70,18 @@ class HangWatchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        told = self._explained(error) if isinstance(error, Exception) else error
+        named = self._named(error) if isinstance(error, Exception) else None
         self._ended.set()
         self._thread.join()
-        if told is not error and told is not None:
-            raise told from error
+        if named:
+            raise named from error
 
-    def _explained(self, error: Exception) -> Exception:
-        """`error`, or for one that only says that a rank is gone the PeerError that names it."""
+    def _named(self, error: Exception) -> PeerError | None:
+        """For an error that only says that a rank is gone the one that names it; else None."""
         ours = isinstance(error, LockstepError)
         peer = isinstance(error, PeerError) and not error.relayed
         if self._world.size == 1 or (ours and not peer) or not (peer or _of_a_peer(error)):
-            return error
+            return None
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerError(
             f"{self._inquiry.verdict(f'lost the other ranks: {line}')}; its own log says why, if it could still tell"

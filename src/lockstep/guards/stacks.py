@@ -31,7 +31,7 @@ _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
 def dump(logs: Path, rank: int, reason: str) -> Path:
     """Appends the stacks of all threads and the last collectives to `logs`/hang-00000.txt, and returns its path."""
     path = logs / f"hang-{rank:05d}.txt"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {rank}, process {os.getpid()}: {reason}\n")
         file.flush()

@@ -143,12 +143,12 @@ class _Agent(LocalElasticAgent):
 
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
         """Finds the first failure, after the other processes had time to end by themselves, and says what follows."""
-        seen: dict[int, float] = {}
+        seen: dict[int, tuple[int, float]] = {}  # exit code, and when
         began = time.monotonic()
         while True:
             for local, process in processes.items():
-                if process.poll():
-                    seen.setdefault(local, time.time())
+                if code := process.poll():
+                    seen.setdefault(local, (code, time.time()))
             running = [process for process in processes.values() if process.poll() is None]
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             if all(_is_stopped(process.pid) for process in running):
@@ -160,7 +160,7 @@ class _Agent(LocalElasticAgent):
         for local in silent:  # a stopped process takes no other signal
             processes[local].kill()
             processes[local].wait()
-        found = [self._failed(local, processes[local].poll(), when, group) for local, when in seen.items()]
+        found = [self._failed(local, code, when, group) for local, (code, when) in seen.items()]
         self._failure = first(found)
         if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
@@ -186,11 +186,11 @@ class _Agent(LocalElasticAgent):
         """Whether a process said why it failed, besides that the others were gone."""
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
-    def _failed(self, local: int, code: int | None, when: float, group: WorkerGroup) -> Failure:
+    def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> Failure:
         rank = int(group.workers[local].global_rank)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        return Failure.read(rank, code or 0, note, Place.read(self._folder / str(rank)), when)
+        return Failure.read(rank, code, note, Place.read(self._folder / str(rank)), when)
 
     def _told(self) -> str:
         failure = self._failure

@@ -43,8 +43,8 @@ def command(argv: list[str]) -> int:
     try:
         given = _parser().read(own)
         exact = _behind(rest)
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
+    except SystemExit:  # --help
+        return 0
     job = _job(given, rest, exact)
     if given.dry_run:
         print(_shown(job))
@@ -100,11 +100,11 @@ def _parser() -> Parser:
     add("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this node (default: 1)")
     add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX goes on with fewer (default: 1)")
     add("--node-rank", type=int, default=0, metavar="K", help="0 on the node that --master-addr names (default: 0)")
-    add("--master-addr", default="", metavar="HOST", help="address of node 0, on the interface to be used")
+    add("--master-addr", metavar="HOST", help="address of node 0, on the interface to be used")
     add("--master-port", type=int, default=0, metavar="PORT", help="its port (default: 29400; one node: any free one)")
     add("--rdzv-backend", default="c10d", metavar="NAME", help="rendezvous of torch's elastic agent (default: c10d)")
-    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="in place of --master-addr and --master-port")
-    add("--rdzv-id", default="", metavar="ID", help="the same on all nodes (default: lockstep; one node: a new one)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="in place of --master-addr and --master-port")
+    add("--rdzv-id", metavar="ID", help="the same on all nodes (default: lockstep; one node: a new one)")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further settings of the rendezvous")
     add("--max-restarts", type=int, default=0, metavar="R", help="restarts after a failure (default: 0)")
     add("--dry-run", action="store_true", help="print the torchrun command that comes closest, and start nothing")

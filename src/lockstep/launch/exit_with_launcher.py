@@ -52,7 +52,7 @@ def tie() -> None:
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")  # not for what this process may start itself
     if sys.platform != "linux" or not launcher.isdigit():
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     try:
         os.kill(int(launcher), 0)
     except ProcessLookupError:  # it was gone before the system was asked

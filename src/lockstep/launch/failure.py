@@ -103,7 +103,7 @@ def note(error: BaseException) -> bool:
         "message": {"message": line, "extraInfo": told},
         "lockstep": {"line": line, "when": now, "follows": follows, "code": code},
     }
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
         _NOTED[:] = [error]

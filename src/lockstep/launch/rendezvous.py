@@ -38,7 +38,6 @@ def meeting(job: Job) -> RendezvousHandler:
     listener = listening(host, int(port))
     if listener is None:
         raise ConfigError(f"--master-addr {host} is no address of this node, and --node-rank 0 must hold it")
-    settings.endpoint = f"{host}:{listener.getsockname()[1]}"
     store = TCPStore(
         host, listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

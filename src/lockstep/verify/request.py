@@ -137,11 +137,11 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
             raise ConfigError(f"--world-sizes has {size}: each must be at least 1")
     single = [name for name, entry in ENGINES.items() if entry.one_process]
     pairs = [(name, 1) for name in single if name in engines or name == PLAIN]
-    pairs += [(name, size) for size in sorted(set(world_sizes)) for name in engines if name not in single]
+    pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
     found = [
         Combination(name, size, how)
         for how in ((False, True) if compiled else (False,))
-        for name, size in sorted(dict.fromkeys(pairs), key=lambda pair: pair[1])
+        for name, size in dict.fromkeys(pairs)
     ]
     return sorted(found, key=lambda one: (one.world_size, one != REFERENCE, one.compiled))
 

@@ -1,0 +1,237 @@
+"""Who is missing, and what a failed exchange means: the watch and its questions, without processes."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from lockstep.distributed.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, READING, SAVING, Place, Progress
+from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, PeerError
+from lockstep.guards import inquiry as module
+from lockstep.guards import stacks
+from lockstep.guards.hang_watchdog import HangWatchdog
+from lockstep.guards.inquiry import Inquiry
+from lockstep.guards.told import Told, all_do, waited_for
+
+
+class Store:
+    """A meeting point of one process; `gone`: it no longer answers."""
+
+    def __init__(self, gone=False, **held):
+        self.held, self.gone = {f"k/{key.replace('_', '/')}": text for key, text in held.items()}, gone
+
+    def check(self, keys):
+        if self.gone:
+            raise RuntimeError("the meeting point is gone")
+        return all(key in self.held for key in keys)
+
+    def set(self, key, value):
+        self.check([])
+        self.held[key] = value
+
+    def get(self, key):
+        return self.held[key].encode()
+
+
+@pytest.fixture
+def asking(tmp_path, monkeypatch):
+    """An Inquiry of rank 1 of 3 over a Store, in step 4."""
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "_CALL", 0.0)
+
+    def made(store):
+        progress = Progress()
+        progress.at(4, COMPUTING)
+        inquiry = Inquiry(World(rank=1, size=3), progress, tmp_path)
+        inquiry.told = Told(store, "k", 3)
+        inquiry._keys = "k"
+        inquiry.connect = lambda *_: None if store.gone else inquiry.told
+        return inquiry
+
+    return made
+
+
+def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
+    store = Store()
+    inquiry = asking(store)
+    inquiry.tell(inquiry.told)
+    assert store.held["k/at/1"] == "step 4 (loading or computing)"
+    assert not inquiry.called
+    store.held["k/call"] = "1"
+    inquiry.tell(inquiry.told)
+    del store.held["k/call"]
+    inquiry.tell(inquiry.told)
+    assert inquiry.called
+    store.gone = True
+    inquiry.tell(inquiry.told)  # nobody to tell is no error
+
+
+def answer(step, waits, line="a.py:1 in f"):
+    return f'{{"step": {step}, "phase": "", "line": "{line}", "waits": {str(waits).lower()}}}'
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        # a silent rank is named, with what it said last
+        ({"alive_0": answer(4, True)}, "rank 2 did not arrive"),
+        ({"alive_0": answer(4, True), "at_2": "step 3 (x)"}, "rank 2 did not arrive: it stood in step 3 (x) when last"),
+        ({}, "rank 0 did not arrive and rank 2 did not arrive"),
+        # of those that answer the one that does not wait, else the one that is behind
+        ({"alive_0": answer(4, True), "alive_2": answer(9, False)}, "rank 2 did not arrive: it stands in step 9, at a"),
+        ({"alive_0": answer(3, True), "alive_2": answer(4, True)}, "rank 0 did not arrive: it stands in step 3, at a"),
+    ],
+)
+def test_who_is_missing_is_told(asking, told, said):
+    store = Store(**told)
+    inquiry = asking(store)
+    found = inquiry.verdict("an exchange failed")
+    assert found.startswith(said)
+    assert found.count("did not arrive") == said.count("did not arrive")
+    assert store.held["k/call"] == "1"  # the others are asked, and hear where this one stands
+    assert '"step": 4' in store.held["k/alive/1"]
+    store.held.clear()
+    assert inquiry.verdict("another reason") == found  # once a process
+
+
+def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(asking, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    Progress.of(2).at(7, SAVING)
+    found = asking(Store(alive_0=answer(4, True), at_2="step 3 (x)")).verdict("late")
+    assert found == f"rank 2 did not arrive: it stood in {Place.read(tmp_path / '2')}"
+
+
+def test_a_meeting_point_that_is_silent_and_none_at_all(asking, monkeypatch):
+    monkeypatch.setattr(module, "_STORE", module.timedelta(seconds=0.05))
+    assert asking(Store(gone=True)).verdict("late").startswith("rank 0 did not arrive: it holds the meeting point")
+    alone = asking(Store())
+    alone.told = None
+    assert alone.verdict("late").startswith("rank 1 made no progress: it stands in step 4 (loading or computing), at ")
+
+
+def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience():
+    told = Told(Store(at_0="step 7 (a)", at_1="step 8 (b)"), "k", 2)
+    assert waited_for(told, 7) == [1]
+    assert waited_for(told, 8, patience=0.01) == []
+    assert waited_for(told, 7, patience=0.0) == []
+    gone = Told(Store(gone=True), "k", 2)
+    assert waited_for(gone, 7) == []
+    assert not all_do(gone, 0, "stop", 7, lambda: 9.0)
+    assert all_do(None, 0, "stop", 7, lambda: 9.0)  # a world of one
+
+
+class Watch:
+    """A watch of rank 0 of 2 with a timeout of 8 s, at a time of one's own."""
+
+    def __init__(self, folder, monkeypatch, phase, size=2):
+        self.now, self.failed, store = 100.0, False, Store(at_0="step 3 (a)", at_1="step 3 (a)")
+        self.held = store.held
+        progress = SimpleNamespace(phase=phase, since=100.0, step=3)
+        exchange = SimpleNamespace(progress=progress, broken=lambda: self.failed)
+        self.watch = HangWatchdog(World(size=size, timeout=8.0), exchange, folder)
+        self.watch._inquiry.told = Told(store, "k", 2) if size > 1 else None
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("lockstep.guards.hang_watchdog.time", clock)
+
+    def at(self, seconds):
+        self.now = 100.0 + seconds
+        return self.watch._reason()
+
+
+def test_an_exchange_that_failed_is_given_a_second_and_one_that_came_back_is_forgotten(tmp_path, monkeypatch):
+    watch = Watch(tmp_path, monkeypatch, COMPUTING)
+    watch.failed = True
+    assert [watch.at(0.0), watch.at(0.9)] == ["", ""]
+    watch.failed = False
+    assert watch.at(1.5) == ""
+    watch.failed = True
+    assert [watch.at(2.0), watch.at(2.9), watch.at(3.1)] == ["", "", "an exchange failed"]
+    watch.failed = False
+    watch.watch._inquiry.called = True
+    assert watch.at(3.2) == "another rank misses one of us"
+
+
+def test_a_loss_that_one_rank_reads_alone_is_told_after_a_second(tmp_path, monkeypatch):
+    watch = Watch(tmp_path, monkeypatch, READING)
+    assert watch.at(1.1) == ""  # the other may read it too
+    watch.held["k/at/1"] = "step 4 (a)"
+    assert watch.at(0.9) == ""
+    assert watch.at(1.1).startswith("rank 0: the loss was read after step 4, and not on rank 1")
+    alone = Watch(tmp_path, monkeypatch, READING, size=1)
+    assert (alone.at(7.9), alone.at(8.1)) == ("", "no progress for 8 s")
+
+
+def test_a_long_body_is_warned_of_once_at_half_the_timeout_and_where_others_wait(tmp_path, monkeypatch, caplog):
+    watch = Watch(tmp_path, monkeypatch, IN_BODY)
+    assert watch.at(3.9) == ""
+    assert not caplog.records
+    assert [watch.at(4.1), watch.at(5.0)] == ["", ""]
+    assert len(caplog.records) == 1
+    assert watch.at(8.1) == "no progress for 8 s"
+    alone = Watch(tmp_path, monkeypatch, IN_BODY, size=1)
+    assert alone.at(800.0) == ""
+    assert len(caplog.records) == 1
+
+
+def test_errors_that_only_say_that_a_rank_is_gone_leave_as_one_that_names_it(tmp_path):
+    def left(error, size=2):
+        """What leaves the watch, and whether it watched and no thread of its would have kept the process."""
+        watch = HangWatchdog(World(size=size), StepExchange(World(), lambda step: 1, None), tmp_path)
+        watch._inquiry.verdict = lambda reason: f"rank 1 did not arrive ({reason})"
+        watched = False
+        try:
+            with watch:
+                mine = [each for each in threading.enumerate() if each.name.startswith("lockstep-")]
+                watched = watch._exchange.progress.phase == COMPUTING and bool(mine) and all(t.daemon for t in mine)
+                raise error
+        except BaseException as found:
+            assert watched
+            return found
+
+    relayed = PeerError("rank 1 failed")
+    relayed.relayed = True
+    for error in (RuntimeError("no such layer"), ConfigError("no"), relayed, KeyboardInterrupt()):
+        assert left(error) is error
+    own = RuntimeError("Connection closed by peer\nmore")
+    assert left(own, size=1) is own
+    for error in (own, dist.DistError(""), PeerError("timed out")):
+        found = left(error)
+        line = str(error).splitlines()[0] if str(error) else "DistError"
+        assert isinstance(found, PeerError)
+        assert str(found).startswith(f"rank 1 did not arrive (lost the other ranks: {line}); ")
+        assert found.__cause__ is error
+
+
+def test_a_dump_has_every_threads_stack_the_last_collectives_and_what_was_there_before(tmp_path, monkeypatch):
+    entries = [f'{{"process_group": "g", "collective_seq_id": {i}, "state": "started"}}' for i in range(30)]
+    recorder = torch._C._distributed_c10d
+    name = "_dump_fr_trace_json"
+    monkeypatch.setattr(recorder, name, lambda: f'{{"entries": [{", ".join(entries)}]}}', raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
+    ended = threading.Event()
+
+    def sits_here():
+        ended.wait(60)
+
+    other = threading.Thread(target=sits_here)
+    other.start()
+    path = stacks.dump(tmp_path, 3, "first reason")
+    ended.set()
+    other.join()
+    monkeypatch.setattr(recorder, name, None)
+    assert stacks.dump(tmp_path, 3, "second reason") == path == tmp_path / "hang-00003.txt"
+    text = path.read_text()
+    assert text.index("first reason") < text.index("second reason")
+    assert f"rank 3, process {os.getpid()}: first reason" in text
+    assert "in sits_here" in text
+    assert "the last 20 collectives, oldest first:\n  g #10 ?  started\n" in text
+    assert "  g #29 ?  started\n" in text
+    assert "set TORCH_FR_BUFFER_SIZE=1000" in text.partition("second reason")[2]
+    (tmp_path / "hang-00004.txt").symlink_to(tmp_path / "elsewhere")
+    stacks.dump(tmp_path, 4, "third reason")
+    assert not (tmp_path / "elsewhere").exists()
