@@ -47,6 +47,60 @@ def test_processes_share_the_cores(capsys, monkeypatch, processes, train, thread
     assert f"OMP_NUM_THREADS={threads}" in shown(capsys, "--nproc-per-node", str(processes), train=train)
 
 
+def asked(monkeypatch, *flags, rest=("train",)):
+    """The Job that these flags ask for."""
+    jobs = []
+    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (jobs.append(job), (True, None, 75))[1])
+    assert command([*flags, "--", *rest]) == 75  # as the run says that saved itself
+    return jobs[0]
+
+
+def test_a_single_node_meets_on_loopback_at_any_port_under_a_name_of_its_own(monkeypatch):
+    one, other = asked(monkeypatch), asked(monkeypatch)
+    assert (one.endpoint, one.processes, one.nodes, one.restarts) == ("127.0.0.1:0", 1, (1, 1), 0)
+    assert (one.backend, one.options, one.is_host) == ("c10d", {}, True)
+    assert one.run_id != other.run_id
+    assert one.command == ["-m", "lockstep", "train"]
+    assert one.environment["GLOO_SOCKET_IFNAME"] == "lo"
+    given = asked(monkeypatch, "--rdzv-id", "mine", "--rdzv-conf", "a=1,b=2=3", "--master-addr", "127.0.0.2")
+    assert (given.run_id, given.options, given.endpoint) == ("mine", {"a": "1", "b": "2=3"}, "127.0.0.2:0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "endpoint", "is_host"),
+    [
+        (["--master-addr", "127.0.0.1"], "127.0.0.1:29400", True),
+        (["--master-addr", "127.0.0.1", "--node-rank", "1"], "127.0.0.1:29400", False),
+        (["--master-addr", "127.0.0.1", "--master-port", "65535"], "127.0.0.1:65535", True),
+        (["--rdzv-endpoint", "127.0.0.1:2950"], "127.0.0.1:2950", True),
+        (["--rdzv-endpoint", "127.0.0.1:2950", "--node-rank", "1"], "127.0.0.1:2950", False),
+        (["--rdzv-endpoint", "192.0.2.1:2950"], "192.0.2.1:2950", False),  # no address of this node
+    ],
+)
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_one_of_several_nodes_holds_the_meeting_point(monkeypatch, nodes, flags, endpoint, is_host):
+    job = asked(monkeypatch, "--nnodes", nodes, *flags)
+    assert (job.endpoint, job.is_host, job.run_id) == (endpoint, is_host, "lockstep")
+    assert "GLOO_SOCKET_IFNAME" not in job.environment
+
+
+def test_what_is_started_and_with_how_many_threads(monkeypatch, tmp_path):
+    script = str(tmp_path / "mine.py")
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    for rest, head, threads in (
+        (["evaluate", "a"], ["-m", "lockstep"], "12"),  # its run's configuration says, when it is read
+        ([script, "--lr", "1"], ["-u"], "12"),
+        ([script, "--exact"], ["-u"], "1"),
+    ):
+        job = asked(monkeypatch, rest=rest)
+        assert (job.command, job.environment["OMP_NUM_THREADS"]) == ([*head, *rest], threads)
+    monkeypatch.delattr(os, "sched_getaffinity")  # not every system has it
+    for count, threads in ((6, "6"), (None, "1")):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert asked(monkeypatch).environment["OMP_NUM_THREADS"] == threads
+
+
 def test_nodes_meet_at_the_master(capsys):
     words = shown(capsys, "--nnodes", "1:2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "2950")
     assert {"--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:2950", "--rdzv-id=lockstep"} <= set(words)
@@ -70,6 +124,14 @@ def test_nodes_meet_at_the_master(capsys):
         (["--nnodes", "2", "--", "train"], "--nnodes 2 needs --master-addr"),
         (["--rdzv-endpoint", "host", "--", "train"], "--rdzv-endpoint is 'host'"),
         (["--rdzv-conf", "x", "--", "train"], "--rdzv-conf is 'x'"),
+        (["--rdzv-conf", "a=1,=2", "--", "train"], "--rdzv-conf is 'a=1,=2'"),
+        (["--rdzv-endpoint", "host:\u0662", "--", "train"], "--rdzv-endpoint is 'host:"),
+        (["--rdzv-endpoint", ":29", "--", "train"], "--rdzv-endpoint is ':29'"),
+        (["--master-port", "65536", "--", "train"], "--master-port is 65536"),
+        (["--max-restarts", "-1", "--", "train"], "--max-restarts is -1: it must be at least 0"),
+        (["--node-rank", "-1", "--", "train"], "--node-rank is -1"),
+        (["--nnodes", "0:2", "--", "train"], "--nnodes is '0:2'"),
+        (["--nnodes", "one", "--", "train"], "--nnodes is 'one'"),
         (["--master-port", "-1", "--", "train"], "--master-port is -1"),
     ],
 )
@@ -138,7 +200,36 @@ def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, 
     assert main().count("\n") == 1  # the launcher gets no word of it
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"lockstep": 3}', "\x00" * 50])
+def test_an_error_is_noted_once_and_where_a_launcher_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
+    error = ConfigError("bad input")
+    assert not note(error)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "note.json"))
+    assert note(error)
+    assert note(error)  # on its way out it is met again
+    failure = Failure.read(0, -15, tmp_path / "note.json", None, 0.0)
+    assert (failure.code, failure.message, failure.follows) == (2, "bad input", False)
+    (tmp_path / "note.json").unlink()
+    assert not note(LockstepError("not of the input"))
+    assert not Failure.read(0, 1, tmp_path / "note.json", None, 0.0).follows
+    (tmp_path / "note.json").unlink()
+    note(PeerError("gone"))
+    failure = Failure.read(0, 1, tmp_path / "note.json", Place(7, "saving", 1.0), 0.0)
+    assert failure.follows
+    assert str(failure) == "at step 7 (saving): gone"
+    (tmp_path / "note.json").unlink()
+    (tmp_path / "note.json").symlink_to(tmp_path / "target")
+    note(LockstepError("through a link"))
+    assert not (tmp_path / "target").exists()
+
+
+LONG = '{"lockstep": {"line": "' + "x" * (1 << 20) + '"}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"lockstep": 3}', "\x00" * 50, LONG], ids=["nothing", "list", "number", "zeros", "long"]
+)
 def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
     path = tmp_path / "error.json"
     path.write_text(text)
@@ -152,11 +243,15 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
     assert str(ended) == "rank 1 was ended first, by SIGTERM, before step 0"
 
 
-def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, signal.SIGTERM, 0))
-    with pytest.raises(LockstepError, match="ended by SIGTERM before the run could save itself; the same") as caught:
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "SIGINT", 130), (None, "SIGTERM", 143)],
+)
+def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch, number, name, code):
+    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, number, 0))
+    with pytest.raises(LockstepError, match=f"ended by {name} before the run could save itself; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
-    assert caught.value.exit_code == 143
+    assert caught.value.exit_code == code
 
 
 def script(*lines):
@@ -219,11 +314,15 @@ def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_
     living = leash.private_folder()
     dead = tmp_path / "lockstep-launch-dead"
     (dead / "places").mkdir(parents=True)
-    for folder in (living, dead):
-        os.utime(folder, (0, 0))
+    young, pipe = tmp_path / "lockstep-launch-young", tmp_path / "lockstep-launch-pipe"
+    young.mkdir()
+    os.mkfifo(pipe)  # a stranger's, who would like us to wait for ever
+    now = time.time()
+    for folder, age in ((living, 90.0), (dead, 90.0), (young, 30.0), (pipe, 90.0)):
+        os.utime(folder, (now - age, now - age))
     own = leash.private_folder()
     assert own.stat().st_mode & 0o777 == 0o700
-    assert set(tmp_path.iterdir()) == {living, own}
+    assert set(tmp_path.iterdir()) == {living, own, young, pipe}
 
 
 def test_progress_outlives_the_process(tmp_path, monkeypatch):

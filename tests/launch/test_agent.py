@@ -1,0 +1,304 @@
+"""What the launcher makes of processes that ended or did not, of signals, of its meeting point, and of memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launch import agent, failure, memory, rendezvous
+from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE
+from lockstep.launch.job import Job
+
+GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
+    "exit 0",
+    "exit 1",
+    "exit 2",
+    "kill -9 $$",
+    "exec sleep 60",
+    "kill -STOP $$; exec sleep 60",
+)
+
+
+def job(**changes):
+    given = {"command": [], "processes": 2, "nodes": (1, 1), "backend": "c10d", "endpoint": "127.0.0.1:0"}
+    rest = {"options": {}, "run_id": "test", "is_host": True, "restarts": 3, "environment": {}}
+    return Job(**{**given, **rest, **changes})
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """An agent over processes of these shell commands, local ranks 0, 1, ..., which are global ranks 4, 5, ..."""
+    started = []
+    monkeypatch.setattr(agent, "_GRACE", 0.05)
+    monkeypatch.setattr(agent, "kills", lambda: 7)
+
+    def made(*commands, notes=(), ended=(), left=2):
+        mine = object.__new__(agent._Agent)
+        mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
+        mine._remaining_restarts, mine._kills = left, 7
+        processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
+        started.extend(processes)
+        for local in ended:
+            processes[local].wait()
+        files = {local: str(tmp_path / f"note-{local}") for local in range(len(commands))}
+        for local, text in dict(notes).items():
+            told = {"lockstep": {"line": text, "when": 1.0 + local, "follows": text.startswith("lost"), "code": 1}}
+            (tmp_path / f"note-{local}").write_text(json.dumps(told))
+        handlers = {local: SimpleNamespace(proc=process) for local, process in enumerate(processes)}
+        mine._pcontext = SimpleNamespace(error_files=files, subprocess_handlers=handlers)
+        group = SimpleNamespace(workers=[SimpleNamespace(global_rank=4 + local) for local in range(len(commands))])
+        return mine, mine._processes(), group
+
+    yield made
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, capfd):
+    mine, processes, group = watched(SLEEPS, BAD, ended=[1])
+    mine._explain(processes, group)
+    assert processes[0].returncode == -signal.SIGKILL
+    assert (mine._failure.rank, mine._failure.code, mine.told) == (5, 1, False)
+    line = "rank 5 ended first, with code 1 and no word, before step 0"
+    assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
+    assert str(mine.error()) == f"{line}; the same command resumes from the newest checkpoint"
+    assert mine.error().exit_code == 1
+    mine.asked = signal.SIGTERM
+    mine._explain(processes, group)
+    mine.asked, mine._remaining_restarts = None, 0
+    mine._explain(processes, group)
+    assert capfd.readouterr().err == ""  # no restart follows
+
+
+@pytest.mark.parametrize(
+    ("commands", "grace", "killed"),
+    [
+        ((GOOD, BAD), 1e9, 0.0),  # all have ended
+        ((STOPS, BAD), 1e9, 0.0),  # the other will not end by itself
+        ((SLEEPS, KILLED, BAD), 1e9, 0.0),  # one was killed, and so was the first
+    ],
+)
+def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace, killed):
+    monkeypatch.setattr(agent, "_GRACE", grace)
+    monkeypatch.setattr(agent, "_KILLED", killed)
+    mine, processes, group = watched(*commands, ended=[1])
+    mine._explain(processes, group)
+    assert mine._failure.rank == 5
+    assert all(process.returncode is not None for process in processes.values())
+
+
+def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not(watched):
+    same = {0: "step 3: nan", 1: "step 3: nan"}
+    for notes, line in (
+        (same, "step 3: nan"),
+        ({0: "step 3: nan", 1: "another"}, "rank 4 failed first before step 0: step 3: nan"),
+        ({0: "lost rank 5", 1: "step 3: nan"}, "rank 5 failed first before step 0: step 3: nan"),
+    ):
+        mine, processes, group = watched(BAD, BAD, notes=notes, ended=[0, 1])
+        mine._explain(processes, group)
+        assert (str(mine.error()), mine.told) == (line, True)
+    mine, processes, group = watched(GOOD, BAD, notes=same, ended=[0, 1])
+    mine._explain(processes, group)
+    assert str(mine.error()) == "rank 5 failed first before step 0: step 3: nan"
+
+
+def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missing(watched, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    lost = "lost the other ranks: timeout"
+    said = "; after --timeout seconds the others gave up; raise --timeout where it is only slow"
+    mine, processes, group = watched(STOPS, BAD, STOPS, notes={1: lost}, ended=[1])
+    Progress.of(6).at(2, 2)
+    mine._explain(processes, group)
+    stood = "rank 4 did not arrive: it stood in its start, before step 0 and "
+    stood += "rank 6 did not arrive: it stood in step 2 (loading or computing)"
+    assert mine._failure.message == stood + said
+    assert not mine.told
+    for commands, text in (((STOPS, BAD), "step 3: nan"), ((STOPS, BAD), "lost rank 4"), ((GOOD, BAD), lost)):
+        mine, processes, group = watched(*commands, notes={1: text}, ended=[1])
+        mine._explain(processes, group)
+        assert mine._failure.message == text
+
+
+def test_bad_input_is_not_tried_again_whoever_says_it(watched):
+    for commands, left in (((BAD, USAGE), 0), ((USAGE, BAD), 0), ((BAD, BAD), 2)):
+        mine, processes, group = watched(*commands, ended=[0, 1])
+        mine._explain(processes, group)
+        assert mine._remaining_restarts == left
+    assert UsageError.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kills", "words"),
+    [
+        (-9, "", 8, "rank 1 was ended first, by SIGKILL, before step 0: out of memory, by the kernel's count"),
+        (-9, "", 7, "by SIGKILL, before step 0: somebody or something killed it, and the kernel counts no lack"),
+        (-15, "", 8, "by SIGTERM, before step 0: somebody or something ended it before its steps began"),
+        (-1, "", 7, "by SIGHUP, before step 0: somebody or something ended it before its steps began"),
+        (-11, "", 8, "by SIGSEGV, before step 0: it crashed; its stack is above"),
+        (-9, "no", 8, "rank 1 failed first before step 0: no"),
+        (-15, "no", 7, "rank 1 failed first before step 0: no"),
+        (3, "no", 7, "rank 1 failed first before step 0: no"),
+    ],
+)
+def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, message, kills, words):
+    mine = watched()[0]
+    mine._failure = failure.Failure(1, code, message)
+    monkeypatch.setattr(agent, "kills", lambda: kills)
+    error = mine.error()
+    assert words in str(error)
+    assert str(error).endswith("resumes from the newest checkpoint") == (not message)
+    assert error.exit_code == max(code, 1)
+
+
+def test_a_failure_on_another_node_is_told_as_one(watched):
+    error = watched()[0].error()
+    assert str(error).startswith("the processes failed on another node; see its launcher's last line; the same")
+    assert error.exit_code == 1
+
+
+def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monkeypatch):
+    left = []
+    monkeypatch.setattr(agent, "leave_terminal", lambda: left.append(1))
+
+    class Fake:
+        def __init__(self, code):
+            self.code, self.sent = code, []
+
+        def poll(self):
+            return self.code
+
+        def send_signal(self, number):
+            self.sent.append(number)
+
+    mine, runs, ended = watched()[0], Fake(None), Fake(0)
+    mine._processes = lambda: {0: runs, 1: ended}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        mine._forward(int(number), None)
+        assert mine.asked is number
+    assert runs.sent == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    assert (ended.sent, left, mine._remaining_restarts) == ([], [1], 0)
+    for _ in range(2):
+        mine._forward(int(signal.SIGINT), None)
+    assert runs.sent[-2:] == [signal.SIGINT, signal.SIGKILL]  # a second Ctrl-C ends them at once
+
+
+def test_who_was_stopped_is_known_from_who_runs_or_is_gone():
+    assert not agent._is_stopped(os.getpid())
+    assert not agent._is_stopped(2**30)
+    with subprocess.Popen([sys.executable, "-c", "print(end='up', flush=True); input()"], stdin=-1, stdout=-1) as child:
+        child.stdout.read(2)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert agent._is_stopped(child.pid)
+        child.kill()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RendezvousError("no answer\nand more"), "the nodes did not meet at 127.0.0.1:0: no answer; check --nnodes"),
+        (RendezvousError(""), "the nodes did not meet at 127.0.0.1:0: RendezvousError; check"),
+        (DistError("timed out"), "the nodes did not meet at 127.0.0.1:0: timed out; check"),
+        (SignalException("died", signal.SIGTERM), "ended by SIGTERM, and the processes with it"),
+    ],
+)
+def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, error, words):
+    seen = {}
+
+    class Agent:
+        def __init__(self, asked, folder):
+            seen.update(os.environ, places=(folder / "places").is_dir(), folder=folder)
+
+        def run(self):
+            raise error
+
+        def end(self):
+            seen["ended"] = True
+
+    monkeypatch.setattr(agent, "_Agent", Agent)
+    for name in (FOLDER_VARIABLE, LAUNCHER_VARIABLE, "MINE", "THEIRS"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.delenv("MINE")
+    with pytest.raises(LockstepError) as caught:
+        agent.run(job(environment={"MINE": "new", "THEIRS": "new"}))
+    assert str(caught.value).startswith(words)
+    assert (seen["places"], seen["ended"], seen["folder"].exists()) == (True, True, False)
+    assert (seen[FOLDER_VARIABLE], seen[LAUNCHER_VARIABLE]) == (str(seen["folder"] / "places"), str(os.getpid()))
+    assert (seen["MINE"], seen["THEIRS"]) == ("new", "before")  # what is set already stays
+    os.environ.pop("MINE")
+
+
+def test_waiting_nodes_are_asked_for_in_a_thread_and_told_once(monkeypatch):
+    asked, may, go_on = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda _: go_on.wait(60)))
+
+    def ask():
+        asked.append(threading.current_thread())
+        may.wait(60)
+        if len(asked) == 2:
+            raise RendezvousError("the link is cut")
+        return 3
+
+    handler = rendezvous._patient(SimpleNamespace(num_nodes_waiting=ask))
+    assert handler.num_nodes_waiting() == 0
+    may.set()
+    while (found := handler.num_nodes_waiting()) == 0:
+        pass
+    assert [found, *(handler.num_nodes_waiting() for _ in range(3))] == [3, 0, 0, 0]
+    assert len(asked) == 1  # as long as one asks or rests, no second one does
+    assert asked[0] is not threading.current_thread()
+    assert asked[0].daemon  # over a link that was cut it may sit there for minutes
+    go_on.set()
+    asked[0].join()
+    assert handler.num_nodes_waiting() == 0
+    asked[-1].join()
+    assert len(asked) == 2  # and its failure is none of ours
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_host", "own"), [("c10d", True, True), ("c10d", False, False), ("etcd-v2", True, False)]
+)
+def test_the_node_that_holds_the_meeting_point_makes_it_and_others_ask_for_it(monkeypatch, backend, is_host, own):
+    made = []
+    monkeypatch.setattr(
+        rendezvous, "get_rendezvous_handler", lambda given: made.append(given) or SimpleNamespace(num_nodes_waiting=int)
+    )
+    monkeypatch.setattr(rendezvous, "create_handler", lambda store, backend, given: given)
+    asked = job(backend=backend, is_host=is_host, nodes=(1, 2), options={"join_timeout": "9"})
+    found = rendezvous.meeting(asked)
+    given = found if own else made[0]
+    assert bool(made) == (not own)
+    assert (given.min_nodes, given.max_nodes, given.run_id, given.get("join_timeout")) == (1, 2, "test", "9")
+    assert given.local_addr == "127.0.0.1"
+    assert given.get("read_timeout") == (None if own else "5")
+    if not own:
+        rendezvous.meeting(job(backend=backend, is_host=is_host, options={"read_timeout": "77"}))
+        assert made[1].get("read_timeout") == "77"
+
+
+def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "Path", lambda text: tmp_path / text.rpartition("/")[2])
+    own = tmp_path / "cgroup"
+    own.write_text("3:cpu,cpuacct:/other\n4:cpu,memory:/job\n0::/job\nnonsense\n")
+    for name, text in (
+        ("vmstat", "oom 5\noom_kill 3\n"),
+        ("job/memory.events", "oom_kill 10\noom_kill 1\n"),
+        ("memory/job/memory.oom_control", "oom_kill 100\n"),
+        ("other/memory.events", "oom_kill 1000\n"),
+        ("memory/memory.oom_control", "oom_kill many\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory.kills(tmp_path, own) == 113
+    assert memory.kills(tmp_path, tmp_path / "none") == 3
