@@ -28,7 +28,7 @@ def full():
         "model/blocks.0.weight": torch.randn(13, 4, 3, generator=generator),
         "model/blocks.0.bias": torch.randn(3, generator=generator),
         "model/turned": torch.randn(6, 9, generator=generator).t(),
-        "model/empty": torch.zeros(0, 4),
+        "model/empty": torch.zeros(0, 4, dtype=torch.float64),
         "model/rotary": torch.randn(7, 3, dtype=torch.complex64, generator=generator),
         "model/fourier": torch.randn(9, 4, dtype=torch.complex128, generator=generator).conj().t(),
         "optimizer/blocks.0.weight/step": torch.tensor(17.0),

@@ -1,4 +1,6 @@
+import json
 import re
+import time
 
 import pytest
 import torch
@@ -40,6 +42,28 @@ def test_list_is_a_table(folder, capsys):
         ("10", "2", "single", "1", "no"),
     ]
     assert "step-00000010/rank-00000.safetensors is damaged" in out
+    (checkpoint.path_of(folder, 5) / "manifest.json").unlink()
+    out = command(capsys, "list", folder)[1]
+    assert out.splitlines()[1].split() == ["5", "?", "?", "?", "?", "?", "no"]
+    assert "step-00000005/manifest.json is missing" in out  # of each that is damaged
+    assert "step-00000010/rank-00000.safetensors is damaged" in out
+
+
+def test_list_as_json_has_numbers_and_null_where_a_damaged_one_does_not_say(folder, capsys):
+    (checkpoint.path_of(folder, 5) / "manifest.json").unlink()
+    began = int(time.time())
+    code, out = command(capsys, "list", folder, "--json")
+    first, second = json.loads(out)
+    size = sum(file.stat().st_size for file in checkpoint.path_of(folder, 10).iterdir() if file.stem != "manifest")
+    assert code == 0
+    assert first["problems"] == ["step-00000005/manifest.json is missing"]
+    assert {key: first[key] for key in ("step", "epoch", "bytes", "written", "engine", "world", "whole")} == {
+        **dict.fromkeys(("epoch", "bytes", "written", "engine", "world")), "step": 5, "whole": False
+    }  # fmt: skip
+    assert began - 60 <= second.pop("written") <= began
+    assert second == {
+        "step": 10, "epoch": 2, "bytes": size, "engine": "single", "world": 1, "whole": True, "problems": []
+    }  # fmt: skip
 
 
 def test_inspect_prints_the_fingerprint_on_its_own_line(folder, capsys):
@@ -54,7 +78,12 @@ def test_inspect_prints_the_fingerprint_on_its_own_line(folder, capsys):
         "4",
         "14",
     )
-    assert "model/tied  float32  [3, 4]  48 B" in out.splitlines()
+    assert [line for line in out.splitlines() if line.startswith(("model/", "optimizer/"))] == [
+        "model/a  float32  [3, 4]  48 B",
+        "model/b  float32  [2]  8 B",
+        "model/tied  float32  [3, 4]  48 B",
+        "optimizer/a/step  float32  []  4 B",
+    ]
 
 
 def test_inspect_takes_the_newest_whole_one_or_the_one_named(folder, capsys):

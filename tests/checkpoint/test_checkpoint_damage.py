@@ -11,6 +11,7 @@ from states import full, sharded
 
 from lockstep import checkpoint
 from lockstep.checkpoint.format import Manifest, dump
+from lockstep.checkpoint.index import read_header
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
 
@@ -294,13 +295,32 @@ def header(text, data=b""):
         header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', b"12345678"),
         header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"12345678"),
         header(b'{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,4]}}', b"1234"),
+        header(b'{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', b"1234"),
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,4]}}', b"1234"),
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"more":1}}', b"1234"),
+        header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"1234"),
     ],
 )
 def test_a_hostile_data_file_is_refused(path, data):
     forge(path, rank__00000_safetensors=data)
     (problem,) = checkpoint.verify(path)
-    assert "rank-00000.safetensors" in problem
+    assert problem.startswith("step-00000002/rank-00000.safetensors is ")  # before an index is held against it
     assert problem.isprintable()
+
+
+def test_the_tensors_of_a_data_file_may_stand_in_any_order(tmp_path):
+    entry = '"{}":{{"dtype":"F32","shape":[{}],"data_offsets":[{},{}]}}'
+    text = "{" + ",".join((entry.format("b", 1, 8, 12), entry.format("a", 2, 0, 8))) + "}"
+    (tmp_path / "file").write_bytes(header(text.encode(), bytes(12)))
+    assert read_header(tmp_path / "file") == {"b": ("F32", (1,)), "a": ("F32", (2,))}
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"tensors": 5}, {"aliases": []}, {"aliases": {"a": 1}}, {"more": 1}])
+def test_what_is_no_index_is_refused(path, change):
+    index = json.loads((path / "rank-00000.json").read_bytes())
+    forge(path, rank__00000_json=dump(index | change))
+    (problem,) = checkpoint.verify(path)
+    assert problem.startswith("step-00000002/rank-00000.json is damaged: it")
 
 
 def test_another_steps_checkpoint_under_this_name_is_found(path):

@@ -182,6 +182,9 @@ def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(find, "_TELL", -1.0)
     reading.heard([70 * 10**9, 50 * 10**9])
     assert lines == ["checking checkpoint step-00000007: 112 GiB of 782 GiB read"]
+    for count in (3, 4, 5):
+        reading.add(count)
+    assert reading.bytes == 12
 
 
 def test_ranks_share_what_is_to_be_read_by_bytes():

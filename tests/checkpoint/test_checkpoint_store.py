@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import xxhash
 from ranks import RankError, run
 
 from lockstep import checkpoint
 from lockstep.checkpoint import files, write
+from lockstep.checkpoint.layout import owners_of
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
 
@@ -134,7 +136,7 @@ def test_a_file_size_limit_is_an_error_and_not_a_signal(tmp_path):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
     try:
-        with pytest.raises(CheckpointError, match="File too large"):
+        with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: File too large"):
             save(tmp_path, 1, size=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -224,6 +226,24 @@ def test_folders_get_the_permissions_of_their_parent(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints").chmod(0o750)
     assert save(tmp_path, 1).stat().st_mode & 0o777 == 0o750
+    (tmp_path / "checkpoints").chmod(0o3750)
+    assert save(tmp_path, 2).stat().st_mode & 0o7777 == 0o2750  # its group goes on; who may delete there does not
+
+
+def test_a_file_is_written_and_checked_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 8)
+    chunks, seen = [bytes(range(20)), b"", bytes(range(100, 109))], []
+    written = files.write_file(tmp_path / "file", chunks)
+    assert (tmp_path / "file").read_bytes() == b"".join(chunks)
+    assert written == {"size": 29, "xxh3_64": xxhash.xxh3_64_hexdigest(b"".join(chunks))}
+    assert files.damage(tmp_path / "file", 29, written["xxh3_64"], seen.append) is None
+    assert seen == [8, 8, 8, 5]
+    assert "29 bytes instead of 28" in files.damage(tmp_path / "file", 28, None)
+
+
+def test_whole_tensors_go_to_the_rank_that_has_least_to_write_the_largest_first():
+    assert owners_of([(1, "a"), (1, "b"), (2, "c")], 2) == {"c": 0, "b": 1, "a": 1}
+    assert owners_of([(5, "a"), (4, "b"), (3, "c"), (3, "d"), (3, "e")], 2) == {"a": 0, "b": 1, "e": 1, "d": 0, "c": 1}
 
 
 def test_the_fingerprint_sees_names_shapes_dtypes_and_order():

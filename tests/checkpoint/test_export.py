@@ -212,7 +212,8 @@ def test_heads_that_no_tensor_tells_are_not_guessed(tmp_path):
         export(path, tmp_path / "hf", "hf")
     model = gpt(heads=NANO.heads, width=NANO.width)
     path = saved(tmp_path / "older", model, config='model_name = "builtin:nano"\n')
-    assert json.loads((export(path, tmp_path / "hf", "hf") / "config.json").read_text())["n_head"] == NANO.heads
+    config = json.loads((export(path, tmp_path / "hf", "hf") / "config.json").read_text())
+    assert (config["n_head"], config["resid_pdrop"]) == (NANO.heads, 0.0)  # no dropout where none was asked for
 
 
 def test_a_hub_model_keeps_its_names_and_gets_its_vocabulary(tmp_path):

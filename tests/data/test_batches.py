@@ -175,16 +175,6 @@ def test_a_declared_number_of_items_is_believed_after_it_was_counted_once():
 
 
 def test_a_dataset_that_draws_nothing_leaves_the_generators_alone():
-    class Plain(Numbers):
-        draws_random = False
-
-        def __getitem__(self, index):
-            return (index,)
-
-    class Quiet(Task):
-        def collate(self, samples):
-            return {"samples": samples}
-
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     list(batches(13, StepPlan(4, 2, 26), task=Quiet(), dataset=Plain(13)).from_step(0))
@@ -322,6 +312,35 @@ def test_a_position_a_trillion_samples_in_is_found_at_once():
 def test_sequential_order_is_the_evaluation_sets_own():
     found = batches(5, StepPlan(6, 2, 5), order=Sequential(5)).from_step(0)
     assert [[i for i, *_ in b.data["samples"]] for b in next(found)[1]] == [[0, 1], [2, 3], [4]]
+
+
+class Plain(Numbers):
+    draws_random = False
+
+    def __getitem__(self, index):
+        return (index,)
+
+
+class Quiet(Task):
+    def collate(self, samples):
+        return {"samples": samples}
+
+
+def test_a_step_may_be_larger_than_what_is_looked_up_at_once():
+    found = batches(5000, StepPlan(5000, 2500, 10_000), task=Quiet(), dataset=Plain(5000), order=Sequential(5000))
+    rows = [[index for b in micro for (index,) in b.data["samples"]] for _, micro in found.from_step(0)]
+    assert rows == [list(range(5000))] * 2
+
+
+def test_a_first_micro_batch_in_parts_has_the_samples_and_items_of_each():
+    cuts = [(0, 1), (1, 3), (0, None)]
+    for quiet, task, dataset in ((True, Quiet(), Plain(13)), (False, Task(), Numbers(13))):
+        found = batches(13, StepPlan(6, 3, 26), rank=1, world_size=2, task=task, dataset=dataset)
+        whole = found.samples(2, 1)
+        for (a, b), (part, drew) in zip(cuts, found.parts(2, cuts), strict=True):
+            assert [index for index, *_ in part.data["samples"]] == whole[a:b]
+            assert (part.index, part.weight, part.items) == (1, 1.0, sum(index % 3 + 1 for index in whole[a:b]))
+            assert drew is not quiet
 
 
 def test_batches_can_be_imported_without_the_engines():

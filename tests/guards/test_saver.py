@@ -10,6 +10,7 @@ from ranks import run
 
 from lockstep import checkpoint
 from lockstep.checkpoint import write as writing
+from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -148,11 +149,59 @@ def test_the_seconds_that_the_caller_waited_are_counted(monkeypatch):
 
     monkeypatch.setattr("lockstep.checkpoint.background.time", SimpleNamespace(perf_counter=lambda: clock.now))
     saver = checkpoint.Saver(World(), background=False)
-    saver.begin({"model/a": torch.ones(2)}, lambda share, world: wait(3.0))
-    assert (saver.blocked, saver.writing) == (3.0, 3.0)
+    for number in (1, 2):
+        saver.begin({"model/a": torch.ones(2)}, lambda share, world: wait(3.0))
+        assert (saver.blocked, saver.writing) == (3.0 * number, 3.0 * number)
     saver = checkpoint.Saver(World())
-    saver.begin({"model/a": torch.ones(2)}, lambda share, world: None)
-    saver._thread.join()
-    saver._thread = SimpleNamespace(join=lambda: wait(5.0))  # a slow disk
-    saver.settle()
-    assert (saver.blocked, saver.writing) == (5.0, 0.0)
+    for number in (1, 2):
+        saver.begin({"model/a": torch.ones(2)}, lambda share, world: None)
+        saver._thread.join()
+        saver._thread = SimpleNamespace(join=lambda: wait(5.0))  # a slow disk
+        saver.settle()
+        assert (saver.blocked, saver.writing) == (5.0 * number, 0.0)
+
+
+def test_a_failure_that_was_told_is_not_counted_again():
+    saver = checkpoint.Saver(World())
+    saver.begin({}, fails)
+    for _ in range(3):
+        saver.settle()
+
+
+def test_the_copy_in_host_memory_is_made_once_for_each_shape_and_dtype():
+    saver, tensor, places = checkpoint.Saver(World()), torch.ones(4), []
+    for each in (tensor, tensor + 1, tensor.double(), tensor.double()[:2]):
+        saver.begin({"model/a": each}, lambda share, world: places.append(share.pieces[0].local))
+        saver.settle()
+    assert places[0] is places[1]
+    assert [held.dtype for held in places] == [torch.float32, torch.float32, torch.float64, torch.float64]
+    assert [held.tolist() for held in places] == [[2.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 2]
+
+
+class Telling(World):
+    """One of two ranks, of which the other has always ended; `told` is what this one told it."""
+
+    def gather(self, value):
+        self.told.append(value)
+        return [value, [True, 0]]
+
+    def check(self, error):
+        assert error is None
+
+
+def test_a_rank_that_was_interrupted_does_not_say_that_it_has_ended():
+    """The others would take it for done, and go on to a collective in which it is not."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    world, heard = Telling(size=2), []
+    world.told = []
+    assert on_all_ranks(world, lambda: 7, done=lambda: 3, heard=heard.append) == 7
+    assert (world.told, heard) == ([[True, 3]], [[3, 0]])
+    with pytest.raises(KeyboardInterrupt):
+        on_all_ranks(world, interrupted)
+    for thread in threading.enumerate():
+        if thread.name == "lockstep-signs":
+            thread.join()
+    assert world.told == [[True, 3]]

@@ -18,12 +18,12 @@ SEPARATOR = 1
 
 
 class Letters:
-    """A token a character."""
+    """A token a character; before a text of its own, in blocks, what many put there by themselves."""
 
     vocab_size, separator = 3000, SEPARATOR
 
     def encode_all(self, texts, special=False):
-        return [[ord(letter) for letter in text] for text in texts]
+        return [[SEPARATOR] * special + [ord(letter) for letter in text] for text in texts]
 
 
 # (length, characters of the prompt) of each document
@@ -96,11 +96,16 @@ def test_a_stream_and_blocks_have_every_token_once_and_in_order(shapes, seq_len,
     examples = made(shapes)
     for kind, reader in (("stream", Windows), ("blocks", Blocks)):
         end = [SEPARATOR] if kind == "stream" else []
-        joined = [token for example in examples for token in (*map(ord, example.text), *end)]
+        front = [SEPARATOR] * (kind == "blocks")
+        joined = [token for example in examples for token in (*front, *map(ord, example.text), *end)]
         learned = [
             mark
             for example in examples
-            for mark in (*(not masked or place >= example.given for place in range(len(example.text))), *map(bool, end))
+            for mark in (
+                *(not masked or not example.given for _ in front),
+                *(not masked or place >= example.given for place in range(len(example.text))),
+                *map(bool, end),
+            )
         ]
         samples, _ = split(kind, examples, seq_len, masked, reader)
         count = max(0, len(joined) - 1) // seq_len if kind == "stream" else len(joined) // seq_len

@@ -126,6 +126,25 @@ def test_a_folder_has_the_splits_that_its_files_are_named_after(tmp_path):
     assert len(documents(corpus(folder, seq_len=4, split="train[:50%]"))) == 15 + 9
 
 
+def test_two_rows_are_enough_for_both_splits(tmp_path):
+    path = hub_files.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in hub_files.texts(2)])
+    found = corpus(path, seq_len=4)
+    assert sorted(documents(found)) == sorted(hub_files.texts(2))
+    assert min(len(found.train), len(found.evaluation)) > 0
+
+
+def test_a_folder_is_asked_for_by_its_subset_and_its_files_encoding(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text\nadd\n", encoding="utf-8-sig")
+    for subset, wanted in (("small", "small"), ("", None)):
+        asked = hub._local(Wanted(str(tmp_path), subset=subset), [path], tmp_path)
+        assert asked == {"path": str(tmp_path), "name": wanted, "encoding": "utf-8-sig"}
+    assert hub._local(Wanted(str(tmp_path)), [tmp_path / "a.parquet"], tmp_path) == {
+        "path": str(tmp_path),
+        "name": None,
+    }
+
+
 def test_a_folder_of_text_stays_text(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     hub_files.write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])

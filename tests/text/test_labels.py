@@ -140,6 +140,8 @@ def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(
 def test_rows_of_prompts_and_conversations_are_found_by_their_columns():
     read = reader({"prompt": True, "response": True}, "", "x", answers=True)
     assert read({"prompt": "a", "response": "b"}).given == 1
+    empty = read({"prompt": None, "response": None})  # a missing value is an empty text
+    assert (empty.text, empty.given) == ("", 0)
     read = reader({"id": True, "messages": False}, "", "x", answers=True)
     assert read({"messages": [{"role": "user", "content": None, "tools": None}]}).messages == (
         {"role": "user", "content": ""},
@@ -217,7 +219,9 @@ def test_long_texts_become_pieces_that_miss_no_token(tmp_path):
         tmp_path / "t.jsonl", [{"text": " ".join(hub_files.texts(9, seed))} for seed in range(6)]
     )
     for packing in ("padded", "documents"):
-        found, whole = (corpus(path, packing=kind, seq_len=16) for kind in (packing, "stream"))
+        said = []
+        found, whole = (corpus(path, say=said.append, packing=kind, seq_len=16) for kind in (packing, "stream"))
+        assert not [line for line in said if "--seq-len" in line]  # nothing is cut off
         labels = torch.cat([found.train[i]["labels"] for i in range(len(found.train))])
         assert sorted(labels[labels >= 0].tolist()) == sorted(whole.train._tokens.tolist())
 
@@ -233,6 +237,18 @@ def test_windows_hold_every_document_once_and_are_well_filled(lengths):
     assert windows == packed(list(lengths), 50)
 
 
+def test_the_longest_come_first_and_each_goes_where_it_leaves_the_least():
+    for lengths, room, wanted in (
+        ([2, 2, 4, 4], 6, [{0, 3}, {1, 2}]),
+        ([7, 6, 3, 4], 10, [{0, 2}, {1, 3}]),
+        ([5, 5, 5], 10, [{0, 1}, {2}]),
+        ([], 10, []),
+    ):
+        found = [set(window) for window in packed(lengths, room)]
+        filled = [sorted(lengths[document] for document in window) for window in found]
+        assert sorted(filled) == sorted(sorted(lengths[document] for document in window) for window in wanted)
+
+
 def test_a_window_restarts_its_positions(tmp_path):
     found = corpus(hub_files.write_jsonl(tmp_path / "a.jsonl", pairs(40)), packing="documents", seq_len=48)
     for index in range(len(found.train)):
@@ -242,8 +258,10 @@ def test_a_window_restarts_its_positions(tmp_path):
         assert (sample["positions"][begun] == 0).all()
         assert (sample["positions"].diff()[~begun[1:]] == 1).all()
     assert sum(int((found.train[i]["labels"] == found.separator).sum()) for i in range(len(found.train))) == 38
-    with pytest.raises(IndexError):
-        found.train[len(found.train)]
+    for index in (-1, len(found.train)):
+        with pytest.raises(IndexError):
+            found.train[index]
+    assert found.train.draws_random is False
     facts = json.loads((found.folder / "facts.json").read_text())
     assert facts["masked"] is True
 

@@ -173,6 +173,14 @@ def test_a_single_file_is_split_after_a_line(tmp_path):
     assert 0.08 < len(evaluation) / len(train + evaluation) < 0.12
 
 
+def test_a_file_is_cut_at_a_lines_end_where_one_is_just_there(tmp_path):
+    file = tmp_path / "rows.txt"
+    file.write_text("123456789\n" * 10)
+    for fraction, cut in ((0.2, 80), (0.21, 80), (0.19, 90), (0.3, 70)):
+        (train,), (evaluation,) = split(find(str(file)), fraction, 0)
+        assert (train.start, train.stop, evaluation.start, evaluation.stop) == (0, cut, cut, 100)
+
+
 def test_a_single_line_is_split_between_characters(tmp_path):
     file = tmp_path / "line.txt"
     text = "".join(random.Random(0).choices("東京都道府県", k=600))

@@ -93,7 +93,7 @@ def read_header(path: Path) -> Header:
     size = path.lstat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(_HEADER_LIMIT, size - 8):
+        if length > min(_HEADER_LIMIT, size - 8):  # also of a file that is too short to say it
             raise CheckpointError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
         header = parse_json(file.read(length), path)
     if not isinstance(header, dict):

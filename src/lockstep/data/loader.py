@@ -159,7 +159,6 @@ class _Processes:
             if child.is_alive():
                 child.kill()
                 child.join()
-        self._children = []
 
 
 class _Failure:

@@ -158,7 +158,7 @@ def _write_documents(
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
         _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
-    found.notes += _notes(path.stem, packing.seq_len, cut, lost)
+    found.notes = _notes(path.stem, packing.seq_len, cut, lost)
 
 
 def _notes(split: str, seq_len: int, cut: int, lost: list[int]) -> list[str]:
