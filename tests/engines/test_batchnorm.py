@@ -228,6 +228,26 @@ def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
     assert torch.equal(model[2].running_mean, torch.zeros(3))
 
 
+def test_each_layer_counts_the_micro_batches_in_which_it_ran_and_keeps_its_precision():
+    model = recording(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2).double()), fail)
+    made, generator = alone_with(model), torch.Generator().manual_seed(4)
+    narrow = [torch.randn(5, 3, generator=generator) for _ in range(3)]
+    wide = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    for number, inputs in enumerate(narrow):
+        made.accumulate(number == 2)
+        if number == 1:
+            model[1](wide)
+        made.backward(model[0](inputs))
+    made.step()
+    assert [int(layer.num_batches_tracked) for layer in model] == [3, 1]
+    mean = torch.zeros(3)
+    for inputs in narrow:
+        mean = mean.lerp(inputs.mean(0), 0.1)
+    torch.testing.assert_close(model[0].running_mean, mean)
+    torch.testing.assert_close(model[1].running_mean, 0.1 * wide.mean(0), rtol=1e-14, atol=1e-16)
+    torch.testing.assert_close(model[1].running_var, 0.9 + 0.1 * wide.var(0), rtol=1e-14, atol=1e-16)
+
+
 def test_a_nan_of_one_step_is_not_in_the_next():
     model = recording(nn.Sequential(nn.BatchNorm1d(3)), fail)
     made = alone_with(model)

@@ -78,10 +78,16 @@ def test_what_agrees_or_is_auto_is_taken(tmp_path):
 @pytest.mark.parametrize("kind", ["Adam", "adam", "ADAM", "adamw", "AdamW"])
 def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
     content = {"optimizer": {"type": kind, "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
-    assert options.build(taken({}, content, 1)).optim.name == "adamw"
+    made = options.build(taken({}, content, 1)).optim
+    assert (made.name, made.beta1, made.beta2) == ("adamw", 0.9, 0.95)
     assert merged(content, wanted())
     with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}", and the run\'s optimizer makes it "SGD"'):
         merged(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
+
+
+def test_settings_of_an_optimizer_that_say_what_is_done_anyhow_are_taken():
+    params = {"torch_adam": True, "bias_correction": True, "amsgrad": False, "lr": 0.01}
+    assert options.build(taken({}, {"optimizer": {"type": "Adam", "params": params}}, 1)).lr == 0.01
 
 
 def test_groups_with_rates_and_decays_of_their_own_are_no_contradiction():
@@ -257,6 +263,10 @@ def test_a_whole_file_is_taken(tmp_path, monkeypatch):
             {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5, "cos_min_ratio": 0.1}},
             {"optim.schedule": "cosine", "optim.floor": 0.1, "max_steps": 50, "optim.warmup_steps": 5},
         ),
+        (  # without a warm-up it has no shape
+            {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_type": "log"}},
+            {"optim.schedule": "constant", "optim.warmup_steps": 0},
+        ),
     ],
 )
 def test_schedulers(tmp_path, scheduler, found):
@@ -272,6 +282,19 @@ def test_schedulers(tmp_path, scheduler, found):
         (SOURCE, ["--batch-size", "16"], "train_batch_size is 8, which makes --batch-size 8, and it is 16"),
         ({"optimizer": {"type": "Lamb"}}, [], r"optimizer\.type Lamb is not served: Adam, AdamW or SGD"),
         ({"scheduler": {"type": "OneCycle"}}, [], r"scheduler\.type OneCycle is not served: WarmupLR"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}},
+            [],
+            "warmup_type is log, DeepSpeed's default, and here it is linear",
+        ),
+        *(
+            (
+                {"optimizer": {"type": "Adam", "params": {key: value}}},
+                [],
+                rf"optimizer\.params\.{key} {json.dumps(value)} is not served",
+            )
+            for key, value in (("torch_adam", False), ("bias_correction", False), ("amsgrad", True))
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, [], "warmup_type is log, DeepSpeed's default, and here it is linear"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, [], r"'scheduler\.params\.warmup' is unknown"),
         (

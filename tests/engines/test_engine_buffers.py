@@ -1,11 +1,18 @@
 """Buffers that a maker made in odd ways, or other ones on each rank: every engine begins with rank 0's."""
 
+import math
+
+import pytest
 import torch
 from ranks import run
 from support import build, whole
 from toys import train
 
 import lockstep
+from lockstep.distributed.world import World
+from lockstep.engines.base import NOTHING, StepResult
+from lockstep.engines.shared import buffers
+from lockstep.engines.shared.buffers import with_buffers
 
 LENGTH = 200_000
 
@@ -73,3 +80,89 @@ def test_expanded_buffers_and_other_tables_on_the_ranks_train_as_rank_zero_alone
             for mine, other in zip(found[:2], wanted[:2], strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-11, atol=1e-11, msg=name)
             assert found[2] == wanted[2], name
+
+
+class Counting(torch.nn.Module):
+    """A forward that moves buffers of several dtypes and shapes, one of them by another tensor in its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.arange(6.0).reshape(2, 3))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("calls", torch.tensor([3, 4]))
+        self.register_buffer("wide", torch.arange(3, dtype=torch.float64))
+        self.register_buffer("still", torch.ones(2))
+
+    def forward(self, x):
+        for buffer in (self.mean, self.calls, self.wide):
+            buffer += 1
+        self.scale = self.scale + 1
+        return x
+
+
+class Still:
+    """An engine that moves no weight; the norm of every step is 1, and the host may not know what came of it."""
+
+    def __init__(self, model, knows):
+        self.model, self._knows = model, knows
+
+    def accumulate(self, last):
+        return NOTHING
+
+    def backward(self, loss, weight=1.0):
+        pass
+
+    def step(self, factor=None, limit=math.inf, momentum=None):
+        return StepResult(torch.tensor(1.0), limit > 1.0 if self._knows else None)
+
+
+def moved(made, *weights, limit=math.inf):
+    """By how much each buffer was moved in a step of micro-batches of these weights."""
+    before = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
+    for number, weight in enumerate(weights):
+        with made.accumulate(number == len(weights) - 1):
+            made.backward(made.model(torch.zeros(1)), weight)
+    made.step(1.0, limit)
+    found = {name: (buffer - before[name]).reshape(-1).tolist() for name, buffer in made.model.named_buffers()}
+    assert all(buffer.dtype == before[name].dtype for name, buffer in made.model.named_buffers())
+    assert all(len(set(each)) == 1 for each in found.values())
+    return {name: each[0] for name, each in found.items()}
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_only_applied_steps_and_slots_that_count_move_buffers(knows):
+    model = Counting()
+    made = with_buffers(Still(model, knows), model, World(), exact=False)
+
+    def by(count):
+        return {"mean": count, "scale": count, "calls": count, "wide": count, "still": 0.0}
+
+    assert moved(made, 1.0) == by(1)
+    assert moved(made, 1.0, 1.0, 0.0) == by(2)
+    assert moved(made, 1.0, 1.0, limit=1.0) == by(0)  # not below the limit
+    assert moved(made, 0.0, 1.0) == by(1)
+    assert moved(made, 1.0, limit=-math.inf) == by(0)
+    assert moved(made, 1.0, limit=1.5) == by(1)
+    model(torch.zeros(1))  # outside of a step, which begins with what is there
+    assert moved(made, 1.0, limit=1.0) == by(0)
+
+
+class Two(World):
+    """One of two ranks; `shapes` are those that the other has for its buffers, where they are other ones."""
+
+    def gather(self, value):
+        return [value, value if isinstance(value, list) else value | self.shapes]
+
+
+def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
+    sent, model, world = [], Counting(), Two(size=2)
+    monkeypatch.setattr(buffers.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    world.shapes = {"mean": [7, 3]}
+    made = with_buffers(Still(model, True), model, world, exact=False)
+    for _ in range(4):
+        moved(made, 1.0)
+        assert sent == [(torch.float32, 0), (torch.int64, 0), (torch.float64, 0)]
+        sent.clear()
+    alone = with_buffers(Still(model, True), model, world, exact=False, shared=False)
+    moved(alone, 1.0)
+    assert sent == []

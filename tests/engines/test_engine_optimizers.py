@@ -49,6 +49,40 @@ def test_a_look_at_the_state_before_the_first_step_changes_nothing():
             assert norms == pytest.approx(wanted[kind], rel=1e-10), kind
 
 
+class Numbers(torch.optim.SGD):
+    """Keeps plain numbers beside its tensors."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state |= {"calls": state.get("calls", 0) + 1, "sum": state.get("sum", 0.0) + 0.25, "ready": True}
+
+
+def test_numbers_in_an_optimizers_state_are_kept_as_what_they_are():
+    made = []
+    for steps in (3, 0):
+        model = torch.nn.Linear(2, 1)
+        optimizer = Numbers(model.parameters(), lr=0.1, momentum=0.9)
+        made.append((lockstep.engine("single", model, optimizer, World()), model, optimizer))
+        for _ in range(steps):
+            made[-1][0].backward(model(torch.ones(1, 2)).sum())
+            made[-1][0].step(1.0)
+    (first, _, _), (second, model, optimizer) = made
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    assert (state["optimizer/bias/calls"].item(), state["optimizer/bias/sum"].dtype) == (3.0, torch.float64)
+    second.load_state_dict(state)
+    for parameter in model.parameters():
+        kept = {key: value for key, value in optimizer.state[parameter].items() if not isinstance(value, torch.Tensor)}
+        assert {key: (type(value), value) for key, value in kept.items()} == {
+            "calls": (int, 3),
+            "sum": (float, 0.75),
+            "ready": (bool, True),
+        }
+    assert all(torch.equal(tensor, state[name]) for name, tensor in second.state_dict().items())
+
+
 def _with_an_empty_group(world, name):
     def make(model):
         return torch.optim.SGD([{"params": list(model.parameters())}, {"params": []}], lr=0.01)

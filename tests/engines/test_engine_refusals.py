@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from toys import Network, Ragged
 from lockstep.config.config import Config
 from lockstep.config.options import parse, read, to_toml
 from lockstep.distributed.world import World
+from lockstep.engines.base import Settings
+from lockstep.engines.fsdp import apply
 from lockstep.engines.make import engine, model_init, options_for
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.blocks import find_blocks
@@ -23,6 +27,7 @@ from lockstep.engines.shared.oom import Device, explained, out_of_memory
 from lockstep.engines.shared.optimizers import REFUSED
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.transforms.determinism import check_precision
+from lockstep.units import bytes_text
 
 
 def sgd(model):
@@ -107,6 +112,80 @@ def test_blocks_are_found_by_size():
     found = find_blocks(model)
     assert found.modules == list(model)[:3]
     assert found.origin == "3 submodules by size (Linear)"
+
+
+def linears(count, width=1024):
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
+
+
+def test_blocks_by_size_are_looked_for_within_what_is_more_than_half():
+    first, inner, last = torch.nn.Linear(1024, 1024), linears(4), torch.nn.Linear(1024, 1024)
+    model = torch.nn.Sequential(first, inner, last, torch.nn.Linear(512, 512))
+    assert find_blocks(model).modules == [first, *inner, last]
+
+
+def test_repeated_layers_are_those_of_all_lists_whose_entries_are_alike_and_have_weights():
+    small = [torch.nn.Linear(2, 2) for _ in range(4)]
+    one, two = torch.nn.ModuleList(small[:2]), torch.nn.ModuleList(small[2:])
+    mixed = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)])
+    bare = torch.nn.ModuleList([torch.nn.ReLU(), torch.nn.ReLU()])
+    lone = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    found = find_blocks(torch.nn.ModuleList([one, bare, mixed, lone, two]))
+    assert found == (small, "4 repeated layers (Linear)")
+    for other in (bare, mixed, lone):
+        assert find_blocks(torch.nn.Sequential(other)) == ([], "the model as one unit")
+
+
+def sharded(monkeypatch, world, lines=None, **options):
+    """(each unit with how it is split, the mesh) of a model of two blocks; without ranks nothing is exchanged."""
+    units, model = [], torch.nn.Sequential(torch.nn.ModuleList(linears(2, 2)), torch.nn.Linear(2, 1))
+    monkeypatch.setattr(apply, "fully_shard", lambda module, **given: units.append((module, given)))
+    monkeypatch.setattr(apply, "init_device_mesh", lambda kind, shape, **_: SimpleNamespace(shape=shape))
+    say = (lines if lines is not None else []).append
+    settings = Settings(0.0, 0, None, None, (), EngineOptions(prefetch=0, **options), say)
+    mesh = apply.shard(model, world, settings)
+    assert [module for module, _ in units] == [*model[0], model]
+    assert all(given["mesh"] is mesh for _, given in units)
+    return [given for _, given in units], mesh.shape
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shard_size", "local", "shape"),
+    [
+        ("full", 0, "2", (4,)),
+        ("grad-op", 0, "2", (4,)),
+        ("none", 0, "2", (4, 1)),
+        ("hybrid", 2, "4", (2, 2)),
+        ("hybrid", 0, "2", (2, 2)),
+        ("hybrid", 1, "2", None),
+        ("hybrid", 3, "2", None),
+        ("hybrid", 4, "2", None),
+        ("hybrid", 0, "4", None),
+    ],
+)
+def test_the_mesh_is_formed_as_the_options_say_or_refused(monkeypatch, sharding, shard_size, local, shape):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    how, lines = {"sharding": sharding, "shard_size": shard_size}, []
+    if shape is None:
+        with pytest.raises(ConfigError, match="hybrid cannot form groups of . from 4 processes"):
+            sharded(monkeypatch, World(size=4), **how)
+    else:
+        units, found = sharded(monkeypatch, World(size=4), lines, **how)
+        assert found == shape
+        after = False if sharding == "grad-op" else None
+        assert [given["reshard_after_forward"] for given in units] == [after] * 3
+        assert lines == [
+            f"--engine fsdp, sharding {sharding} over {list(shape)} ranks: 2 repeated layers (Linear) and the rest"
+        ]
+
+
+def test_between_blocks_nothing_is_cast(monkeypatch):
+    units, _ = sharded(
+        monkeypatch, World(size=2), param_dtype="bf16", reduce_dtype="float32", output_dtype="fp16"
+    )  # fmt: skip
+    found = [(how.param_dtype, how.reduce_dtype, how.output_dtype) for how in (given["mp_policy"] for given in units)]
+    inner = (torch.bfloat16, torch.float32, None)
+    assert found == [inner, inner, (*inner[:2], torch.float16)]
 
 
 class Odd(torch.nn.Module):
@@ -227,6 +306,22 @@ def test_out_of_memory_says_what_to_change(device, wanted):
     assert str(error).startswith("rank 0 ran out of memory on cpu, asking for 2.50 GiB: ")
     assert wanted in str(error)
     assert "\n" not in str(error)
+    if "other processes" not in wanted:  # AdamW keeps two numbers for each that is trained
+        size = sum(p.nbytes for p in made.model.parameters())
+        frozen = made.model.embedding.weight.requires_grad_(False).nbytes
+        line = str(out_of_memory(ERROR, made, World(), device))
+        held = [bytes_text(each) for each in (size, size - frozen, 2 * (size - frozen))]
+        assert "parameters {}, gradients {}, optimizer {})".format(*held) in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_hosts_memory_is_counted_in_bytes():
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    own = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    device = Device.of(torch.device("cpu"))
+    assert device.total == 1024 * int(told["MemTotal"].split()[0])
+    assert device.own == pytest.approx(1024 * int(own["VmHWM"].split()[0]), rel=0.2)
+    assert device.free == device.total - device.own
 
 
 def test_out_of_memory_names_what_lies_elsewhere():

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -57,12 +57,12 @@ class Settings:
         say: one line for the person, on every rank; the receiver prints rank 0's.
     """
 
-    clip: float = 0.0
-    exact: int = 0
-    shares: Shares | None = None
-    loss_scaling: Fp16 | None = None
-    blocks: tuple[nn.Module, ...] = ()
-    options: EngineOptions = field(default_factory=EngineOptions)
+    clip: float
+    exact: int
+    shares: Shares | None
+    loss_scaling: Fp16 | None
+    blocks: tuple[nn.Module, ...]
+    options: EngineOptions
     say: Callable[[str], None] = _log
 
 
