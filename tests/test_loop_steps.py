@@ -12,7 +12,7 @@ from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
-from lockstep.loop import StepControl, loss_of, steps
+from lockstep.loop import StepControl, loss_of, scalar, steps
 
 
 class Told:
@@ -68,28 +68,24 @@ def run(task, micro, items):
 
 
 def test_the_calls_of_two_steps_in_order():
+    """What comes before the first forward is the loading, as is what is told before the update and heard after it. The
+    clock begins anew after each step's record was handed out: the caller's body belongs to nobody."""
     micro = [MicroBatch(3.0, 4, 2, 1.0), MicroBatch(5.0, 5, 2, 1.0), MicroBatch(5.0, 5, 2, 0.0)]
     said, records = run(Task(), micro, 4)
-    first = said[: len(said) // 2]
-    assert [each for each in first if each not in ("data", "start")] == [
-        *("seed 0 4", "last False", "forward", "backward 3 0.25", "backward"),
-        *("seed 0 5", "last False", "forward", "backward 5 0.25", "backward"),
-        *("seed 0 5", "last True", "forward", "backward 5 0", "backward"),
-        *("step 0.5 7.0", "update"),
-    ]
-    assert first[:3] == ["start", "data", "seed 0 4"]  # what comes before the first forward is the loading
-    assert "step 1.5 -1.0" in said
+    wanted = ["start"]
+    for step, update in enumerate(("step 0.5 7.0", "step 1.5 -1.0")):
+        wanted += [
+            "data",
+            *(f"seed {step} 4", "last False", "forward", "backward 3 0.25", "backward"),
+            *(f"seed {step} 5", "last False", "forward", "backward 5 0.25", "backward"),
+            *(f"seed {step} 5", "last True", "forward", "backward 5 0", "backward"),
+            *("data", update, "update", "data", "start"),
+        ]
+    assert said == wanted
     assert [[float(loss) for loss in record.losses] for record in records] == [[3.0, 5.0]] * 2  # the empty slot's not
     assert not any(loss.requires_grad for record in records for loss in record.losses)
     found = [(record.step, record.items, record.factor, float(record.norm), record.applied) for record in records]
     assert found == [(0, 4, 0.5, 2.0, True), (1, 4, 1.5, 2.0, False)]
-
-
-def test_the_callers_body_belongs_to_nobody():
-    """The clock begins anew after each step's record was handed out."""
-    said, _ = run(Task(), [MicroBatch(3.0, 0, 1, 1.0)], 1)
-    assert said.count("start") == 3
-    assert said[-1] == "start"
 
 
 def test_a_step_without_items_divides_by_one():
@@ -108,3 +104,14 @@ def test_a_loss_that_is_no_tensor_is_one_line():
     task = SimpleNamespace(reduction="sum", loss=lambda model, data: 3.0)
     with pytest.raises(ConfigError, match="`loss` returned a float: it must return one number"):
         loss_of(task)(torch.nn.Linear(1, 1), SimpleNamespace(data=3.0, items=4))
+
+
+def test_a_loss_is_one_number_whatever_its_shape():
+    model, batch = torch.nn.Linear(1, 1), SimpleNamespace(data=None, items=4)
+    for reduction, wanted in (("sum", 3.0), ("mean", 12.0)):
+        task = SimpleNamespace(reduction=reduction, loss=lambda model, data: (model.weight * 0 + 3.0).reshape(1))
+        loss = loss_of(task)(model, batch)
+        assert (loss.shape, loss.item(), loss.requires_grad) == ((), wanted, True)
+    for value in (torch.tensor(3), torch.tensor([3.0, 4.0]), torch.tensor(3j)):  # an evaluation's, without a graph
+        with torch.no_grad(), pytest.raises(ConfigError, match="must return one number, a 0-dim float tensor"):
+            scalar(value)

@@ -86,6 +86,7 @@ def test_seeds_differ_wherever_their_paths_do():
     assert len(found) == len(paths)
     assert all(0 <= key < 2**64 for key in found)
     assert derive(0, "micro", 1, 2) == 7550793133337812045  # the same on every machine and version
+    assert derive(-1, "micro", -2) == derive(2**64 - 1, "micro", 2**64 - 2)  # of any number its 64 lowest bits count
 
 
 if __name__ == "__main__":

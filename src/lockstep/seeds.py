@@ -17,13 +17,13 @@ def derive(seed: int, purpose: str, *path: int) -> int:
     """A 64-bit key for `purpose` at `path` (step and micro-batch, epoch and sample, ...) of the run's `seed`."""
     state = _root(seed, purpose)
     for number in path:
-        state = _mix(state ^ (number & _MASK))
+        state = _mix(state ^ number)
     return state
 
 
 @cache
 def _root(seed: int, purpose: str) -> int:
-    state = _mix(seed & _MASK)
+    state = _mix(seed)
     for byte in purpose.encode():
         state = _mix(state ^ byte)
     return state

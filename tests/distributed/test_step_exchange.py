@@ -4,14 +4,19 @@ import os
 import re
 import statistics
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 from ranks import run
 from toys import Ragged, parts
 
 from lockstep.clock import make_clock
+from lockstep.distributed.progress import COMPUTING, WAITING
 from lockstep.distributed.step_exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.world import World
+from lockstep.errors import PeerError
 from lockstep.loop import StepControl, seeder, steps
 
 
@@ -202,3 +207,102 @@ def test_a_step_is_exchanged_once():
     for items, count in run(_counted, 2, 8):
         assert items == [3] * 8
         assert count <= 8 + 1  # one for each step, and one before the first
+
+
+class Wire:
+    """Stands in for torch.distributed, and for the clock: rank 0 of two, the other of which always says the same."""
+
+    def __init__(self):
+        self.now, self.wait, self.over, self.error = 100.0, 0.5, True, None
+        self.groups, self.sent, self.phases, self.ended = [], [], [], []
+        self.busy = 0.005  # how long a step takes the other rank
+
+    def perf_counter(self):
+        return self.now
+
+    def new_group(self, backend, timeout):
+        self.groups.append((backend, timeout))
+        return "own"
+
+    def destroy_process_group(self, group):
+        self.ended.append(group)
+
+    def all_gather(self, rows, sent, group=None, async_op=False):
+        self.sent.append((sent.tolist(), group, async_op))
+        other = [0.0, self.busy, 20.0, 1.0, 2.0, 3.0, *(100.0 if each else 0.0 for each in sent.tolist()[6:])]
+
+        def arrived():
+            self.phases.append(self.exchange.progress.phase)
+            self.now, self.wait = self.now + self.wait, 0.0
+            if self.error:
+                raise self.error
+            for row, values in zip(rows, (sent, torch.tensor(other[: len(sent)], dtype=torch.float64)), strict=True):
+                row.copy_(values)
+
+        if not async_op:
+            return arrived()
+        return SimpleNamespace(wait=arrived, is_completed=lambda: self.over)
+
+    def items(self):
+        return [[int(value) for value in row[6:] if value] for row, _, _ in self.sent]
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    made, spent = Wire(), BusySeconds(0.5, 0.25, 0.125)
+    monkeypatch.setattr("lockstep.distributed.step_exchange.dist", made)
+    monkeypatch.setattr("lockstep.distributed.step_exchange.time", made)
+    ahead = lambda step: 10 + step if step < 20 else 0  # noqa: E731
+    made.exchange = StepExchange(World(size=2, timeout=7.0), ahead, None, 20, lambda: spent)
+    return made
+
+
+def test_what_is_exchanged_in_numbers(wire):
+    exchange, found = wire.exchange, []
+    assert wire.groups == [("gloo", timedelta(seconds=7))]
+    assert (exchange.waited, exchange.count, exchange.heard, exchange.broken()) == (0.0, 0, [], False)
+    for step in range(11):
+        found.append(exchange.global_items(step))
+        if step == 0:
+            assert exchange.heard == [BusySeconds(0.5, 0.25, 0.125), BusySeconds(1.0, 2.0, 3.0)]
+        wire.now += 0.01
+        exchange.send(step)
+        assert exchange.receive() == CONTINUE
+        assert exchange.progress.phase == COMPUTING
+    assert found == [110 + step for step in range(11)]
+    # One is for 20 ms: four steps where all that is known is the other's 5 ms, two where this rank's are 10 ms.
+    assert wire.items() == [[10], [11, 12, 13, 14], [15, 16, 17, 18], [19, 20], [21, 22]]
+    assert [row[1] for row, _, _ in wire.sent] == pytest.approx([0.0, 0.0, 0.01, 0.01, 0.01])
+    assert (exchange.waited, exchange.count) == (0.5, 5)  # what came after the others was there
+    assert exchange.heard[0] == BusySeconds()  # nothing was spent since
+    assert set(wire.phases) == {WAITING}
+    assert exchange.totals([1.5, 2.5]) == [1.5, 2.505]
+    assert {(group, meanwhile) for _, group, meanwhile in wire.sent[:5]} == {("own", True)}
+    assert wire.sent[5:] == [([1.5, 2.5], "own", False)]
+
+
+def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wire):
+    exchange = wire.exchange
+    exchange.global_items(0)
+    exchange.send(0)
+    wire.over, wire.error = False, RuntimeError("connection closed\nby the peer")
+    assert not exchange.broken()
+    wire.over = True
+    assert exchange.broken()
+    for error, said in ((wire.error, "connection closed"), (RuntimeError(), "RuntimeError")):
+        wire.error = error
+        with pytest.raises(PeerError, match=f"rank 0 lost the other ranks before step 1: {said}; the first error"):
+            exchange.receive()
+    wire.error = None
+    assert not exchange.broken()
+
+
+def test_the_group_is_given_back_once_and_after_what_is_under_way(wire):
+    exchange = wire.exchange
+    exchange.global_items(0)
+    exchange.send(0)
+    waited, wire.error = len(wire.phases), RuntimeError("lost")
+    for _ in range(2):
+        exchange.close()
+    assert len(wire.phases) == waited + 1
+    assert wire.ended == ["own"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import run
 from torch.nn import functional as F
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
 from toys import Holes, HolesMean, Ragged, parts
 
@@ -21,7 +22,7 @@ from lockstep.data.order import Sequential
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.records import StepRecord
-from lockstep.run.evaluate import evaluate, one_step
+from lockstep.run.evaluate import evaluate, evaluate_all, one_step
 from lockstep.run.meter import Meter
 from lockstep.run.stateful_metrics import merged, taken
 
@@ -134,6 +135,8 @@ def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
         for step, loss in enumerate(losses):
             meter.add(StepRecord(step, 1, [torch.tensor(loss)], torch.tensor(1.0), 1.0))
         assert meter.read(5)["running_loss"] == mean
+    meter.add(StepRecord(0, 0, [torch.tensor(0.0)], torch.tensor(1.0), 1.0))
+    assert meter.read(1)["running_loss"] == 0.0  # of a step without items, as it was trained
     meter.add(StepRecord(0, 1, [torch.tensor(math.nan)], torch.tensor(1.0), 1.0))
     assert math.isnan(meter.read(1)["running_loss"])
 
@@ -179,6 +182,17 @@ def test_each_rank_says_how_far_it_is_of_its_own_share():
     """Four micro-batches on two ranks and on three: two each, of which one may be empty."""
     for ranks in (2, 3):
         assert run(steps_told, ranks) == [[(1, 2), (2, 2)]] * ranks
+
+
+def test_how_far_it_is_counts_over_all_sets():
+    task, told = Ragged(samples=30), []
+    made, _ = parts(World(), task)
+    sets = {
+        name: Batches(task, data, Sequential(len(data)), one_step(len(data), 3), World(), seed=0)
+        for name, data in (("near", task.dataset("evaluation")), ("far", Ragged(samples=12).dataset("evaluation")))
+    }
+    evaluate_all(made, task, sets, World(), step=7, seed=0, progress=lambda *both: told.append(both))
+    assert told == [(done, 6) for done in range(1, 7)]  # eleven samples and five, three at a time
 
 
 def test_one_forward_gives_loss_and_metrics_where_the_task_can():
@@ -241,6 +255,57 @@ def test_a_metric_with_a_state_is_that_of_the_whole_set_on_any_number_of_ranks()
     assert found["auc"] == pytest.approx(float(task.curve.compute()), rel=1e-6)
     for ranks in (2, 3):
         assert run(scored, ranks) == [pytest.approx(found, rel=1e-6)] * ranks
+
+
+class InOrder(Metric):
+    """Each value counts by its place among all."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.seen.append(values)
+
+    def compute(self):
+        values = torch.cat(self.seen) if isinstance(self.seen, list) else self.seen
+        return (values * torch.arange(1.0, len(values) + 1)).sum()
+
+
+class Placed(Ragged):
+    def __init__(self):
+        super().__init__(samples=30)
+        self.placed = InOrder()
+
+    def evaluate(self, model, batch):
+        self.placed.update(batch["input"][:, 0].float())
+        return self.loss(model, batch), {"placed": self.placed}
+
+
+class Apart(World):
+    """A rank that notes what it tells the others, and hears what `heard` is."""
+
+    def gather(self, value):
+        self.heard = getattr(self, "heard", None) or [value]
+        return self.heard
+
+
+def test_what_has_an_order_is_merged_in_that_of_the_samples_though_ranks_took_them_in_turns():
+    task = Placed()
+    made, data = parts(World(), task)[0], task.dataset("evaluation")
+    ranks = [Apart(rank=rank, size=2) for rank in range(2)]
+
+    def placed(world):
+        batches = Batches(task, data, Sequential(len(data)), one_step(len(data), 3), world, seed=0)
+        return evaluate(made, task, batches, world, step=0, seed=0).metrics["placed"]
+
+    told = [part for world in ranks if placed(world) for part in world.heard]
+    for world in ranks:
+        world.heard = told
+    wanted = sum((place + 1) * int(data[place]["input"][0]) for place in range(len(data)))
+    assert [placed(world) for world in (World(), *ranks)] == [wanted] * 3
 
 
 def test_a_metric_that_is_no_single_number_is_refused():

@@ -49,7 +49,6 @@ class Meter:
         self._at_once = device.type == "cpu"
         self.skipped_steps = 0  # since this start
         self._items, self._since = 0, time.perf_counter()
-        self.peak_rate = 0.0
 
     def add(self, record: StepRecord) -> None:
         """Takes a step's record; nothing is read that would have to be waited for."""

@@ -78,7 +78,6 @@ class RunRecorder:
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
         built, began = self._built, time.perf_counter()
-        self.is_best = False
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
