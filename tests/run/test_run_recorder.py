@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,8 +25,10 @@ from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.errors import LockstepError, PeerError
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
+from lockstep.run.folder import RunFolder
 from lockstep.run.meter import Meter, memory
 from lockstep.run.recorder import RunRecorder
+from lockstep.sinks import Sinks
 from lockstep.sinks.jsonl import read
 
 SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
@@ -256,6 +259,157 @@ def test_the_summary_says_what_to_do_now(tmp_path, capsys):
     assert "stopped: saved after step 4 of 11; the same command goes on from there" in capsys.readouterr().out
     go(None, settings(tmp_path), Task())
     assert "finished; see what was saved with: lockstep checkpoint inspect" in capsys.readouterr().out
+
+
+class Sampled(Task):
+    """Shows what it makes."""
+
+    def sample(self, model, device):
+        return f"made on {device}"
+
+
+class Told:
+    """A sink that keeps what it is told."""
+
+    def __init__(self):
+        self.bests, self.evaluated, self.summary = [], [], {}
+
+    def start(self, info):
+        self.info = info
+
+    def log(self, record):
+        pass
+
+    def progress(self, step, evaluated):
+        self.evaluated += [(step, *evaluated)] if evaluated else []
+
+    def best(self, text):
+        self.bests.append(text)
+
+    def close(self, summary):
+        self.summary = summary
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_sink_is_told(tmp_path, monkeypatch, left):
+    told = Told()
+    sinks = Sinks([told])
+    sinks.start({})
+    monkeypatch.setattr("lockstep.run.training.open_sinks", lambda built: sinks)
+    scripted = (5.0, 4.0, 6.0)
+    run = lockstep.Run(settings(tmp_path, eval_freq=4, max_steps=12), Sampled(scripted=scripted))
+    for step in run:
+        if left and step.global_step == 9:
+            break
+    evaluated = [4, 8] if left else [4, 8, 12]
+    assert told.evaluated == [(step, done, 3) for step in evaluated for done in (1, 2, 3)]
+    assert told.bests == ["best loss 5 at 4", "best loss 4 at 8", "best loss 4 at 8"][: len(evaluated)]
+    found = {
+        name: told.summary[name] for name in ("experiment", "global_step", "best", "sample", "world_size", "engine")
+    }
+    assert found == {
+        "experiment": "r",
+        "global_step": 9 if left else 12,
+        "best": "loss 4 after step 8",
+        "sample": "" if left else "made on cpu",
+        "world_size": 1,
+        "engine": "single",
+    }
+    assert told.summary["seconds"] > 0
+    assert told.summary["files"]["checkpoint"].name == f"step-{found['global_step']:08}"
+
+
+@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize(("is_main", "is_best", "saved"), [(1, 1, 4), (1, 0, 4), (1, 0, 0), (0, 1, 4), (0, 0, 4)])
+def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is_best, saved):
+    wrote, order, summary = [], [], {}
+    model = torch.nn.Identity()
+    model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it
+    task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
+    built = SimpleNamespace(
+        world=SimpleNamespace(is_main=bool(is_main), device="cpu", size=2),
+        engine=SimpleNamespace(model=model),
+        task=task,
+        state={"best": None},
+        config=SimpleNamespace(experiment_name="r"),
+        run_plan=SimpleNamespace(place=lambda done: {}),
+        folder=SimpleNamespace(
+            write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
+        ),
+    )
+    recorder = SimpleNamespace(
+        _built=built,
+        saved=saved,
+        is_best=bool(is_best),
+        _began=0.0,
+        _engine_name="ddp",
+        saver=SimpleNamespace(settle=lambda last: order.append(("settled", last))),
+        _exchange=SimpleNamespace(progress=Progress()),
+        _sinks=SimpleNamespace(close=summary.update),
+        _tidy=lambda state: wrote.append("state, and old checkpoints"),
+        _next=str,
+    )
+    RunRecorder.close(recorder, code)
+    assert wrote == ([] if not is_main or not saved else ["state, and old checkpoints"] if is_best else ["state"])
+    assert order == [("settled", True), *([] if code else ["sample"]), "at rest"]
+    assert (summary["sample"], summary["next"], summary["best"]) == ("" if code else "text", str(code), None)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_mode_says_whether_the_next_steps_wait_for_a_save(tmp_path, monkeypatch, mode):
+    write, gate = checkpoint.write_share, threading.Event()
+
+    def waits(*given, **named):
+        gate.wait(10)
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "write_share", waits)
+    if mode == "sync":
+        gate.set()
+    keep = Checkpoint(mode=mode)
+    for step in lockstep.Run(settings(tmp_path, ckpt_freq=2, max_steps=4, checkpoint=keep), Task()):
+        if step.global_step == 2:
+            assert checkpoint.list_steps(tmp_path / "r") == ([2] if mode == "sync" else [])
+            gate.set()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_resume_has_each_evaluation_once_in_the_records(tmp_path, known):
+    """Also where it is not known that the one after the newest checkpoint was made, and it is made again."""
+    go(None, settings(tmp_path, eval_freq=4, stop_at=8), Task(wanted=-1.0))
+    if not known:
+        (tmp_path / "r" / "checkpoints" / "evaluated.json").unlink()
+    go(None, settings(tmp_path, eval_freq=4), Task(wanted=-1.0))
+    assert [r["global_step"] for r in records(tmp_path) if "evaluation/loss" in r] == [4, 8, 11]
+
+
+@dataclass
+class Failing(Task):
+    """Its ninth forward of a start fails: in the third step."""
+
+    fails: bool = False
+
+    def loss(self, model, batch):
+        self.evaluations += torch.is_grad_enabled()
+        if self.fails and self.evaluations == 9:
+            raise ValueError("of the task's own")
+        return super().loss(model, batch)
+
+
+def test_the_folder_tells_how_a_start_ended(tmp_path):
+    def ended():
+        found = RunFolder(str(tmp_path), "r").read_end()
+        return found["status"], found["code"], found["step"]
+
+    for step in lockstep.Run(settings(tmp_path), Failing()):
+        if step.global_step == 4:
+            break
+    assert ended() == ("stopped", 0, 4)
+    with pytest.raises(ValueError, match="of the task's own"):
+        go(None, settings(tmp_path), Failing(fails=True))
+    assert ended() == ("failed", 1, 4)
+    go(None, settings(tmp_path), Failing())
+    assert ended() == ("finished", 0, 11)
 
 
 def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, monkeypatch):

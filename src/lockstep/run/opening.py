@@ -69,7 +69,7 @@ def _described(built: Built) -> dict[str, Any]:
         {
             "experiment": config.experiment_name,
             "args": built.arguments,
-            "training_data_size": built.run_plan.whole or samples,
+            "training_data_size": built.run_plan.whole,
             "num_batches": -(-samples // config.batch_size),
             "world_size": built.world.size,
             "sources": dict(built.task.sources),

@@ -1,7 +1,7 @@
 """What a run is, apart from who computes it: the numbers that a resume must find unchanged, and where a step stands.
 
-run_plan = RunPlan(samples=len(dataset), config=config)
-run_plan.steps, run_plan.place(done)
+run_plan = settled(config, task, model, samples=len(dataset))   # see run/defaults.py
+run_plan.step_plan.steps, run_plan.place(done)
 """
 
 import hashlib
@@ -38,14 +38,14 @@ class RunPlan:
         config: how many epochs or steps, and how large a step is.
         origin: the step, and the position in the stream of samples, from which on a step is as large as that.
         least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.
-        whole: samples of the training set; 0: as many as `samples`.
+        whole: samples of the training set.
     """
 
     samples: int
     config: Config
-    origin: Origin = START
-    least: int = 1
-    whole: int = 0
+    origin: Origin
+    least: int
+    whole: int
 
     @property
     def step_plan(self) -> StepPlan:
@@ -104,9 +104,7 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
     return Origin(*state.get("origin", START))
 
 
-def plan_of(
-    config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool = False
-) -> dict[str, Any]:
+def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool) -> dict[str, Any]:
     """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content.
 
     Args:
@@ -120,7 +118,7 @@ def plan_of(
         **{name: said[name] for name in _FIXED if name in said},
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
-        "dataset_samples": run_plan.whole or run_plan.samples,
+        "dataset_samples": run_plan.whole,
         "data": task.fingerprint,
         "task": type(written(task)).__qualname__,
         **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
