@@ -1,5 +1,6 @@
 """The task's base class: what it gives to whom, and which mistakes it names."""
 
+import pickle
 import sys
 
 import pytest
@@ -116,7 +117,9 @@ def test_a_task_imports_its_own_neighbours_before_others_of_that_name(tmp_path, 
 def test_a_task_from_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from toys import Ragged\nclass Mine(Ragged):\n    pass\nclass Needs(Ragged):\n    model = None\n")
-    assert type(load_task(f"{file}:Mine")).__name__ == "Mine"
+    task = load_task(f"{file}:Mine")
+    assert type(task).__name__ == "Mine"
+    assert type(pickle.loads(pickle.dumps(task))) is type(task)  # as it is sent to loader processes
     with pytest.raises(ConfigError, match="has no method `model`"):
         load_task(f"{file}:Needs")
     with pytest.raises(ConfigError, match="there is no such file"):

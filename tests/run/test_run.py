@@ -22,6 +22,7 @@ from lockstep.run.defaults import settled
 from lockstep.run.folder import RunFolder
 from lockstep.run.plan import differences
 from lockstep.sinks.jsonl import read as records
+from lockstep.units import bytes_text
 
 
 def go(world, settings, task=None, leave_at=None):
@@ -295,6 +296,63 @@ def test_no_samples_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+<<<<<<< HEAD
+=======
+class Streamed(Ragged):
+    def dataset(self, split):
+        return iter([1]) if split == "train" else super().dataset(split)
+
+
+def test_samples_that_cannot_be_had_by_their_index_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"the task's dataset\('train'\) returned list_iterator, which has no __len__"):
+        go(None, config(tmp_path), Streamed())
+    assert list(tmp_path.iterdir()) == []
+
+
+class Graph(Ragged):
+    """Its model has what no checkpoint can keep."""
+
+    def model(self):
+        model = super().model()
+        model.register_buffer("graph", torch.eye(2).to_sparse())
+        return model
+
+
+def test_what_no_checkpoint_can_keep_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match="'graph' cannot be kept in a checkpoint: it has no dense values"):
+        go(None, config(tmp_path), Graph())
+    assert list(tmp_path.iterdir()) == []
+    refused = pytest.raises(CheckpointError, match="cannot be kept in a checkpoint: it has no dense values")
+    with lockstep.Run(config(tmp_path), Ragged()) as session, refused:
+        session.keep("graph", Graph().model())
+
+
+class Asked(Ragged):
+    """Notes for which steps its own schedule is asked."""
+
+    def schedule(self, step, steps):
+        self.asked = [*getattr(self, "asked", []), (step, steps)]
+        return 1.0
+
+
+def test_a_plan_of_so_many_steps_is_taken_whole_and_its_own_schedule_is_asked_for_them_alone(tmp_path):
+    task = Asked()
+    built = build(config(tmp_path, stop_at=2), task, World(), resume=False, steps=5)
+    assert (built.start, built.last, built.run_plan.step_plan.steps) == (0, 5, 5)
+    assert set(task.asked) == {(0, 5), (4, 5)}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 2])
+def test_the_cut_is_checked_once_and_when_it_is_known(tmp_path, monkeypatch, micro_batch_size):
+    checked = []
+    monkeypatch.setattr("lockstep.run.build.check_batches", lambda _, **cut: checked.append(cut["micro_batch_size"]))
+    built = build(config(tmp_path, micro_batch_size=micro_batch_size), Ragged(), World())
+    assert checked == [built.config.micro_batch_size]
+    assert checked[0] > 0
+
+
+>>>>>>> 584d0f8 (Tests: a task that is pickled, samples without an index, the room that a checkpoint takes)
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = RunFolder(str(tmp_path), "r")
     folder.claim()  # not by a run of this process, which would end for the next one
@@ -308,7 +366,9 @@ def test_too_little_room_is_said_before_training(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(ConfigError, match="--save-dir: .* has 0 B free and a checkpoint of this run takes"):
+    numbers = sum(parameter.numel() for parameter in Ragged().model().parameters())  # of eight bytes, and two moments
+    takes = f"--save-dir: .* has 0 B free and a checkpoint of this run takes {bytes_text(3 * 8 * numbers)}; make room"
+    with pytest.raises(ConfigError, match=takes):
         go(None, config(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
