@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from shell import environment
 
 import lockstep
 from lockstep import checkpoint, cli
 from lockstep.errors import ConfigError
 from lockstep.sinks.jsonl import read
+from lockstep.task import load_task
 
 TEMPLATES = Path(lockstep.__file__).parent / "templates"
 NAMES = ["config.toml", "task.py", "test_task.py"]
@@ -32,6 +34,19 @@ def test_it_writes_the_templates_and_says_what_to_do(tmp_path, monkeypatch, caps
     assert len((made / "task.py").read_text().splitlines()) <= 40
     shown = capsys.readouterr().out
     assert "  cd mine && lockstep train --config config.toml\n  cd mine && pytest\n" in shown
+
+
+def test_its_points_lie_on_two_spirals(made):
+    task = load_task(f"{made}/task.py:MyTask")
+    points, labels = task.dataset("train").tensors
+    turn = 3 * points.norm(dim=1)
+    angle = turn + torch.pi * labels
+    torch.testing.assert_close(3 * points, turn[:, None] * torch.stack([angle.cos(), angle.sin()], 1))
+    assert (len(points), int(labels.sum()), 5 < turn.max() < 6) == (1000, 500, True)
+    assert not torch.equal(points, task.dataset("evaluation").tensors[0])
+    batch = points[:4], torch.tensor([0, 1, 0, 0])
+    right, whole = task.metrics(lambda points: torch.tensor([[1.0, 0.0]] * 4), batch)["accuracy"]
+    assert (int(right), whole) == (3, 4)
 
 
 def test_what_it_writes_trains(made):

@@ -24,6 +24,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
 from lockstep.run.build import _check_cut
 from lockstep.run.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
+from lockstep.run.plan import RunPlan
 from lockstep.tasks.causal_lm import CausalLM
 
 PLAIN = nn.Linear(2, 2)
@@ -194,6 +195,31 @@ def test_what_is_warned_of():
     )
     assert warnings(chosen(Config(max_steps=60, batch_size=64), Ragged(), NORMED), NORMED) == []
     assert warnings(chosen(Config(max_steps=60, batch_size=64, batchnorm="sync"), Ragged(), NORMED), NORMED) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "origin", "places"),  # after so many steps: epoch, steps and share of it, steps to its end, position
+    [
+        (
+            {"num_epochs": 2},
+            Origin(0, 0),
+            {0: (0, 0, 0.0, 3, 0), 2: (0, 2, 0.8, 1, 16), 3: (1, 1, 0.2, 2, 24), 5: (1, 3, 1.0, 0, 40)},
+        ),
+        ({"num_epochs": 1, "data": Data(drop_last=True)}, Origin(0, 0), {0: (0, 0, 0.0, 2, 0), 2: (0, 2, 0.8, 0, 16)}),
+        ({"max_steps": 3}, Origin(0, 0), {0: (0, 0, 0.0, 3, 0), 3: (1, 1, 0.2, 2, 24)}),
+        ({"max_steps": 5}, Origin(0, 0), {5: (1, 3, 1.0, 0, 40)}),
+        ({"max_steps": 4}, Origin(2, 4), {3: (0, 2, 0.6, 1, 12), 4: (0, 3, 1.0, 0, 20)}),  # steps of 2 before
+        ({"num_epochs": 2}, Origin(2, 4), {4: (1, 0, 0.0, 3, 20)}),
+    ],
+)
+def test_where_a_run_stands(changes, origin, places):
+    """Of 20 samples, in steps of 8."""
+    plan = RunPlan(20, Config(batch_size=8, micro_batch_size=2, **changes), origin, 1, 20)
+    for done, wanted in places.items():
+        found = plan.place(done)
+        assert found.pop("global_step") == done
+        names = ("epoch", "epoch_step", "epoch_progress", "num_batches_remaining", "position")
+        assert found == dict(zip(names, wanted, strict=True))
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 3), st.booleans(), st.booleans())

@@ -292,7 +292,7 @@ class Apart(World):
         return self.heard
 
 
-def test_what_has_an_order_is_merged_in_that_of_the_samples_though_ranks_took_them_in_turns():
+def test_what_has_an_order_is_merged_in_that_of_the_samples_on_any_ranks():
     task = Placed()
     made, data = parts(World(), task)[0], task.dataset("evaluation")
     ranks = [Apart(rank=rank, size=2) for rank in range(2)]

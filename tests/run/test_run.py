@@ -17,7 +17,9 @@ from lockstep.config.config import Config
 from lockstep.config.options import flat, parse, read
 from lockstep.config.sections import Checkpoint
 from lockstep.data.order import Sequential
-from lockstep.errors import CheckpointError, ConfigError, DataError, ResumeError
+from lockstep.distributed.world import World
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ResumeError
+from lockstep.run.build import build
 from lockstep.run.defaults import settled
 from lockstep.run.folder import RunFolder
 from lockstep.run.plan import differences
@@ -104,6 +106,11 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     with pytest.raises(ResumeError, match=r"model.dropout \(0.25 before, 0.0 now\)"):
         go(None, config(tmp_path, ckpt_freq=2, max_steps=4))
     assert differences(plan | {"seq_len": 128}, plan) == differences(plan, plan | {"seq_len": 128}) == []
+    assert differences(plan | {"seq_len": 64}, plan) == ["seq_len (64 before, 128 now)"]
+    older = {name: value for name, value in plan.items() if name not in ("optim.power", "dataset_samples")}
+    assert differences(older, plan) == []
+    changed = plan | {"optim.power": 9.0, "dataset_samples": 41}
+    assert differences(older, changed) == ["dataset_samples (40 before, 41 now)", "optim.power (1.0 before, 9.0 now)"]
     assert go(None, parse(["--config", str(path / "config.toml"), "--stop-at", "0"]))[0] == [2, 3]
     go(None, config(tmp_path, experiment_name="whole", **common))
     assert mark(tmp_path) == mark(tmp_path, "whole")
@@ -297,6 +304,7 @@ def test_no_samples_are_refused(tmp_path):
 
 
 <<<<<<< HEAD
+<<<<<<< HEAD
 =======
 class Streamed(Ragged):
     def dataset(self, split):
@@ -309,6 +317,8 @@ def test_samples_that_cannot_be_had_by_their_index_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+=======
+>>>>>>> e63b9bc (Tests: where a run stands, ranks whose tasks differ, what no checkpoint can keep, the template's points; more equal mistakes)
 class Graph(Ragged):
     """Its model has what no checkpoint can keep."""
 
@@ -352,7 +362,10 @@ def test_the_cut_is_checked_once_and_when_it_is_known(tmp_path, monkeypatch, mic
     assert checked[0] > 0
 
 
+<<<<<<< HEAD
 >>>>>>> 584d0f8 (Tests: a task that is pickled, samples without an index, the room that a checkpoint takes)
+=======
+>>>>>>> e63b9bc (Tests: where a run stands, ranks whose tasks differ, what no checkpoint can keep, the template's points; more equal mistakes)
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = RunFolder(str(tmp_path), "r")
     folder.claim()  # not by a run of this process, which would end for the next one
@@ -441,6 +454,37 @@ def test_all_ranks_use_the_name_of_rank_0(tmp_path):
 
 def other_config(world, folder):
     return go(world, config(folder, lr=0.01 * (1 + world.rank)))
+
+
+class Apart(Ragged):
+    """Each rank's is another."""
+
+    def __init__(self, rank, what):
+        super().__init__()
+        self.rank, self.what = rank, what
+        self.sources = {"data": f"v{rank}" if what == "source" else "v0"}
+
+    def model(self):
+        model = super().model()
+        with torch.no_grad():
+            model.head.weight += self.rank if self.what == "weights" else 0
+        return model
+
+
+def tasks_apart(world, folder):
+    said = []
+    for what in ("source", "weights"):
+        with pytest.raises(LockstepError) as found:
+            go(world, config(folder), Apart(world.rank, what))
+        said.append(str(found.value))
+    return said
+
+
+def test_ranks_whose_tasks_differ_are_refused(tmp_path):
+    for source, weights in run(tasks_apart, 2, tmp_path):
+        assert "rank 1 has another source than rank 0: data ('v0' on rank 0, 'v1')" in source
+        assert "the initial weights differ" in weights
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_started_differently_are_refused(tmp_path):

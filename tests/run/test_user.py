@@ -208,6 +208,20 @@ def test_a_run_is_a_context_with_a_model_before_its_first_step(tmp_path):
         session.__enter__()
 
 
+def test_a_run_whose_loop_is_not_entered_is_stopped_and_one_that_is_over_has_what_it_learnt(tmp_path):
+    with lockstep.Run(config(tmp_path), task()) as session:
+        pass
+    assert (session.status, session.result.global_step) == ("stopped", 0)
+    lockstep.train(config(tmp_path), task())
+    learnt = lockstep.load(tmp_path / "r", task(), which="last").state_dict()
+    with lockstep.Run(config(tmp_path), task()) as session:
+        assert list(session) == []
+    assert session.status == "finished"
+    found = session.model.state_dict()
+    assert found.keys() == learnt.keys()
+    assert all(torch.equal(found[name], value) for name, value in learnt.items())
+
+
 def averaged(world, folder, stop_at, engine="auto"):
     with lockstep.Run(config(folder, stop_at=stop_at, engine=engine), task(), world) as session:
         average = torch.optim.swa_utils.AveragedModel(session.model)
