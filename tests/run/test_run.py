@@ -303,9 +303,6 @@ def test_no_samples_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-<<<<<<< HEAD
-<<<<<<< HEAD
-=======
 class Streamed(Ragged):
     def dataset(self, split):
         return iter([1]) if split == "train" else super().dataset(split)
@@ -317,8 +314,6 @@ def test_samples_that_cannot_be_had_by_their_index_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-=======
->>>>>>> e63b9bc (Tests: where a run stands, ranks whose tasks differ, what no checkpoint can keep, the template's points; more equal mistakes)
 class Graph(Ragged):
     """Its model has what no checkpoint can keep."""
 
@@ -356,16 +351,12 @@ def test_a_plan_of_so_many_steps_is_taken_whole_and_its_own_schedule_is_asked_fo
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
 def test_the_cut_is_checked_once_and_when_it_is_known(tmp_path, monkeypatch, micro_batch_size):
     checked = []
-    monkeypatch.setattr("lockstep.run.build.check_batches", lambda _, **cut: checked.append(cut["micro_batch_size"]))
+    monkeypatch.setattr("lockstep.run.sharing.check_batches", lambda _, **cut: checked.append(cut["micro_batch_size"]))
     built = build(config(tmp_path, micro_batch_size=micro_batch_size), Ragged(), World())
     assert checked == [built.config.micro_batch_size]
     assert checked[0] > 0
 
 
-<<<<<<< HEAD
->>>>>>> 584d0f8 (Tests: a task that is pickled, samples without an index, the room that a checkpoint takes)
-=======
->>>>>>> e63b9bc (Tests: where a run stands, ranks whose tasks differ, what no checkpoint can keep, the template's points; more equal mistakes)
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = RunFolder(str(tmp_path), "r")
     folder.claim()  # not by a run of this process, which would end for the next one
