@@ -22,9 +22,10 @@ from lockstep.data.batches import Origin
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
-from lockstep.run.build import _check_cut
+from lockstep.run.build import notify
 from lockstep.run.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
 from lockstep.run.plan import RunPlan
+from lockstep.run.sharing import check_cut
 from lockstep.tasks.causal_lm import CausalLM
 
 PLAIN = nn.Linear(2, 2)
@@ -369,7 +370,7 @@ def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "idle"), [(3, 0), (4, 0), (5, 1), (7, 3)])
 def test_ranks_without_work_are_told_of_and_no_others(ranks, idle, capsys):
-    _check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks))
+    check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
     said = capsys.readouterr().err
     assert (f"leave {idle} of them without work" in said) == bool(idle)
     assert bool(said) == bool(idle)

@@ -380,7 +380,7 @@ def uneven(world, kind, count):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_another_number_of_micro_batches_than_the_tree_has_is_refused(kind):
-    line = "exact_micro_batches gives each rank 4 micro-batches a step, and this step had 3; for a shorter step"
+    line = "exact_micro_batches gives this rank 4 micro-batches a step, and this step had 3; for a shorter step"
     assert all(line in said for said in run(uneven, 2, kind, 3))
     assert run(uneven, 2, kind, 4) == ["", ""]
 
