@@ -34,14 +34,15 @@ from torch import nn
 from lockstep.seeds import derive
 
 __all__ = [
-    *("ALPHA", "BETA2", "CLIP", "DECAY", "FLOOR", "GAMMA", "LR", "RANK", "WARMUP", "WEIGHT_DECAY"),
-    *("Wanted", "base_rate", "oracle"),
+    *("ALPHA", "BETA2", "CLIP", "DECAY", "FLOOR", "GAMMA", "HYSTERESIS", "LR", "RANK", "WARMUP", "WEIGHT_DECAY"),
+    *("WINDOW", "Wanted", "base_rate", "oracle"),
 ]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
 MOMENTUM = 0.8  # of the own optimizer
 RANK, ALPHA = 2, 3.0  # of the adapters
-GAMMA = 0.5  # of the plateau
+GAMMA = 0.5  # of the plateau, whose task has another scale under fp16 too
+WINDOW, HYSTERESIS = 3, 2
 DECAY = 0.3  # of the average of the weights, which the task "options" has
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,6 +87,8 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
     steps = whole if steps is None else steps
     trained = [p for p in net.parameters() if p.requires_grad]
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
+    window, most = (WINDOW, HYSTERESIS) if task == "plateau" else (2000, 1)
+    spared = most - 1  # overflows that leave the scale as it is
     average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
     averages = {f"average/{name}": p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
     averages = averages | {"averaging/updates": torch.zeros((), dtype=torch.float64)} if task == "options" else {}
@@ -116,16 +119,25 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         else:
             _put_back(net, before)
         if precision == "fp16" and (applied or not math.isfinite(norm)):  # a spike left out says nothing of the scale
-            scale, good = (scale, good + 1) if applied else (scale / 2, 0)
+            scale, good, spared = _learnt(scale, good, spared, applied, window, most)
         net.zero_grad()
         for name, parameter in net.named_parameters():
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
         if task in ("own", "plateau") and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
             evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision, task)
     state = _state(net, optimizers, precision == "fp16", scale, good) | average | averages
+    if precision == "fp16" and most > 1:
+        state["scaler/spared"] = torch.tensor(float(spared), dtype=torch.float64)
     if task == "adapters":  # no checkpoint has the base
         state = {name: tensor for name, tensor in state.items() if name not in _base(net)}
     return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
+
+
+def _learnt(scale, good, spared, applied, window, most):
+    """The scale, the good steps in a row, and the overflows that are spared, after a step."""
+    if not applied:
+        return (scale, 0, spared - 1) if spared else (scale / 2, 0, 0)
+    return (scale * 2, 0, most - 1) if good + 1 == window else (scale, good + 1, spared)
 
 
 class _Low(nn.Module):

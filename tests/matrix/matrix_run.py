@@ -19,13 +19,27 @@ from typing import NamedTuple
 
 import torch
 from matrix_cases import Case
-from matrix_oracle import ALPHA, BETA2, CLIP, DECAY, FLOOR, GAMMA, LR, RANK, WARMUP, WEIGHT_DECAY, base_rate
+from matrix_oracle import (
+    ALPHA,
+    BETA2,
+    CLIP,
+    DECAY,
+    FLOOR,
+    GAMMA,
+    HYSTERESIS,
+    LR,
+    RANK,
+    WARMUP,
+    WEIGHT_DECAY,
+    WINDOW,
+    base_rate,
+)
 from matrix_subject import BAD, BATCH, HIDDEN, LIMITED, MICRO, STEPS, evaluates, steps_of, subject
 from ranks import RankError, run
 
 import lockstep
 from lockstep.config.config import Config
-from lockstep.config.sections import Checkpoint, Data, Guards, Lora, Optim
+from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
@@ -231,7 +245,9 @@ def _more(case: Case) -> dict[str, object]:
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
     if case.task == "plateau":
         limited = {"limit_eval_batches": LIMITED // _EVAL_MICRO, "eval_micro_batch_size": _EVAL_MICRO}
-        return limited | {"eval_workers": case.workers // 2, "min_delta": 10.0}  # so none but the first is better
+        scale = Fp16(loss_scale_window=WINDOW, hysteresis=HYSTERESIS) if case.precision == "fp16" else Fp16()
+        limited |= {"fp16": scale, "min_delta": 10.0}  # so no evaluation but the first is better
+        return limited | {"eval_workers": case.workers // 2}
     return {}
 
 
