@@ -8,6 +8,7 @@ LockstepError                   exit 1   a failed run
 │   └── CheckpointError                  no checkpoint, or none that is whole
 ├── DifferenceError             exit 3   a check found a difference
 └── PeerError                   exit 1   another rank failed or did not answer in time
+    └── RankLost                         the same, in a run that goes on with the other ranks
 
 Lines are written with flags, as the command has them. A person who makes the configuration in Python reads fields:
 
@@ -24,6 +25,7 @@ __all__ = [
     "DifferenceError",
     "LockstepError",
     "PeerError",
+    "RankLost",
     "ResumeError",
     "UsageError",
     "said",
@@ -99,3 +101,7 @@ class DifferenceError(LockstepError):
 
 class PeerError(LockstepError):
     """Another rank failed, or did not answer within the timeout."""
+
+
+class RankLost(PeerError):
+    """Another rank is gone, or one is to be taken in: the ranks that are there form their groups anew and go on."""

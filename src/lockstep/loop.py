@@ -70,6 +70,7 @@ def steps(
         factor = control.factor(step)
         limit = control.limit(step)
         result = engine.step(factor, limit, control.momentum(step))
+        exchange.taken = step + 1
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")

@@ -86,11 +86,12 @@ def text_in(folder):
     return path
 
 
-def arguments(folder, out, *flags, processes=2, restarts=0):
+def arguments(folder, out, *flags, processes=2, restarts=0, losses=0):
     data = ["--dataset-name", str(text_in(folder)), "--data.cache", str(folder / "cache")]
     start = [sys.executable, "-m", "lockstep"]
     if processes:
-        start += ["launch", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--"]
+        start += ["launch", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+        start += ["--max-losses", str(losses), "--"]
     return [*start, "train", "--save-dir", str(out), *SETTINGS.split(), *data, *flags]
 
 
@@ -124,10 +125,11 @@ def finish(process, out, began, timeout=90.0):
     return Run(process.returncode, said, time.monotonic() - began, Path(out) / "default")
 
 
-def launch(folder, out, *flags, faults=(), processes=2, restarts=0, timeout=90.0, **more):
+def launch(folder, out, *flags, faults=(), processes=2, restarts=0, losses=0, timeout=90.0, **more):
     """A run to its end."""
     began = time.monotonic()
-    process = start(arguments(folder, out, *flags, processes=processes, restarts=restarts), faults, **more)
+    count = {"processes": processes, "restarts": restarts, "losses": losses}
+    process = start(arguments(folder, out, *flags, **count), faults, **more)
     return finish(process, out, began, timeout)
 
 

@@ -251,6 +251,7 @@ class Wire:
 def wire(monkeypatch):
     made, spent = Wire(), BusySeconds(0.5, 0.25, 0.125)
     monkeypatch.setattr("lockstep.distributed.step_exchange.dist", made)
+    monkeypatch.setattr("lockstep.distributed.world.dist", made)
     monkeypatch.setattr("lockstep.distributed.step_exchange.time", made)
     ahead = lambda step: 10 + step if step < 20 else 0  # noqa: E731
     made.exchange = StepExchange(World(size=2, timeout=7.0), ahead, None, 20, lambda: spent)
@@ -295,6 +296,22 @@ def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wi
             exchange.receive()
     wire.error = None
     assert not exchange.broken()
+
+
+def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_told(wire):
+    exchange = StepExchange(World(size=2, timeout=7.0), lambda step: 1, None, 20, outlives=True)
+    wire.exchange = exchange
+    exchange.global_items(0)
+    exchange.send(0)
+    wire.error = RuntimeError("connection closed")
+    assert exchange.receive() == CONTINUE
+    assert exchange.receive() == CONTINUE
+    for _ in range(2):
+        with pytest.raises(PeerError, match="rank 0 lost the other ranks before step 1: connection closed"):
+            exchange.global_items(1)
+    assert (exchange.left(), exchange.left(), wire.ended) == ("own", None, [])
+    exchange.close()
+    assert wire.ended == []  # who was handed the group leaves it
 
 
 def test_the_group_is_given_back_once_and_after_what_is_under_way(wire):

@@ -169,11 +169,18 @@ def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path)
 def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_without():
     given = []
     recorder = SimpleNamespace(
-        saver=SimpleNamespace(abandon=given.append), _built=SimpleNamespace(world=SimpleNamespace(timeout=600.0))
+        saver=SimpleNamespace(abandon=lambda seconds, leave: given.append((seconds, leave))),
+        _built=SimpleNamespace(world=SimpleNamespace(timeout=600.0)),
+        _outlives=False,
     )
-    for error in (None, LockstepError("a"), PeerError("rank 0 lost the other ranks")):
+    lost = PeerError("rank 0 lost the other ranks"), RuntimeError("gloo: Connection closed by peer")
+    for error in (None, LockstepError("a"), RuntimeError("a shape"), *lost):
         RunRecorder.__exit__(recorder, None, error, None)
-    assert given == [600.0, 600.0, 1.0]
+    assert given == [(600.0, True)] * 3 + [(1.0, True)] * 2
+    recorder._outlives = True
+    for error in (LockstepError("a"), *lost):
+        RunRecorder.__exit__(recorder, None, error, None)
+    assert given[5:] == [(600.0, True)] + [(1.0, False)] * 2  # the groups are handed out
 
 
 def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):

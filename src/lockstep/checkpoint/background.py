@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -59,8 +58,7 @@ class Saver:
         self._limit, self._failed = (1 if policy == "stop" else limit), failed
         self._background = background
         if background and world.size > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
-            self._own = dataclasses.replace(world, control=group)
+            self._own = dataclasses.replace(world, control=world.new_group())  # collective
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -114,13 +112,23 @@ class Saver:
             where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on rank {rank}"
             raise LockstepError(f"{many} {where}: {why}; start again when that is repaired: it resumes")
 
-    def abandon(self, seconds: float) -> None:
-        """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective."""
+    def abandon(self, seconds: float, *, leave: bool = True) -> None:
+        """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective.
+
+        Args:
+            leave: the group too, where the save has ended; False: `left` is to hand it out.
+        """
         if self._thread:
             self._thread.join(seconds)
-        if self._own is not self._world and not (self._thread and self._thread.is_alive()):
+        if leave and self._own is not self._world and not (self._thread and self._thread.is_alive()):
             dist.destroy_process_group(self._own.control)
             self._own = self._world
+
+    def left(self) -> "dist.ProcessGroup | None":
+        """Hands out the group, to be left after the loss of a rank (see `World.forsake`); waits for nobody."""
+        group = self._own.control if self._own is not self._world else None
+        self._own = self._world
+        return group
 
     def _copied(self, share: Share) -> tuple[Share, "torch.cuda.Event | None"]:
         """The share in host memory, and what to wait for before it is there; None: it is there."""
@@ -150,7 +158,8 @@ class Saver:
             self._error = error
             last = self._row + 1 >= self._limit
             after = "the run ends" if last else "the run goes on; the checkpoints before are as they were"
-            _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after)
+            once = {"only_file": isinstance(error, PeerError)}  # the loop meets the same, and says it
+            _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra=once)
             if last:
                 self._failed()
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.config import options, presets
 from lockstep.config.flags import Parser
+from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.run.folder import RunFolder
 
 __all__ = ["command"]
@@ -28,7 +29,7 @@ def command(argv: list[str]) -> int:
     if given["find_lr"]:
         importlib.import_module("lockstep.run.find_lr").show(config)
         return 0
-    if os.environ.get("RANK", "0") == "0":  # the one that will claim it
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
     run = _loaded().Run(config)
     try:

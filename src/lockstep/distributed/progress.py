@@ -22,6 +22,8 @@ __all__ = [
     "EVALUATING",
     "FOLDER_VARIABLE",
     "IN_BODY",
+    "MEETING_VARIABLE",
+    "MEMBER_VARIABLE",
     "READING",
     "SAVING",
     "STARTING",
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
+MEETING_VARIABLE = "LOCKSTEP_MEETING"  # and to host:port of the meeting point that it holds
+MEMBER_VARIABLE = "LOCKSTEP_MEMBER"  # and, in a process that replaces a lost one, to its name: "3.1"
 
 STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY, READING = range(8)
 _PHASES = (
@@ -101,8 +105,11 @@ class Progress:
 
     @classmethod
     def of(cls, rank: int) -> Self:
-        """The progress of this process: in the launcher's folder where it made one, else in memory."""
-        folder = os.environ.get(FOLDER_VARIABLE)
+        """The progress of this process: in the launcher's folder where it made one, else in memory.
+
+        In the folder its name is the rank that the launcher gave the process, which it keeps where ranks change.
+        """
+        folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", rank))
         if not folder:
             return cls()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -18,7 +18,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from lockstep.distributed.progress import COMPUTING, WAITING, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
 
-__all__ = ["CONTINUE", "INTERRUPT", "SAVE_AND_END", "SAVE_FAILED", "STOP", "BusySeconds", "StepExchange"]
+__all__ = ["CONTINUE", "INTERRUPT", "REGROUP", "SAVE_AND_END", "SAVE_FAILED", "STOP", "BusySeconds", "StepExchange"]
 
 # An exchange wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
 RAGGED_SECONDS = 0.02
@@ -39,7 +38,8 @@ MOST_STEPS = 16
 _HEADER = 6  # request to stop, seconds per step, the run's last step as this rank sees it, and its busy seconds
 
 
-CONTINUE, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(5)  # requests to stop, in order of urgency
+# Requests in order of urgency: to take somebody in, and to stop.
+CONTINUE, REGROUP, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(6)
 
 
 class BusySeconds(NamedTuple):
@@ -78,9 +78,12 @@ class StepExchange:
         last: the step after which this rank has no more work; 0: not known.
         busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
             each exchange, which tells the others what it makes a step.
+        outlives: the run goes on after the loss of a rank. Where one is lost while the exchange after a step is under
+            way, that step comes to its end first.
 
     Attributes:
         progress: where this process stands; kept at every step.
+        taken: steps that the engine's state holds; kept by the loop.
         waited: seconds spent in waiting for the other ranks, in all.
         heard: what the last exchange said of each rank; [] in a world of one.
         count: exchanges received.
@@ -93,15 +96,18 @@ class StepExchange:
         constant: Callable[[int], int] | None,
         last: int = 0,
         busy: Callable[[], BusySeconds] = BusySeconds,
+        outlives: bool = False,
     ) -> None:
         self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
         self._told, self._told_at = BusySeconds(), 0  # busy seconds by the step at which they were told last
-        self.progress = Progress.of(world.rank)
+        self._outlives = outlives
+        self._failed: PeerError | None = None
+        self.progress, self.taken = Progress.of(world.rank), 0
         self.waited, self.count = 0.0, 0
         self.heard: list[BusySeconds] = []
         self._group = None
         if world.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))  # collective
+            self._group = world.new_group()  # collective
         self._stop_request = self._stop_agreed = CONTINUE
         self._flight: _Flight | None = None
         self._received = _Received(0, 0, [], 1)
@@ -116,6 +122,8 @@ class StepExchange:
             LockstepError: the ranks have work for different numbers of steps.
         """
         self.progress.at(step, COMPUTING)
+        if self._failed:
+            raise self._failed
         if self._world.size == 1:
             return self._constant(step) if self._constant else self._ahead(step)
         if step >= self._received.first + self._received.length:  # the first step: nobody sent anything before it
@@ -147,13 +155,23 @@ class StepExchange:
         if self._flight:
             at = self.progress.step
             self.progress.at(at, WAITING)
-            self._received, self._flight = self._arrived(self._flight), None
+            try:
+                self._received, self._flight = self._arrived(self._flight), None
+            except PeerError as error:
+                if not self._outlives:
+                    raise
+                self._failed, self._flight = error, None  # the step was taken: what follows it may need nobody else
             self.progress.at(at, COMPUTING)
         return self._stop_agreed
 
     def stop(self, stop_request: int) -> None:
         """Asks all ranks to end; safe in a signal handler. `receive` returns the most urgent, on all in one step."""
         self._stop_request = max(self._stop_request, stop_request)
+
+    @property
+    def stop_request(self) -> int:
+        """What this rank asks for."""
+        return self._stop_request
 
     def totals(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
@@ -195,6 +213,11 @@ class StepExchange:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def left(self) -> "dist.ProcessGroup | None":
+        """Hands out the group, to be left after the loss of a rank (see `World.forsake`); waits for nobody."""
+        group, self._group, self._flight = self._group, None, None
+        return group
 
     def _arrived(self, flight: "_Flight") -> "_Received":
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,9 +27,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.distributed.addresses import check_reachable, listening
+from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World", "on_all_ranks"]
+__all__ = ["World", "meeting_point", "on_all_ranks"]
 
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class World:
         device: where the model and the batches live.
         timeout: seconds after which a collective that a peer did not join fails.
         control: gloo group for agreements; None in a world of one that no launcher started.
+        quiet: nothing is said to the person: the process is not among those that do so yet.
     """
 
     rank: int = 0
@@ -52,8 +55,10 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
     control: dist.ProcessGroup | None = None
+    quiet: bool = False
     _scope: str = ""
     _named: dict[str, int] = field(default_factory=dict)
+    _patience: float = 0.0
 
     def __post_init__(self) -> None:
         """A CUDA device that was named without its number is the present one."""
@@ -83,15 +88,64 @@ class World:
             world._make_groups()
         return world
 
-    def _make_groups(self) -> None:
-        wait = timedelta(seconds=self.timeout)
+    @classmethod
+    def alone(cls, device: str, timeout: float) -> Self:
+        """A world of one in a process that a launcher started beside others, on the device that it would have there."""
+        local_rank = _launched(*_LAUNCHER[1])
+        where = _device(device, local_rank)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        return cls(0, local_rank, 1, where, timeout, quiet=True)
+
+    def regrouped(self, rank: int, size: int, generation: int) -> "World":
+        """The world that the ranks form once they have left this one (see `forsake`), in generation 1, 2, ...
+
+        Raises:
+            PeerError: one of them did not arrive within some seconds, since it was lost too.
+        """
+        made = World(rank, self.local_rank, size, self.device, self.timeout)
+        made._patience = min(_REGROUPING, self.timeout)
+        made._make_groups(f"{_start()}/generation-{generation}")
+        return made
+
+    def forsake(self, others: "list[dist.ProcessGroup | None]") -> None:
+        """Leaves all groups though ranks were lost, and waits for nobody. The caller has dropped what else holds them.
+
+        A group with an exchange under way is let go of only when that has failed, which may need another rank to leave
+        another group first. So each is dropped in a thread of its own.
+
+        Args:
+            others: groups besides the default one and `control`, held by nobody else; emptied.
+        """
+        held = [self.control, *others]
+        self.control = None
+        others.clear()
+        if dist.is_initialized():
+            held.append(dist.group.WORLD)
+            dist.destroy_process_group()
+        while held:
+            box = [held.pop()]
+            threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
+
+    def new_group(self) -> dist.ProcessGroup:
+        """One more gloo group of all ranks. Collective."""
+        wait = timedelta(seconds=self._patience or self.timeout)
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
+        if self._patience:
+            _let_wait(made, self.timeout)
+        return made
+
+    def _make_groups(self, scope: str = "") -> None:
+        wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
             store = self._store(wait)
-            self._scope = self._new_scope(store)
+            self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
-            self.control = dist.new_group(backend="gloo", timeout=wait)
+            if self._patience and dist.group.WORLD is not None:
+                _let_wait(dist.group.WORLD, self.timeout)
+            self.control = self.new_group()
         except (dist.DistError, RuntimeError, ValueError) as error:
             _STORES.clear()  # the next join connects anew
             line = str(error).splitlines()[0]
@@ -105,12 +159,12 @@ class World:
 
         Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
         """
-        host, port = os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0)
+        host, port, held = meeting_point()
         if not host:
             raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
         key = (os.getpid(), host, port)
         if key not in _STORES:
-            mine = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            mine = self.rank == 0 and not held
             if mine and "LOCAL_WORLD_SIZE" in os.environ and self.size > _launched("LOCAL_WORLD_SIZE", 1):
                 check_reachable("MASTER_ADDR", host)
             listener = listening(host, port) if mine else None
@@ -125,7 +179,7 @@ class World:
         The restarts that the agent counts are those after a failure; where a node came or went it starts the processes
         again without a count, and so the arrivals are counted too.
         """
-        start = f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/of-{self.size}"
+        start = f"{_start()}/of-{self.size}"
         arrived = store.add(f"{start}/arrived", 1)
         return f"{start}/join-{(arrived - 1) // self.size}"
 
@@ -133,6 +187,11 @@ class World:
         """A prefix for keys of `what` in the meeting point: the same on all ranks, and new at each call."""
         self._named[what] = self._named.get(what, 0) + 1
         return f"{self._scope}/{what}-{self._named[what]}"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether these are the ranks that the launcher started, and not those that went on after a loss."""
+        return not self._patience
 
     @property
     def is_main(self) -> bool:
@@ -242,8 +301,30 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def meeting_point() -> tuple[str, int, bool]:
+    """Host and port of the ranks' meeting point, and whether the launcher holds it: lockstep's own, or torchrun's."""
+    host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
+    if host:
+        return host, int(port), True
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0), held
+
+
+def _start() -> str:
+    """What begins the keys of these processes in the meeting point: another after each restart."""
+    return f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
+    """What the group's collectives may take from now on, where its making had less time."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(torch.device(device))._set_default_timeout(timedelta(seconds=seconds))
+
+
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
+_REGROUPING = 10.0  # seconds for ranks that have just said that they live to arrive
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

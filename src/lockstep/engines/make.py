@@ -16,13 +16,23 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.average import Averaged
-from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.shared.buffers import Buffered, with_buffers
 from lockstep.engines.shared.exact import check_servable
 from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
 
-__all__ = ["SHARING", "ModelInit", "check_shares", "engine", "model_init", "name_of", "options_for"]
+__all__ = [
+    "SHARING",
+    "ModelInit",
+    "check_shares",
+    "engine",
+    "model_init",
+    "name_of",
+    "options_for",
+    "outliving",
+    "undo_step",
+]
 
 SHARING = ("single", "ddp", "zero")  # engines whose ranks may compute unequal numbers of micro-batches
 
@@ -113,6 +123,18 @@ def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: in
         )
     if options.static_graph:
         raise ConfigError(f"{said} does not go with --engine.static-graph, which exchanges after each micro-batch")
+
+
+def outliving(name: str) -> bool:
+    """Whether every rank of this engine holds all of the states, so that the others can go on where one is lost."""
+    return name == "ddp"
+
+
+def undo_step(engine: Engine) -> None:
+    """Undoes what was begun of a step that did not come to its end. What holds parameters is left as it is: an engine
+    of which `outliving` is true changes them last, when no exchange is to come."""
+    if isinstance(engine, Averaged | Buffered):
+        engine.undo_step()
 
 
 def name_of(name: str, world: World) -> str:

@@ -22,21 +22,24 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, WAITING
-from lockstep.distributed.step_exchange import SAVE_AND_END, StepExchange
+from lockstep.distributed.step_exchange import REGROUP, SAVE_AND_END, StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.inquiry import Inquiry
 from lockstep.guards.told import Told, read_alone
 
-__all__ = ["HangWatchdog"]
+__all__ = ["HangWatchdog", "of_a_peer"]
 
 _LOG = logging.getLogger("lockstep")
 
 _LOOK = 0.25  # seconds between two looks at the progress
+_WISH = 0.25  # seconds between two looks for a process that waits to be taken in
 _STOP = 1.0  # seconds between two looks for the file STOP
 _TELL = 1.0  # seconds between two words to the others, in a small world
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
+_HEARING = 5.0  # seconds beyond `--timeout` until a wait for a rank that is lost must have ended
 _ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
 
 # What torch's errors say when a peer is gone or late; the classes alone do not tell.
@@ -50,10 +53,15 @@ class HangWatchdog:
         world, beat: the ranks and their exchange.
         folder: of the run; its logs take the stacks, and its file STOP is a wish to save and end.
         note: called with the error before the process is ended from here.
+        member: of a run that goes on after the loss of a rank. An error that says that one is gone then leaves as it
+            is, at once, and a main thread that waits for a lost rank is left time to hear of it.
     """
 
-    def __init__(self, world: World, exchange: StepExchange, folder: Path, note: Any = None) -> None:
+    def __init__(
+        self, world: World, exchange: StepExchange, folder: Path, note: Any = None, member: Member | None = None
+    ) -> None:
         self._world, self._exchange, self._folder, self._note = world, exchange, folder, note
+        self._member = member
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
         self._failed_since, self._warned = 0.0, False
@@ -64,6 +72,8 @@ class HangWatchdog:
         self._thread.start()
         if self._world.is_main:  # a thread of its own: a file system may answer late, or never
             threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
+        if self._member and self._world.is_main:
+            threading.Thread(target=self._heed_wish, args=(self._member,), name="lockstep-wish", daemon=True).start()
         told = self._inquiry.told
         if told is not None:  # a thread of its own: a meeting point that is gone may never answer
             threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
@@ -80,7 +90,7 @@ class HangWatchdog:
         """For an error that only says that a rank is gone the one that names it; else None."""
         ours = isinstance(error, LockstepError)
         peer = isinstance(error, PeerError) and not error.relayed
-        if self._world.size == 1 or (ours and not peer) or not (peer or _of_a_peer(error)):
+        if self._world.size == 1 or self._member or (ours and not peer) or not (peer or of_a_peer(error)):
             return None
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerError(
@@ -103,7 +113,7 @@ class HangWatchdog:
     def _reason(self) -> str:
         """Why this process has to end; "" while all is well."""
         progress, now = self._exchange.progress, time.monotonic()
-        stands, limit = now - progress.since, self._world.timeout
+        stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
             self._warned = True
@@ -119,6 +129,8 @@ class HangWatchdog:
                 others = told.passed(progress.step)
                 if others:
                     return read_alone(self._world.rank, progress.step + 1, others)
+        if self._member:
+            return ""
         self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
         if self._failed_since and now - self._failed_since > _GIVE:
             return "an exchange failed"
@@ -127,6 +139,14 @@ class HangWatchdog:
     def _tell(self, told: Told) -> None:
         while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
             self._inquiry.tell(told)
+
+    def _heed_wish(self, member: Member) -> None:
+        """Rank 0 hears from the launcher of a process that waits to be taken in; the others hear of it from rank 0."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            store = member.connection()
+            while not self._ended.wait(_WISH):
+                if member.is_wished(store):
+                    self._exchange.stop(REGROUP)
 
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
@@ -156,7 +176,8 @@ class HangWatchdog:
         return self._inquiry.connect()
 
 
-def _of_a_peer(error: Exception) -> bool:
+def of_a_peer(error: BaseException) -> bool:
+    """Whether an error of torch's only says that another rank is gone, or late."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_WORDS)
     )

@@ -18,7 +18,8 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, meeting_point
+from lockstep.errors import ConfigError
 from lockstep.guards.stacks import dump, where_main
 from lockstep.guards.told import Told
 
@@ -111,7 +112,7 @@ class Inquiry:
 
     def _last(self, rank: int) -> str:
         """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
-        folder = os.environ.get(FOLDER_VARIABLE)
+        folder = os.environ.get(FOLDER_VARIABLE) if self._world.is_first else None
         place = Place.read(Path(folder) / str(rank)) if folder else None
         if place:
             return f": it stood in {place}"
@@ -125,10 +126,10 @@ class Inquiry:
         """
         if self._world.size == 1 or self._world.control is None:
             return None
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         try:
-            store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+            host, port, _ = meeting_point()
+            store = TCPStore(host, port, None, False, wait, wait_for_workers=False)
             store.set_timeout(_STORE)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, ConfigError):
             return None
         return Told(store, self._keys, self._world.size)

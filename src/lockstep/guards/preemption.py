@@ -9,9 +9,9 @@ import signal
 import stat
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, StepExchange
+from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END
 
 __all__ = ["Preemption", "heeds_hangup", "leave_terminal"]
 
@@ -31,6 +31,13 @@ def leave_terminal() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+class Told(Protocol):
+    """Who is told what a signal asks for: the exchange."""
+
+    def stop(self, stop_request: int) -> None:
+        """As `StepExchange.stop`."""
+
+
 class Preemption:
     """Within it SIGTERM and SIGUSR1 (a scheduler's) and Ctrl-C ask all ranks to save and end; a second Ctrl-C ends now.
 
@@ -38,7 +45,7 @@ class Preemption:
     nothing.
     """
 
-    def __init__(self, exchange: StepExchange) -> None:
+    def __init__(self, exchange: Told) -> None:
         self._exchange = exchange
         self._before: dict[signal.Signals, Any] = {}
         self._interrupted = self._again = False

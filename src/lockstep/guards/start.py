@@ -18,7 +18,7 @@ from lockstep.errors import DifferenceError
 from lockstep.guards import desync
 from lockstep.task import Task, written
 
-__all__ = ["check_programs", "check_weights"]
+__all__ = ["check_programs", "check_weights", "program"]
 
 
 def check_programs(world: World, task: Task, order: list[int]) -> None:
@@ -27,16 +27,20 @@ def check_programs(world: World, task: Task, order: list[int]) -> None:
     Raises:
         LockstepError: they differ; key, values and rank are named.
     """
-    found = {
+    found = program(task) | {"data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16]}
+    world.check_same("program", found)  # collective
+
+
+def program(task: Task) -> dict[str, str]:
+    """What computes: versions, and digests of lockstep's code and of the task's."""
+    return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "lockstep": lockstep.__version__,
         "lockstep's code": _code(),
         "task's code": _task_code(task),
-        "data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16],
     }
-    world.check_same("program", found)  # collective
 
 
 def check_weights(world: World, model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
     code = run(Job(...))
 
-Besides torch's public classes this uses the process handles inside LocalElasticAgent and its counter of restarts left,
-both under the same names from torch 2.11 on.
+Besides torch's public classes this uses the process handles inside LocalElasticAgent, the set of those that it waits
+for, and its counter of restarts left, all under the same names from torch 2.11 on.
 """
 
 import contextlib
@@ -20,18 +20,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.distributed.progress import FOLDER_VARIABLE, Place, read_end
+from lockstep.distributed.addresses import listening
+from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE, Place, read_end
 from lockstep.errors import LockstepError, UsageError
 from lockstep.guards.preemption import heeds_hangup, leave_terminal
 from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
+from lockstep.launch.losses import Losses
 from lockstep.launch.memory import kills
 from lockstep.launch.rendezvous import local_address, meeting
 
@@ -104,11 +108,32 @@ class _Agent(LocalElasticAgent):
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: Failure | None = None
         self._kills, self._looked = kills(), time.monotonic()
+        self._ending = ""  # why a loss ended the others too
+        self._names: dict[int, str] = {}  # of the processes, by local rank
+        self._losses = self._replacing(job)
+
+    def _replacing(self, job: Job) -> Losses | None:
+        """What decides who goes on after a loss, over a meeting point of this launcher's own; None: a loss ends all."""
+        os.environ.pop(MEETING_VARIABLE, None)
+        if not job.losses:
+            return None
+        host = job.endpoint.rpartition(":")[0]
+        listener = listening(host, 0)
+        if listener is None:
+            return None
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        os.environ[MEETING_VARIABLE] = f"{host}:{port}"
+        return Losses(store, least=job.least, most=job.losses, said=self._described)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of the processes before a restart
-        self._kills = kills()
+        self._kills, self._ending = kills(), ""
+        self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
+        if self._losses:
+            restart = self._job.restarts - self._remaining_restarts
+            self._losses.begin(restart, [self._names[local] for local in sorted(self._names)])
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for number in _FORWARDED:  # after torch, which would end the processes instead of letting them save
             signal.signal(number, self._forward)
@@ -133,13 +158,78 @@ class _Agent(LocalElasticAgent):
         return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failed = any(process.poll() for process in self._processes().values())
+        if not failed and time.monotonic() - self._looked > 2.0:
+            self._kills, self._looked = kills(), time.monotonic()
+        if self._losses and self.asked is None and self._go_on(self._losses, worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
         if any(process.poll() for process in processes.values()):
             self._explain(processes, worker_group)
-        elif time.monotonic() - self._looked > 2.0:
-            self._kills, self._looked = kills(), time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
+        """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
+        would end all for one that has failed since."""
+        codes = {local: process.poll() for local, process in self._processes().items()}
+        living = {self._names[local] for local, code in codes.items() if code is None}
+        if losses.number and all(codes[local] == 0 for local, name in self._names.items() if name in losses.members):
+            self._end_late([local for local, name in self._names.items() if name in living])
+            return False
+        failed = {
+            self._names[local]: self._failed(local, code, time.time(), group) for local, code in codes.items() if code
+        }
+        if UsageError.exit_code in (failure.code for failure in failed.values()) or not living:
+            return False
+        self._ending = losses.look(living, failed)
+        if self._ending:
+            return False
+        for name in losses.silent:
+            self._end_silent(name)
+        losses.silent = []
+        for name in losses.replace:
+            self._replace(next(local for local, known in self._names.items() if known == name), group)
+        losses.replace = []
+        return True
+
+    def _end_late(self, starting: list[int]) -> None:
+        """The run is at its end: who was yet to join it is not needed, and no failure."""
+        context: Any = self._pcontext
+        for local in starting:
+            self._processes()[local].kill()
+            self._processes()[local].wait()
+            context._running_local_ranks.discard(local)
+
+    def _end_silent(self, name: str) -> None:
+        local = next(local for local, known in self._names.items() if known == name)
+        self._processes()[local].kill()
+        self._say(f"rank {self._losses.rank_of(name) if self._losses else name} says nothing and is ended")
+
+    def _replace(self, local: int, group: WorkerGroup) -> None:
+        """Starts a process in the place of one that ended; it joins the others when it is ready."""
+        context: Any = self._pcontext
+        slot, _, times = self._names[local].partition(".")
+        self._names[local] = name = f"{slot}.{int(times or 0) + 1}"
+        with contextlib.suppress(OSError):  # what the one before noted has been read
+            Path(context.error_files[local]).unlink(missing_ok=True)
+        (self._folder / slot).unlink(missing_ok=True)
+        context.subprocess_handlers[local] = SubprocessHandler(
+            entrypoint=context.entrypoint,
+            args=context.args[local],
+            env=context.envs[local] | {MEMBER_VARIABLE: name},
+            stdout=context.stdouts[local],
+            stderr=context.stderrs[local],
+            local_rank_id=local,
+            numa_options=None,
+        )
+        group.workers[local].id = context.subprocess_handlers[local].proc.pid  # what torch's watch compares
+        if self._losses:
+            self._losses.started(name)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal is no reason not to go on
+            print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
         """Finds the first failure, after the other processes had time to end by themselves, and says what follows."""
@@ -170,9 +260,7 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0  # bad input stays bad
         if self._remaining_restarts and self.asked is None:
             number = self._job.restarts - self._remaining_restarts + 1
-            line = f"lockstep: {self._told()}; restart {number} of {self._job.restarts}"
-            with contextlib.suppress(OSError):  # a closed terminal is no reason not to go on
-                print(line, file=sys.stderr, flush=True)
+            self._say(f"{self._told()}; restart {number} of {self._job.restarts}")
 
     def _missing(self, silent: list[int], group: WorkerGroup) -> str:
         """Before the first step no watch names who is missing: it is who did not even notice that the others ended."""
@@ -187,15 +275,19 @@ class _Agent(LocalElasticAgent):
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
     def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> Failure:
-        rank = int(group.workers[local].global_rank)
+        slot = int(group.workers[local].global_rank)
+        now = self._losses.rank_of(self._names[local]) if self._losses else None
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        return Failure.read(rank, code, note, Place.read(self._folder / str(rank)), when)
+        return Failure.read(slot if now is None else now, code, note, Place.read(self._folder / str(slot)), when)
 
     def _told(self) -> str:
-        failure = self._failure
-        if failure is None:
+        if self._failure is None:
             return "the processes failed on another node; see its launcher's last line"
+        more = f"; {self._ending}" if self._ending not in ("", "-") else ""
+        return self._described(self._failure) + more
+
+    def _described(self, failure: Failure) -> str:
         if failure.code == -signal.SIGKILL and not failure.message:
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"

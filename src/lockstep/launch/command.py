@@ -107,6 +107,14 @@ def _parser() -> Parser:
     add("--rdzv-id", metavar="ID", help="the same on all nodes (default: lockstep; one node: a new one)")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further settings of the rendezvous")
     add("--max-restarts", type=int, default=0, metavar="R", help="restarts after a failure (default: 0)")
+    add("--min-ranks", type=int, default=1, metavar="N", help="with fewer processes left the run ends (default: 1)")
+    add(
+        *("--max-losses",),
+        type=int,
+        default=8,
+        metavar="K",
+        help="losses within an hour after which the others go on, on one node; 0: a loss ends all (default: 8)",
+    )
     add("--dry-run", action="store_true", help="print the torchrun command that comes closest, and start nothing")
     return parser
 
@@ -117,9 +125,14 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         ("--nproc-per-node", given.nproc_per_node, 1),
         ("--max-restarts", given.max_restarts, 0),
         ("--node-rank", given.node_rank, 0),
+        ("--min-ranks", given.min_ranks, 1),
+        ("--max-losses", given.max_losses, 0),
     ):
         if value < least:
             raise ConfigError(f"{flag} is {value}: it must be at least {least}")
+    if given.min_ranks > given.nproc_per_node * nodes[1]:
+        most = given.nproc_per_node * nodes[1]
+        raise ConfigError(f"--min-ranks is {given.min_ranks}, and there are {most} processes: it must be at most that")
     host, port = _endpoint(given, nodes)
     is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
     return Job(
@@ -132,6 +145,8 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         run_id=given.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
         is_host=is_host,
         restarts=given.max_restarts,
+        least=given.min_ranks,
+        losses=given.max_losses if nodes[1] == 1 and given.nproc_per_node > 1 else 0,
         environment=_environment(given.nproc_per_node, nodes, exact),
     )
 

@@ -16,6 +16,7 @@ class Job:
         backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
         is_host: whether this node holds the meeting point.
         restarts: how often the processes are started again after a failure.
+        least, losses: with fewer processes, or after more losses within an hour, a lost one ends the others too.
         environment: set for the processes where the user has not set it.
     """
 
@@ -29,3 +30,5 @@ class Job:
     is_host: bool
     restarts: int
     environment: dict[str, str]
+    least: int = 1
+    losses: int = 0

@@ -9,25 +9,21 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.config.config import Config, lookup
-from lockstep.config.shares import counts_of
-from lockstep.data.batches import Batches, Loading
+from lockstep.data.batches import Batches
 from lockstep.data.fetch import check_dataset
-from lockstep.data.order import Begun, Shuffled
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
-from lockstep.engines.make import engine
 from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
@@ -39,10 +35,11 @@ from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
-from lockstep.run.own_optimizer import optimizer_of, own_factor, own_momentum
+from lockstep.run.own_optimizer import own_factor, own_momentum
+from lockstep.run.placing import Groups, engine_of, stream_of
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
-from lockstep.run.sharing import check_cut, shares_of
+from lockstep.run.sharing import check_cut
 from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
@@ -68,7 +65,9 @@ class Built:
         lr: base learning rate of the optimizer's first group.
         kept: the caller's own objects that have tensors, by name.
         base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
-        loading: what counts retries and skips of the loading (see guards/loader.py).
+        loading: what counts retries and skips of the loading (see guards/loader.py); the first is the training set.
+        groups: the optimizer's, and `sets`, the evaluation's datasets: of these engine and batches are made anew where
+            the ranks change.
     """
 
     config: Config
@@ -88,6 +87,8 @@ class Built:
     lr: float
     kept: dict[str, Any]
     base: frozenset[str] = frozenset()
+    groups: Groups = field(default_factory=Groups)
+    sets: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -198,6 +199,7 @@ def build(
     *,
     resume: bool = True,
     steps: int = 0,
+    joins: bool = False,
 ) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
@@ -205,6 +207,7 @@ def build(
         kept: what `Built.kept` is.
         resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
         steps: of the plan, in place of those that the config says; 0: as it says.
+        joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
 
     Raises:
         UsageError: what was asked for cannot be done; the same on every rank.
@@ -224,7 +227,8 @@ def build(
     training, evaluation = on_all_ranks(world, lambda: _datasets(task))
     training = _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
-    source, state = _found(folder, world) if resume else (None, _new_state())
+    source, state = _found(folder, world) if resume and not joins else (None, _new_state())
+    state |= _glimpsed(folder) if joins else {}
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config))
@@ -242,12 +246,12 @@ def build(
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
     on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
-    stream = _training(config, task, training, run_plan, world)
+    stream = stream_of(config, task, training, run_plan, world)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
-    rates: list[float] = []
-    made = _engine(config, task, model, world, rates)
+    groups = Groups()
+    made = engine_of(config, task, model, world, groups, notify(world))
     held_out = batches_of(config, task, evaluation, world)
-    if source is None or judges(config):  # which a resume may bring
+    if not joins and (source is None or judges(config)):  # which a resume may bring
         stops = config.guards.nonfinite == "stop"
         metrics = check_task(made.model, model, task, stream, held_out, world, refuse_nan=stops)  # collective
         check_evaluated(config, metrics)
@@ -266,9 +270,11 @@ def build(
         source,
         state,
         [training, stream.loader, *(each.loader for each in held_out.values())],
-        rates[0],
+        groups.rates[0],
         {} if kept is None else kept,
         left_out(model, state),
+        groups,
+        evaluation,
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
@@ -308,6 +314,12 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
     return source, state
 
 
+def _glimpsed(folder: RunFolder) -> dict[str, Any]:
+    """The state in the newest checkpoint, whose tensors are not read: it says where the run's plan began."""
+    steps = checkpoint.list_steps(folder.path)
+    return checkpoint.read_state(checkpoint.path_of(folder.path, steps[-1])) if steps else {}
+
+
 def _own(task: Task) -> dict[str, Tensor]:
     """What the task's `state_dict()` names, as `task/NAME`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
@@ -338,43 +350,9 @@ def _guarded(config: Config, dataset: Any, world: World) -> Any:
     return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
-def _engine(config: Config, task: Task, model: nn.Module, world: World, rates: list[float]) -> Engine:
-    """The engine around the model; `rates` takes the base rates of the optimizer's groups."""
-
-    def make(held: nn.Module) -> Optimizer:
-        made = optimizer_of(config, task, held)
-        rates[:] = [float(group["lr"]) for group in made.param_groups]
-        return made
-
-    exact = config.micro_batches if config.exact else 0
-    return engine(
-        config.engine,
-        model,
-        make,
-        world,
-        clip=config.optim.clip,
-        exact_micro_batches=exact,
-        shares=counts_of(config.shares),
-        loss_scaling=config.precision == "fp16" and config.fp16,
-        blocks=task.blocks(model) or (),
-        options=config.engine_options,
-        say=notify(world),
-        ema=config.optim.ema,
-    )
-
-
-def _training(config: Config, task: Task, dataset: Any, run_plan: RunPlan, world: World) -> Batches:
-    order = task.order(len(dataset), config.seed) or Shuffled(len(dataset), config.seed)
-    if run_plan.samples < len(dataset):
-        order = Begun(order, len(dataset), run_plan.samples)
-    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
-    shares = shares_of(config)
-    return Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, shares=shares)
-
-
 def notify(world: World) -> Callable[[str], None]:
     """Rank 0's word to the person, before the log is open. It can be sent to another process, as a task's part."""
-    return partial(_tell, world.is_main)
+    return partial(_tell, world.is_main and not world.quiet)
 
 
 def _tell(is_main: bool, line: str) -> None:

@@ -81,6 +81,10 @@ class Guards:
         """Looks at every step that was taken, before a checkpoint keeps what they did. Raises as `after`."""
         for step in self._reader.rest():
             self._look(step)
+        self.keep()
+
+    def keep(self) -> None:
+        """Puts what is known of the steps that were looked at into the run's state."""
         if self._config.spike != "off":
             self._built.state["spike"] = self._spike.state_dict()
 

@@ -19,6 +19,7 @@ from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
 from lockstep.errors import PeerError
+from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
 from lockstep.run.best import JUDGED, brief, judged_by, noted, out_of_patience, shown
@@ -43,8 +44,11 @@ class RunRecorder:
         is_best: whether the last evaluation was the best of the run.
     """
 
-    def __init__(self, built: Built, meter: Meter, sinks: Sinks, exchange: StepExchange) -> None:
+    def __init__(
+        self, built: Built, meter: Meter, sinks: Sinks, exchange: StepExchange, *, outlives: bool = False
+    ) -> None:
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
+        self._outlives = outlives  # the run goes on where a rank is lost
         keep = built.config.checkpoint
         self.saver = checkpoint.Saver(
             built.world,
@@ -140,7 +144,8 @@ class RunRecorder:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
-        self.saver.abandon(1.0 if isinstance(error, PeerError) else self._built.world.timeout)
+        gone = isinstance(error, PeerError) or (error is not None and of_a_peer(error))
+        self.saver.abandon(1.0 if gone else self._built.world.timeout, leave=not (gone and self._outlives))
 
     def close(self, code: int, *, sample: bool = True) -> None:
         """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.

@@ -7,14 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint import Saver
 from lockstep.config.config import Config
+from lockstep.distributed.members import Member
+from lockstep.distributed.step_exchange import CONTINUE, StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.run.build import Built
 from lockstep.sinks import Sinks
 
-__all__ = ["Session"]
+__all__ = ["Session", "Wishes"]
+
+
+class Wishes:
+    """What signals ask for while there is no exchange that could be told."""
+
+    def __init__(self) -> None:
+        self.request = CONTINUE
+
+    def stop(self, stop_request: int) -> None:
+        """As `StepExchange.stop`."""
+        self.request = max(self.request, stop_request)
 
 
 @dataclass
@@ -27,6 +41,14 @@ class Session:
         kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
         present: the step whose body runs, and `reader`, which reads its loss.
         wants_stop: the caller asked for the end in the present body.
+        joined: the present world.
+        member: this process as a member of a run that outlives the loss of a rank; None: a loss ends the run.
+        exchange, saver: those of the present ranks, while there are any.
+        lost: the last error that said that a rank is gone.
+        digest: of what must be the same on all members.
+        wishes: what signals ask for while there is no exchange.
+        evaluated: the step after which the last evaluation was made.
+        save_due: the checkpoint of the present step, or one before it, was lost with a rank.
     """
 
     config: Config
@@ -46,10 +68,19 @@ class Session:
     global_step: int = 0
     evaluation: EvaluationRecord | None = None
     best: Best | None = None
+    joined: World | None = None
+    member: Member | None = None
+    exchange: StepExchange | None = None
+    saver: Saver | None = None
+    lost: str = ""
+    digest: str = ""
+    wishes: Wishes = field(default_factory=Wishes)
+    evaluated: int = -1
+    save_due: bool = False
 
     def note_first(self, own: dict[str, Tensor]) -> None:
         """Notes what the task's tensors, or those of what is kept, begin with, where a run may go back to its start."""
-        if "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
+        if self.member or "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
             self.first |= {name: tensor.detach().clone() for name, tensor in own.items()}
 
     def go_back_to_first(self, built: Built) -> None:

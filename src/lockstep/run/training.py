@@ -6,50 +6,60 @@ for step in training(session): ...      # None once all is ready, then a Step fo
 import gc
 import json
 import logging
-import math
-import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import NamedTuple
 
-from lockstep import checkpoint
-from lockstep.clock import make_clock
-from lockstep.data.batches import StepLoader, StepPlan
-from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, note_end
-from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, STOP, BusySeconds, StepExchange
+from lockstep.distributed.members import Member
+from lockstep.distributed.progress import COMPUTING, IN_BODY
+from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.make import name_of
-from lockstep.engines.shared.memory import described, footprint
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import LockstepError, PeerError, UsageError
+from lockstep.errors import LockstepError, PeerError, RankLost, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
-from lockstep.guards.told import Told, all_do, read_alone, waited_for
+from lockstep.guards.told import all_do
 from lockstep.launch import failure
 from lockstep.launch.exit_with_launcher import tie
-from lockstep.loop import StepControl, seeder, steps
-from lockstep.records import Best, Step, StepRecord
+from lockstep.loop import steps
+from lockstep.records import Step
 from lockstep.run import extending
+from lockstep.run.after_step import (
+    end_of,
+    handed_on,
+    leave_early,
+    note_best,
+    reader,
+    recorded,
+    report,
+    save,
+    saved_and_evaluated,
+    works,
+)
 from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.defaults import described_optimizer, described_step, warnings
-from lockstep.run.guarding import Guards
-from lockstep.run.meter import Meter
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
-from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
+from lockstep.run.recovery import (
+    Anew,
+    built_to_join,
+    digest,
+    is_lost,
+    member_of,
+    note_lost,
+    regroup,
+    regroup_to_build,
+    why_not,
+)
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
-from lockstep.task import has_own, items_of_a_sample
+from lockstep.task import has_own
 
 __all__ = ["Training", "training"]
 
 _LOG = logging.getLogger("lockstep")
-_EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
-_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
-_PATIENCE = 10.0  # seconds for the others to leave the loop too
 
 Training = Generator[Step | None, None, None]
 
@@ -63,47 +73,64 @@ def training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
     tie()
-    world = session.world or World.join(session.config.device, session.config.timeout)
-    session.is_main = world.is_main
+    session.member = member_of(session.world)
+    joins = session.member is not None and session.member.is_new
+    join = World.alone if joins else World.join
+    session.joined = session.world or join(session.config.device, session.config.timeout)
+    session.is_main = session.joined.is_main and not joins
     try:
-        yield from _attempts(session, world)
+        yield from _attempts(session)
     except GeneratorExit as left:
         traceback.clear_frames(left.__traceback__)  # they hold the engine too
         _drop(session)
+        if session.member:
+            with suppress(RuntimeError):  # the launcher is gone
+                session.member.ends()
         session.status = "stopped" if session.status == "running" else session.status
         if session.world is None:
             if session.status == "stopped":
-                world.leave()
+                session.joined.leave()
             else:  # the others may never come
-                world.abandon()
+                session.joined.abandon()
         raise
     except BaseException as error:
         session.status = "failed"
         failure.note(error)
         if session.world is None:
-            world.abandon()
+            session.joined.abandon()
         raise
     _drop(session)
     if session.world is None:
-        world.leave()
+        session.joined.leave()
     if session.status == "interrupted":
         raise KeyboardInterrupt(f"saved after step {session.global_step}")
 
 
-def _attempts(session: Session, world: World) -> Training:
+def _attempts(session: Session) -> Training:
     """Once, and again after each rollback: everything is made anew, as after a restart."""
+    if session.member and session.member.is_new:
+        yield from _join(session, session.member)
     while session.status in ("new", "running"):
         _drop(session)
         session.model = None  # not beside the next one
-        with explained(None, world):
-            built = build(session.config, session.given, world, session.kept)
+        world = session.joined
+        assert world is not None
+        try:
+            with explained(None, world):
+                built = build(session.config, session.given, world, session.kept)
+        except (PeerError, RuntimeError) as error:
+            if session.member is None or session.status == "new" or not is_lost(error):
+                raise
+            note_lost(session, error)
+            regroup_to_build(session, session.member)  # a rank was lost within a rollback
+            continue
         session.built, session.model, session.config = built, built.model, built.config
-        session.global_step = built.start
+        session.global_step, session.is_main = built.start, world.is_main
         if built.source is None and session.status == "running":
             session.go_back_to_first(built)
         elif built.source is None:
             session.note_first(built.own)
-        _note_best(session)
+        note_best(session)
         over = built.start >= built.last or out_of_patience(built.config, built.state)
         if over and not built.state.get("evaluation_due"):
             load_state(built)  # collective
@@ -111,14 +138,52 @@ def _attempts(session: Session, world: World) -> Training:
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
         else:
-            with suppress(Rollback):
+            with suppress(Rollback, Anew):
                 yield from _in_folder(session, built)
         del built
 
 
+def _join(session: Session, member: Member) -> Training:
+    """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
+    assert session.joined is not None
+    with explained(None, session.joined):
+        built = built_to_join(session.config, session.given, session.joined, session.kept, member)
+    session.built, session.model, session.config = built, built.model, built.config
+    session.status, session.digest = "running", digest(built)
+    session.note_first(built.own)
+    yield None
+    with suppress(Rollback, Anew), _left_in_order(session, built):
+        yield from _going_on(session, built)
+
+
+def _going_on(session: Session, built: Built) -> Training:
+    """Follows the run to its end; with whoever is left, where a rank is lost and the launcher has the others go on."""
+    if session.member and not session.member.is_new:
+        session.digest, why = digest(built), why_not(built)
+        session.member.ready(why, built.config.experiment_name)
+        session.member = None if why else session.member
+        session.evaluated = -1 if "evaluation_due" in built.state else built.start
+    if session.member is None:
+        yield from _follow(session, built)
+        return
+    with Preemption(session.wishes):
+        while True:
+            try:
+                if not session.member.is_new:
+                    yield from _follow(session, built)
+                    return
+            except (PeerError, RuntimeError) as error:
+                if not is_lost(error):
+                    raise
+                note_lost(session, error)
+            if session.member.is_new:  # once it takes part, its loss need not end the others either
+                session.member.ready("", built.config.experiment_name)
+            regroup(session, built, session.member)
+
+
 def _drop(session: Session) -> None:
     """Lets go of engine and groups: before the next ones, and before the world is left (see World.leave)."""
-    session.built = session.present = session.reader = None
+    session.built = session.present = session.reader = session.exchange = session.saver = None
     session.sinks = Sinks([])
     gc.collect()  # hooks make cycles of a model and what is around it
 
@@ -127,7 +192,7 @@ def _in_folder(session: Session, built: Built) -> Training:
     """Trains with the folder claimed and the sinks open, and leaves both closed."""
     world = built.world
     on_all_ranks(world, lambda: claimed(built))
-    try:
+    with _left_in_order(session, built):
         on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
         if built.folder.cleared:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
@@ -140,12 +205,19 @@ def _in_folder(session: Session, built: Built) -> Training:
         if session.status == "new":
             session.status = "running"
             yield None
-        yield from _follow(session, built)
+        yield from _going_on(session, built)
+
+
+@contextmanager
+def _left_in_order(session: Session, built: Built) -> Iterator[None]:
+    """Whatever happens within, sinks, log and folder are closed after it, and what went wrong is in them."""
+    try:
+        yield
     except BaseException as error:
         session.sinks.close(None)
-        if not isinstance(error, Rollback):
+        if not isinstance(error, Rollback | Anew):
             _note_left(session, built, error)
-        if isinstance(error, Rollback):
+        if isinstance(error, Rollback | Anew):
             _LOG.warning("%s", error)
         elif isinstance(error, Exception):
             once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
@@ -156,178 +228,60 @@ def _in_folder(session: Session, built: Built) -> Training:
         built.folder.release()
 
 
-class _Works(NamedTuple):
-    """What goes on beside the steps."""
-
-    step_loader: StepLoader
-    exchange: StepExchange
-    meter: Meter
-    recorder: RunRecorder
-    guards: Guards
-    control: StepControl
-    step_plan: StepPlan
-    whole: int  # steps of the plan
-    last: int  # of this start
-
-
-def _works(session: Session, built: Built) -> _Works:
-    config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
-    step_loader = built.batches.from_step(built.start)
-    each = items_of_a_sample(built.task)
-    clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
-
-    def busy() -> BusySeconds:
-        spent = clock.spent()
-        return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
-
-    constant = (lambda step: each * step_plan.samples(step)) if each else None
-    exchange = StepExchange(world, step_loader.items, constant, step_plan.steps, busy)
-    meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
-    recorder = RunRecorder(built, meter, session.sinks, exchange)
-    guards = Guards(built, exchange, step_loader, seed)
-    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum)
-    return _Works(step_loader, exchange, meter, recorder, guards, control, step_plan, step_plan.steps, built.last)
-
-
 def _follow(session: Session, built: Built) -> Training:
     """The run itself: after each step, in this order, the record, the checkpoint, the evaluation, the caller's body."""
-    first, world, works = built.start, built.world, _works(session, built)  # a save moves the start
-    exchange, recorder, stop_request = works.exchange, works.recorder, 0
-    watchdog, signals = HangWatchdog(world, exchange, built.folder.path, failure.note), Preemption(exchange)
-    rolled_back, loading = _rolled_back(exchange), closing(works.step_loader)
-    with signals, loading, rolled_back, watchdog, recorder, explained(built.engine, world):
+    first, world, ongoing = built.start, built.world, works(session, built)  # a save moves the start
+    exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
+    watchdog = HangWatchdog(world, exchange, built.folder.path, failure.note, session.member)
+    signals = Preemption(exchange)
+    kept, loading = handed_on(ongoing), closing(ongoing.step_loader)
+    with signals, loading, kept, watchdog, recorder, explained(built.engine, world):
+        exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
+        session.wishes.request = CONTINUE
         told = watchdog.connect()
-        session.reader = _reader(exchange, world, told)
+        session.reader = reader(exchange, world, told, outlives=bool(session.member))
         if built.state.pop("evaluation_due", False):  # a signal came before it, or a kill
-            session.evaluation = recorder.evaluate(first)
-            _note_best(session)
+            session.evaluation, session.evaluated = recorder.evaluate(first), first
+            note_best(session)
+        if session.save_due:  # the one that was under way when a rank was lost
+            session.save_due = False
+            recorder.save(first)
         over = out_of_patience(built.config, built.state)
-        for record in () if over else steps(built.engine, built.task, works.step_loader, exchange, works.control):
-            stop_request = record.stop_agreed
-            ending = record.step + 1 == works.last or bool(stop_request)
-            step = _recorded(session, built, works, record)
-            if record.step == first:
-                _report(built)
-            saves = _saved_and_evaluated(session, built, works, step, ending)
+        for record in () if over else steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control):
+            regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
+            stop_request = CONTINUE if regroups else stop_request
+            ending = record.step + 1 == ongoing.last or bool(stop_request)
+            step = recorded(session, built, ongoing, record)
+            if record.step == first and world.is_first:
+                report(built)
+            saves = saved_and_evaluated(session, built, ongoing, step, ending)
             exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
             except GeneratorExit:
-                _leave_early(session, works, told, signals.ends_now)
+                leave_early(session, ongoing, told, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             if saves:
-                _save(works, step.global_step)
+                save(ongoing, step.global_step)
             if ending:
                 break
             if step.evaluation and out_of_patience(built.config, built.state):  # alike on every rank
-                _save(works, step.global_step)
+                save(ongoing, step.global_step)
                 break
             if session.wants_stop:
                 session.wants_stop, stop_request = False, STOP
                 if all_do(told, world.rank, "stop", record.step, lambda: world.timeout):
-                    _save(works, step.global_step)
+                    save(ongoing, step.global_step)
                     break
                 exchange.stop(STOP)  # others go on: all end after the next exchange
-        session.status, session.exit_code = _end(built, stop_request, recorder.saved)
-        recorder.close(_EXIT_CODES.get(stop_request, 0))
-
-
-def _recorded(session: Session, built: Built, works: _Works, record: StepRecord) -> Step:
-    """The step as the caller gets it, once it has been recorded and looked at."""
-    done = record.step + 1
-    works.meter.add(record)
-    session.sinks.progress(done)
-    works.guards.after(record)
-    if done % built.config.log_freq == 0:
-        works.recorder.log(record)
-    return Step(
-        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_loss
-    )
-
-
-def _saved_and_evaluated(session: Session, built: Built, works: _Works, step: Step, ending: bool) -> bool:
-    """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
-    config, state, done = built.config, built.state, step.global_step
-    due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
-    saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
-    late = bool(session.kept)  # the body of this step has yet to bring them up to it
-    if due and built.evaluation:
-        state["evaluation_due"] = True
-    if saves and not late:
-        _save(works, done)
-    cut_short = ending and done < works.last  # whoever sent a signal waits for no evaluation: the next start makes it
-    if "evaluation_due" in state and not cut_short:
-        del state["evaluation_due"]
-        step.evaluation = session.evaluation = works.recorder.evaluate(done)
-        saves = saves or works.recorder.is_best
-        if saves and not late:
-            _save(works, done)
-        _note_best(session)
-    session.present, session.global_step = step, done
-    return saves
-
-
-def _save(works: _Works, done: int) -> None:
-    if works.recorder.saved != done:
-        works.guards.settle()
-        works.recorder.save(done)
-
-
-def _leave_early(session: Session, works: _Works, told: Told | None, now: bool) -> None:
-    """The caller left the loop in the body of a step. It is saved, where all ranks do so after the same step."""
-    built, session.status = session.built, "interrupted" if now else "stopped"
-    if built is None or now or sys.is_finalizing():
-        return
-    if all_do(told, built.world.rank, "leave", session.global_step - 1, lambda: _PATIENCE):
-        _save(works, session.global_step)
-        works.recorder.close(0, sample=False)
-        session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
-    else:
-        session.status = "failed"
-        _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
-
-
-def _reader(exchange: StepExchange, world: World, told: Told | None) -> Callable[[Step], float]:
-    """What reads a step's loss while its body runs."""
-
-    def read(step: Step) -> float:
-        own = math.fsum(float(loss) for loss in step.record.losses)  # waits for the device
-        exchange.progress.at(step.record.step, READING)
-        try:
-            (total,) = exchange.totals([own])  # collective
-        except PeerError as error:  # its exchange met another one, if the others went on
-            others = waited_for(told, step.record.step) if told else []
-            if others:
-                raise LockstepError(read_alone(world.rank, step.global_step, others)) from error
-            raise
-        exchange.progress.at(step.record.step, IN_BODY)
-        return total / max(step.items, 1)
-
-    return read
-
-
-@contextmanager
-def _rolled_back(exchange: StepExchange) -> Iterator[None]:
-    """Gives the exchange's group back where the run goes back, since the next start makes its own."""
-    try:
-        yield
-    except Rollback:
-        exchange.close()
-        raise
-
-
-def _end(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
-    """The run's status and exit code, which the run's folder keeps; where it was cut short the launcher does too."""
-    code = _EXIT_CODES.get(stop_request, 0)
-    if code:
-        note_end(code)
-    whole = saved >= built.run_plan.step_plan.steps
-    status = _STATUS.get(stop_request, "finished" if whole else "stopped")
-    if built.world.is_main:
-        built.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
-        built.folder.write_end(code, saved, status)
-    return status, code
+            if regroups:
+                recorder.saver.settle()  # collective
+                raise RankLost("a new process waits to be taken in")
+        if session.member:
+            session.member.ends()
+        session.status, session.exit_code = end_of(built, stop_request, recorder.saved)
+        recorder.close(session.exit_code)
 
 
 def _note_left(session: Session, built: Built, error: BaseException) -> None:
@@ -348,21 +302,6 @@ def _announce(built: Built) -> None:
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
-
-
-def _report(built: Built) -> None:
-    """Once the first step has made the optimizer's states: what each rank holds."""
-    held = built.world.gather(footprint(built.engine))  # collective
-    _LOG.info(described(name_of(built.config.engine, built.world), held))
-
-
-def _note_best(session: Session) -> None:
-    built = session.built
-    best = built.state.get("best") if built else None
-    if built and best:
-        path = str(checkpoint.path_of(built.folder.path, best["step"]))
-        metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
-        session.best = Best(best["step"], best["loss"], path, metric, value)
 
 
 def _finished(built: Built) -> str:

@@ -167,7 +167,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _mine(fault):
     rank, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return fault.get("rank", 0) == int(rank) and fault.get("attempt", 0) in (int(attempt), "any")
+    times = int(os.environ.get("LOCKSTEP_MEMBER", "").partition(".")[2] or 0)  # how often this process was replaced
+    right = fault.get("rank", 0) == int(rank) and fault.get("replaced", 0) in (times, "any")
+    return right and fault.get("attempt", 0) in (int(attempt), "any")
 
 
 def _is_worker():

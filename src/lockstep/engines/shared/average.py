@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.engines.base import NOTHING, Engine, StepResult
+from lockstep.engines.shared.buffers import Buffered
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
@@ -79,6 +80,11 @@ class Averaged:
         if result.applied is not False:
             self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
         return result
+
+    def undo_step(self) -> None:
+        """As `Buffered.undo_step`."""
+        if isinstance(self._engine, Buffered):
+            self._engine.undo_step()
 
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:

@@ -69,15 +69,23 @@ class Buffered:
             self._replay.take(weight)
 
     def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        told, self._within = self._within, False
+        told = self._within
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
+        self._buffers.share()  # collective; before the update, so that a rank that is lost leaves it whole or not made
         result = self._engine.step(factor, limit, momentum)
-        self._buffers.end(result, limit)  # collective
+        self._within = False
+        self._buffers.end(result, limit)
         if not told:  # a loop that does without `accumulate`: the next step begins here
             self._buffers.begin()
         return result
+
+    def undo_step(self) -> None:
+        """Puts back what the forwards of a step moved that did not come to its end."""
+        if self._within:
+            self._within = False
+            self._buffers.put_back()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict()
@@ -193,11 +201,24 @@ class _Moving:
         return place.kept is None or not torch.equal(place.kept, place.now)  # waits for the device, in two steps
 
     @torch.no_grad()
+    def put_back(self) -> None:
+        """As they were at the step's begin."""
+        _copy(self._moved_pairs())
+
+    @torch.no_grad()
     def end(self, result: StepResult, limit: float) -> None:
-        """Puts back what a step moved that was not applied; gives all ranks rank 0's values. Collective."""
-        if result.applied is not True:
-            pairs = [(p.now, p.kept) for p in self._places if p.kept is not None and p.written and p.fits]
-            _copy(pairs if result.applied is False else _chosen(pairs, result.norm < limit))
+        """Puts back what a step moved that was not applied."""
+        if result.applied is False:
+            self.put_back()
+        elif result.applied is None:
+            _copy(_chosen(self._moved_pairs(), result.norm < limit))
+
+    def _moved_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(p.now, p.kept) for p in self._places if p.kept is not None and p.written and p.fits]
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Gives all ranks rank 0's values. Collective."""
         for place in self._shared:
             present = place.now
             if not place.fits:

@@ -1,0 +1,197 @@
+"""What the launcher does about a process that ends before its run does: the others go on, and a new one joins them.
+
+    losses = Losses(store, least=1, most=8)
+    losses.begin(restart=0, members=["0", "1", "2"])
+    reason = losses.look(living, ended)     # as often as the processes are looked at; "" while the run may go on
+    losses.replace                          # names to start a new process for
+
+Who takes part is decided here, in one place: the members leave their groups and say so, and read the names of those who
+go on (see distributed/members.py). Nobody is counted as gone but who has ended: one that says nothing in its time is
+ended first, so that a process which was only slow can never come back under its old name.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from lockstep.distributed.members import Generation, Report, keys_of
+from lockstep.launch.failure import Failure
+
+__all__ = ["Losses", "Store"]
+
+_HOUR = 3600.0
+_SLACK = 5.0  # seconds beyond `--timeout` for a member that says nothing
+_SHORT = 3.0  # the same where another has waited for a whole `--timeout` already
+
+
+class Store(Protocol):
+    """What is needed of torch's TCPStore."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class _Ended(NamedTuple):
+    """A member that ended before the run did."""
+
+    name: str
+    failure: Failure
+    when: float
+
+
+class Losses:
+    """The members of a run, and what became of them.
+
+    Args:
+        store: the meeting point.
+        least: with fewer members the run ends.
+        most: losses within an hour, above which the run ends.
+        said: a failure in words.
+        now: seconds on a clock that only goes on.
+
+    Attributes:
+        members: names by rank, of the present generation.
+        number: of the generation.
+        replace: names whose process has ended and whose place a new one is to take; the caller empties it.
+        silent: names that are to be ended, since they say nothing; the caller does so.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        least: int = 1,
+        most: int = 8,
+        said: Callable[[Failure], str] = str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._least, self._most, self._said, self._now = store, least, most, said, now
+        self.members: list[str] = []
+        self.number = 0
+        self.replace: list[str] = []
+        self.silent: list[str] = []
+        self._starting: list[str] = []  # new processes that do not take part yet
+        self._down: dict[str, _Ended] = {}
+        self._times: list[float] = []
+        self._causes: list[Failure] = []
+        self._since: float | None = None
+        self._keys = ""
+
+    def begin(self, restart: int, members: list[str]) -> None:
+        """All processes were started; nothing of an earlier start counts, but for the losses of this hour."""
+        self._keys, self.members, self.number = keys_of(restart), members, 0
+        self.replace, self.silent, self._starting = [], [], []
+        self._down, self._since = {}, None
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank of a member now; None of one that does not take part yet."""
+        return self.members.index(name) if name in self.members else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a process has ended whose place nobody has taken yet."""
+        return bool(self._down)
+
+    @property
+    def causes(self) -> list[Failure]:
+        """Why processes ended so far, the first first."""
+        return self._causes
+
+    def started(self, name: str) -> None:
+        """A new process was started under this name."""
+        self._starting.append(name)
+
+    def look(self, living: set[str], ended: Mapping[str, Failure]) -> str:
+        """Takes in who lives and who has ended with a failure; decides what is to be decided.
+
+        Returns:
+            why the run cannot go on, in words that follow the failure; "-" for a failure that speaks for itself; ""
+            while it goes on.
+        """
+        now = self._now()
+        for name, failure in ended.items():
+            if name not in self._down and (name in self.members or name in self._starting):
+                reason = self._lost(name, failure, living, now)
+                if reason:
+                    self._tell(reason)
+                    return reason
+        return self._decide(living, now)
+
+    def _lost(self, name: str, failure: Failure, living: set[str], now: float) -> str:
+        """Why a run that has lost this process cannot go on; "" where it can."""
+        if name in self.members:
+            ready = self._value(f"ready/{name}")
+            if ready != "yes":
+                return ready or "-"
+        again = any(cause.message and cause.message == failure.message for cause in self._causes)
+        self._times = [when for when in self._times if now - when < _HOUR] + [now]
+        self._causes.append(failure)
+        self._down[name] = _Ended(name, failure, now)
+        left = [member for member in self.members if member in living and member not in self._down]
+        if len(left) < self._least:
+            return f"{len(left)} of {len(self.members)} processes are left, and --min-ranks is {self._least}"
+        if len(self._times) > self._most:
+            return f"that is loss {len(self._times)} within an hour, and --max-losses is {self._most}"
+        return "another process ended with the same error" if again else ""
+
+    def _tell(self, reason: str) -> None:
+        """Members that wait for the next generation end with the reason."""
+        text = f"the launcher ends the run{'' if reason == '-' else f': {reason}'}"
+        self._store.set(f"{self._keys}/members/{self.number + 1}", text)
+        for name in self._starting:
+            self._store.set(f"{self._keys}/seat/{name}", text)
+
+    def _decide(self, living: set[str], now: float) -> str:
+        """Calls the next generation once all who live have left the present one. Returns what `look` does."""
+        there = [member for member in self.members if member in living and member not in self._down]
+        new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
+        said = {name: report for name in there if (report := self._report(f"here/{self.number + 1}/{name}"))}
+        if not said:
+            self._since = None
+            if new and not self._down:
+                self._store.set(f"{self._keys}/wish/{self.number}", "1")
+            return ""
+        self._since = now if self._since is None else self._since
+        silent = [name for name in there if name not in said]
+        if silent:
+            waited = any(report.waited for report in said.values())
+            most = _SHORT if waited else max(report.patience for report in said.values()) + _SLACK
+            if now - self._since > most:
+                self.silent = silent
+            return ""
+        return self._call(there, said, new)
+
+    def _call(self, there: list[str], said: dict[str, Report], new: dict[str, Report]) -> str:
+        plan = said[there[0]].plan
+        fresh = [name for name, report in new.items() if report.plan == plan]
+        for name in new.keys() - set(fresh):
+            other = "its configuration, data or code is another than that of the processes that it was to join"
+            self._store.set(f"{self._keys}/seat/{name}", other)
+        lost = [self._said(ended.failure) for ended in self._down.values() if ended.name in self.members]
+        if not lost and not fresh:  # they lost each other though all live: bounded like any loss
+            self._times.append(self._now())
+            if len(self._times) > self._most:
+                reason = f"the processes lost each other though all live, and --max-losses is {self._most}"
+                self._tell(reason)
+                return reason
+        self.number += 1
+        self.members = there + fresh
+        reports = said | {name: new[name] for name in fresh}
+        text = Generation(self.number, self.members, reports, fresh, lost).written()
+        self._starting = [name for name in self._starting if name not in new and name not in self._down]
+        self.replace += list(self._down)
+        self._down, self._since = {}, None
+        self._store.set(f"{self._keys}/members/{self.number}", text)
+        for name in fresh:
+            self._store.set(f"{self._keys}/seat/{name}", text)
+        return ""
+
+    def _report(self, key: str) -> Report | None:
+        text = self._value(key)
+        return Report(*json.loads(text)) if text else None
+
+    def _value(self, key: str) -> str:
+        full = f"{self._keys}/{key}"
+        return self._store.get(full).decode() if self._store.check([full]) else ""

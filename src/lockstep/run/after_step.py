@@ -1,0 +1,213 @@
+"""What goes on beside a run's steps, and what follows each of them.
+
+ongoing = works(session, built)
+step = recorded(session, built, ongoing, record)
+saves = saved_and_evaluated(session, built, ongoing, step, ending)
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from lockstep import checkpoint
+from lockstep.clock import make_clock
+from lockstep.data.batches import StepLoader, StepPlan
+from lockstep.distributed.progress import IN_BODY, READING, note_end
+from lockstep.distributed.step_exchange import (
+    INTERRUPT,
+    SAVE_AND_END,
+    BusySeconds,
+    StepExchange,
+)
+from lockstep.distributed.world import World
+from lockstep.engines.make import name_of
+from lockstep.engines.shared.memory import described, footprint
+from lockstep.errors import LockstepError, PeerError
+from lockstep.guards.skips import Rollback
+from lockstep.guards.told import Told, all_do, read_alone, waited_for
+from lockstep.loop import StepControl, seeder
+from lockstep.records import Best, Step, StepRecord
+from lockstep.run.build import Built
+from lockstep.run.guarding import Guards
+from lockstep.run.meter import Meter
+from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
+from lockstep.run.session import Session
+from lockstep.sinks import Sinks
+from lockstep.task import items_of_a_sample
+
+__all__ = [
+    "Works",
+    "end_of",
+    "handed_on",
+    "leave_early",
+    "note_best",
+    "reader",
+    "recorded",
+    "report",
+    "save",
+    "saved_and_evaluated",
+    "works",
+]
+
+_LOG = logging.getLogger("lockstep")
+_EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
+_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
+_PATIENCE = 10.0  # seconds for the others to leave the loop too
+
+
+class Works(NamedTuple):
+    """What goes on beside the steps."""
+
+    step_loader: StepLoader
+    exchange: StepExchange
+    meter: Meter
+    recorder: RunRecorder
+    guards: Guards
+    control: StepControl
+    step_plan: StepPlan
+    whole: int  # steps of the plan
+    last: int  # of this start
+
+
+def works(session: Session, built: Built) -> Works:
+    config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
+    step_loader = built.batches.from_step(built.start)
+    each = items_of_a_sample(built.task)
+    clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
+
+    def busy() -> BusySeconds:
+        spent = clock.spent()
+        return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
+
+    constant = (lambda step: each * step_plan.samples(step)) if each else None
+    exchange = StepExchange(world, step_loader.items, constant, step_plan.steps, busy, outlives=bool(session.member))
+    exchange.taken = built.start
+    session.exchange = exchange
+    meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
+    recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=bool(session.member))
+    session.saver = recorder.saver
+    guards = Guards(built, exchange, step_loader, seed)
+    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum)
+    return Works(step_loader, exchange, meter, recorder, guards, control, step_plan, step_plan.steps, built.last)
+
+
+def recorded(session: Session, built: Built, works: Works, record: StepRecord) -> Step:
+    """The step as the caller gets it, once it has been recorded and looked at."""
+    done = record.step + 1
+    works.meter.add(record)
+    session.sinks.progress(done)
+    works.guards.after(record)
+    if done % built.config.log_freq == 0:
+        works.recorder.log(record)
+    return Step(
+        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_loss
+    )
+
+
+def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step, ending: bool) -> bool:
+    """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
+    config, state, done = built.config, built.state, step.global_step
+    due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
+    saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
+    late = bool(session.kept)  # the body of this step has yet to bring them up to it
+    if due and built.evaluation:
+        state["evaluation_due"] = True
+    if saves and not late:
+        save(works, done)
+    cut_short = ending and done < works.last  # whoever sent a signal waits for no evaluation: the next start makes it
+    if "evaluation_due" in state and not cut_short:
+        del state["evaluation_due"]
+        step.evaluation = session.evaluation = works.recorder.evaluate(done)
+        session.evaluated = done
+        saves = saves or works.recorder.is_best
+        if saves and not late:
+            save(works, done)
+        note_best(session)
+    session.present, session.global_step = step, done
+    return saves
+
+
+def save(works: Works, done: int) -> None:
+    if works.recorder.saved != done:
+        works.guards.settle()
+        works.recorder.save(done)
+
+
+def leave_early(session: Session, works: Works, told: Told | None, now: bool) -> None:
+    """The caller left the loop in the body of a step. It is saved, where all ranks do so after the same step."""
+    built, session.status = session.built, "interrupted" if now else "stopped"
+    if built is None or now or sys.is_finalizing():
+        return
+    if all_do(told, built.world.rank, "leave", session.global_step - 1, lambda: _PATIENCE):
+        save(works, session.global_step)
+        works.recorder.close(0, sample=False)
+        session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
+    else:
+        session.status = "failed"
+        _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
+
+
+def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bool) -> Callable[[Step], float]:
+    """What reads a step's loss while its body runs."""
+
+    def read(step: Step) -> float:
+        own = math.fsum(float(loss) for loss in step.record.losses)  # waits for the device
+        exchange.progress.at(step.record.step, READING)
+        try:
+            (total,) = exchange.totals([own])  # collective
+        except PeerError as error:  # its exchange met another one, if the others went on
+            others = waited_for(told, step.record.step) if told else []
+            if others:
+                raise LockstepError(read_alone(world.rank, step.global_step, others)) from error
+            if not outlives:
+                raise
+            _LOG.warning("the loss of step %d is not known: a rank was lost with its part of it", step.global_step)
+            return math.nan
+        exchange.progress.at(step.record.step, IN_BODY)
+        return total / max(step.items, 1)
+
+    return read
+
+
+@contextmanager
+def handed_on(works: Works) -> Iterator[None]:
+    """What the run needs where it goes back, or loses a rank: its exchange closed, or what the guards remember."""
+    try:
+        yield
+    except Rollback:
+        works.exchange.close()
+        raise
+    except (PeerError, RuntimeError):
+        works.guards.keep()
+        raise
+
+
+def end_of(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
+    """The run's status and exit code, which the run's folder keeps; where it was cut short the launcher does too."""
+    code = _EXIT_CODES.get(stop_request, 0)
+    if code:
+        note_end(code)
+    whole = saved >= built.run_plan.step_plan.steps
+    status = _STATUS.get(stop_request, "finished" if whole else "stopped")
+    if built.world.is_main:
+        built.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
+        built.folder.write_end(code, saved, status)
+    return status, code
+
+
+def report(built: Built) -> None:
+    """Once the first step has made the optimizer's states: what each rank holds."""
+    held = built.world.gather(footprint(built.engine))  # collective
+    _LOG.info(described(name_of(built.config.engine, built.world), held))
+
+
+def note_best(session: Session) -> None:
+    built = session.built
+    best = built.state.get("best") if built else None
+    if built and best:
+        path = str(checkpoint.path_of(built.folder.path, best["step"]))
+        metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
+        session.best = Best(best["step"], best["loss"], path, metric, value)

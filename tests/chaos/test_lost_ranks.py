@@ -1,0 +1,184 @@
+"""A rank is lost in a real run and the others go on: at each place where that could go wrong, to the same bits.
+
+Most are marked slow, since each is a run of three processes or four; those that are not lose a rank in the middle of a
+step and take a new one in, and lose two within each other's recovery.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import BEAT, arguments, end, launch, start, until_step, workers
+
+WRITE = "lockstep.checkpoint.write:write_file"
+UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
+BLOCK = "lockstep.models.gpt:Block.forward"
+LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
+PLACE = "lockstep.run.recovery:_place"
+FOUR = ("--micro-batch-size", "1", "--eval-freq", "5", "--optim.ema", "0.9")  # micro-batches a step
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """What one process leaves that nothing disturbed."""
+    run = launch(data, tmp_path_factory.mktemp("whole"), *FOUR, processes=0)
+    assert run.code == 0, run.said
+    return run.mark()
+
+
+def survived(data, out, whole, faults, *flags, processes=3, **more):
+    """A run with these faults that came to its end, and to the same bits."""
+    run = launch(data, out, *FOUR, *flags, faults=faults, processes=processes, losses=8, **more)
+    assert run.code == 0, run.said
+    assert run.mark()[:3] == whole[:3], run.said
+    return run
+
+
+def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_processes(data, tmp_path):
+    """Rank 0, which holds the folder and writes the records."""
+    long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(3)]
+    flags, slow = (*FOUR, "--max-steps", "150"), [*long, {**long[0], "replaced": 1}]
+    process = start(arguments(data, tmp_path / "lost", *flags, processes=3, losses=1), slow)
+    try:
+        until_step(tmp_path / "lost", 7, process)
+        before = workers(process)
+        os.kill(before[0], signal.SIGKILL)
+        log, deadline = tmp_path / "lost" / "default" / "logs" / "rank-00000.log", time.monotonic() + 60
+        while "3 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        after = workers(process)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        end(process)
+    assert process.returncode == 75, said
+    text = log.read_text()
+    assert re.search(r"WARNING rank 0 was ended first, by SIGKILL, at step \d+ .*; the others go on", text)
+    assert re.search(r"INFO 2 ranks go on from step \d+ \(after", text)
+    assert re.search(r"INFO 3 ranks go on from step \d+, 1 of them new \(after", text)
+    assert (after[1], after[2]) == (before[1], before[2])
+    assert after[0] != before[0]
+    taken = int(re.search(r"saved after step (\d+) of 150", said)[1])
+    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", str(taken), processes=0)
+    saved = [path.name for path in sorted((tmp_path / "lost" / "default" / "checkpoints").glob("step-*"))]
+    assert saved[-1] == f"step-{taken:08d}"
+    from harness import Run
+
+    lost = Run(0, said, 0.0, tmp_path / "lost" / "default")
+    assert lost.mark()[:3] == alone.mark()[:3]
+    assert lost.state["losses"] == 1
+
+
+def test_a_second_rank_is_lost_while_the_others_recover_from_the_first(data, tmp_path, whole):
+    faults = [
+        {"rank": 1, "step": 6, "at": BEAT, "do": "kill"},
+        {"rank": 2, "step": 5, "at": PLACE, "do": "kill"},
+    ]
+    run = survived(data, tmp_path, whole, faults, "--data.workers", "1", processes=4)
+    assert run.state["losses"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "flags"),
+    [
+        ({"step": 0, "at": BEAT}, ()),
+        ({"step": 7, "at": UPDATE}, ()),
+        ({"step": 4, "at": "lockstep.run.evaluate:evaluate"}, ()),
+        ({"step": 4, "at": WRITE}, ()),
+        ({"step": 4, "at": WRITE}, ("--checkpoint.mode", "sync")),
+        ({"step": 13, "at": UPDATE}, ()),  # the last step
+        ({"step": 7, "at": "lockstep.engines.shared.exact:piece_of_sum"}, ()),
+        ({"step": 7, "at": LOSS}, ("--data.workers", "2")),
+        ({"step": 7, "at": "lockstep.distributed.step_exchange:StepExchange.send"}, ()),
+        ({"step": 7, "at": "lockstep.distributed.step_exchange:StepExchange.totals"}, ()),
+    ],
+)
+def test_wherever_a_rank_is_lost_no_sample_is(data, tmp_path, whole, rank, fault, flags):
+    survived(data, tmp_path, whole, [{**fault, "rank": rank, "do": "kill"}], *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", ["lockstep.run.recovery:_handed_out", "lockstep.run.after_step:works", PLACE])
+@pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
+def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):
+    one, other = ranks
+    call = 2 if ":works" in second else 1
+    faults = [
+        {"rank": one, "step": 7, "at": UPDATE, "do": "kill"},
+        {"rank": other, "at": second, "do": "kill", "call": call},
+    ]
+    survived(data, tmp_path, whole, faults, processes=4)
+
+
+@pytest.mark.slow
+def test_two_are_lost_at_once(data, tmp_path, whole):
+    survived(data, tmp_path, whole, [{"rank": r, "step": 7, "at": BEAT, "do": "kill"} for r in (0, 3)], processes=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
+    """The rollback leaves step 8 out, with the loss and without it."""
+    bad = [{"rank": r, "step": 7, "at": BLOCK, "do": "nan", "call": 1} for r in range(3)]
+    flags = (*FOUR, "--guards.nonfinite", "rollback")
+    quiet = launch(data, tmp_path / "quiet", *flags, faults=bad, processes=3)
+    assert quiet.code == 0, quiet.said
+    kill = {"rank": rank, "at": "lockstep.run.build:build", "do": "kill", "call": 2}
+    run = launch(data, tmp_path / "lost", *flags, faults=[*bad, kill], processes=3, losses=8)
+    assert run.code == 0, run.said
+    assert run.mark()[:3] == quiet.mark()[:3]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
+    fault = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}
+    run = survived(data, tmp_path, whole, [fault], "--timeout", "5")
+    assert "rank 1 says nothing and is ended" in run.said
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_its_own(data, tmp_path, whole):
+    run = survived(data, tmp_path, whole, [{"rank": 1, "step": 7, "at": BEAT, "do": "raise"}])
+    assert "RuntimeError: planted" in run.said
+
+
+@pytest.mark.slow
+def test_an_error_that_all_ranks_have_ends_the_run_with_its_cause(data, tmp_path):
+    fault = {"step": 7, "at": LOSS, "do": "raise", "always": True, "replaced": "any"}
+    faults = [{**fault, "rank": rank} for rank in range(3)]
+    run = launch(data, tmp_path, *FOUR, faults=faults, processes=3, losses=8)
+    assert run.code == 1, run.said
+    assert "RuntimeError: planted" in run.last
+
+
+@pytest.mark.slow
+def test_where_the_states_are_split_a_loss_ends_all_and_the_line_says_why(data, tmp_path):
+    fault = {"rank": 1, "step": 7, "at": BEAT, "do": "kill"}
+    run = launch(data, tmp_path, *FOUR, "--engine", "zero", faults=[fault], processes=2, losses=8)
+    assert run.code == 1, run.said
+    assert "--engine zero splits the states over the ranks" in run.last
+
+
+@pytest.mark.slow
+def test_with_too_few_left_the_run_ends(data, tmp_path):
+    fault = {"rank": 1, "step": 7, "at": BEAT, "do": "kill"}
+    command = arguments(data, tmp_path, *FOUR, processes=2, losses=8)
+    at = command.index("--max-losses")
+    process = start([*command[:at], "--min-ranks", "2", *command[at:]], [fault])
+    said = process.communicate(timeout=90)[0]
+    end(process)
+    assert process.returncode == 1, said
+    assert "1 of 2 processes are left, and --min-ranks is 2" in said.splitlines()[-1]

@@ -1,0 +1,283 @@
+"""Who goes on where a process is lost: the launcher's decisions, over a store that counts what it is asked."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from lockstep.distributed.members import Generation, Member, Report
+from lockstep.errors import PeerError
+from lockstep.launch.failure import Failure
+from lockstep.launch.losses import Losses
+
+KEYS = "lockstep/members/0"
+
+
+class Store:
+    """A meeting point in this process, which counts messages and their bytes by who sends them."""
+
+    def __init__(self):
+        self.values, self.asked, self.changed = {}, 0, threading.Condition()
+
+    def set(self, key, value):
+        with self.changed:
+            self.asked += 1
+            self.values[key] = value if isinstance(value, bytes) else value.encode()
+            self.changed.notify_all()
+
+    def get(self, key):
+        with self.changed:
+            self.asked += 1
+            return self.values[key]
+
+    def check(self, keys):
+        with self.changed:
+            self.asked += 1
+            return all(key in self.values for key in keys)
+
+    def wait(self, keys, patience):
+        with self.changed:
+            self.asked += 1
+            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), patience.total_seconds()):
+                raise RuntimeError(f"wait timeout after {patience}")
+
+
+class Run:
+    """The launcher's side of a run of `count` processes, all ready, on a clock of its own."""
+
+    def __init__(self, count, **settings):
+        self.store, self.time, self.ended = Store(), 0.0, {}
+        self.losses = Losses(self.store, now=lambda: self.time, **settings)
+        self.living = {str(slot) for slot in range(count)}
+        self.losses.begin(0, [str(slot) for slot in range(count)])
+        for name in self.living:
+            self.store.set(f"{KEYS}/ready/{name}", "yes")
+
+    def lose(self, name, code=-9, message=""):
+        self.living.discard(name)
+        self.ended[name] = Failure(int(name.partition(".")[0]), code, message)
+        return self.look()
+
+    def look(self):
+        return self.losses.look(self.living, self.ended)
+
+    def report(self, name, taken=7, plan="a", waited=False, where=None):
+        said = Report(taken, -1, plan, waited, 60.0)
+        self.store.set(f"{KEYS}/{where or f'here/{self.losses.number + 1}'}/{name}", json.dumps(list(said)))
+        return self.look()
+
+    def called(self, number):
+        text = self.store.values.get(f"{KEYS}/members/{number}", b"").decode()
+        return Generation.read(text) if text.startswith("{") else text
+
+    def replaced(self, name, plan="a"):
+        """A new process under this name, which waits to be taken in."""
+        self.losses.started(name)
+        self.living.add(name)
+        self.store.set(f"{KEYS}/ready/{name}", "yes")
+        return self.report(name, taken=-2, plan=plan, where="new")
+
+
+def test_the_others_go_on_once_all_of_them_have_left_their_groups():
+    run = Run(3)
+    assert run.lose("1") == ""
+    assert run.losses.busy
+    assert run.report("0") == ""
+    assert run.called(1) == ""  # rank 2 is still computing
+    assert run.report("2", taken=8) == ""
+    found = run.called(1)
+    assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
+    assert [report.taken for report in found.reports.values()] == [7, 8]
+    assert found.lost == ["rank 1 was ended first, by SIGKILL, before step 0"]
+    assert (run.losses.replace, run.losses.busy) == (["1"], False)
+    assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
+
+
+def test_a_new_process_is_taken_in_between_two_steps_and_comes_last():
+    run = Run(3)
+    run.lose("0")
+    run.report("1")
+    run.report("2")
+    assert run.replaced("0.1") == ""
+    assert f"{KEYS}/wish/1" in run.store.values
+    assert run.called(2) == ""  # the members leave when they have agreed on a step
+    run.report("1")
+    run.report("2")
+    found = run.called(2)
+    assert (found.members, found.fresh, found.lost) == (["1", "2", "0.1"], ["0.1"], [])
+    assert run.called(2).written() == run.store.values[f"{KEYS}/seat/0.1"].decode()
+    assert run.look() == ""
+    assert f"{KEYS}/wish/2" not in run.store.values
+
+
+def test_a_new_process_of_another_plan_is_not_taken_in_and_the_others_go_on():
+    run = Run(2)
+    run.lose("1")
+    run.report("0")
+    run.replaced("1.1", plan="b")
+    run.report("0")
+    assert run.called(2).members == ["0"]
+    assert "its configuration, data or code is another" in run.store.values[f"{KEYS}/seat/1.1"].decode()
+
+
+def test_two_lost_at_once_and_one_more_while_they_are_replaced():
+    run = Run(4)
+    run.lose("1")
+    run.lose("3")
+    run.report("0")
+    run.report("2")
+    assert run.called(1).members == ["0", "2"]
+    assert len(run.called(1).lost) == 2
+    assert sorted(run.losses.replace) == ["1", "3"]
+    run.losses.replace = []
+    run.losses.started("1.1")
+    assert run.lose("1.1") == ""  # before it took part
+    assert run.lose("0") == ""
+    run.report("2")
+    assert run.called(2).members == ["2"]
+    assert sorted(run.losses.replace) == ["0", "1.1"]
+
+
+def test_a_member_that_leaves_while_the_others_form_their_groups_is_lost_in_the_next_generation():
+    run = Run(3)
+    run.lose("1")
+    run.report("0")
+    run.report("2")
+    run.lose("2")
+    run.report("0")
+    assert run.called(2).members == ["0"]
+
+
+@pytest.mark.parametrize(("waited", "patience"), [(False, 65.0), (True, 3.0)])
+def test_who_says_nothing_is_ended_before_the_others_go_on(waited, patience):
+    run = Run(3)
+    run.time = 100.0
+    run.report("0", waited=waited)
+    run.report("1")
+    run.time = 100.0 + patience
+    assert (run.look(), run.losses.silent) == ("", [])
+    run.time += 0.1
+    assert (run.look(), run.losses.silent) == ("", ["2"])
+    assert run.called(1) == ""
+    run.lose("2")
+    assert run.called(1).members == ["0", "1"]
+
+
+def test_with_fewer_than_the_least_or_more_losses_than_allowed_the_run_ends_and_says_so():
+    run = Run(3, least=2)
+    assert run.lose("1") == ""
+    run.report("0")
+    run.report("2")
+    assert run.lose("0") == "1 of 2 processes are left, and --min-ranks is 2"
+    assert run.called(2) == "the launcher ends the run: 1 of 2 processes are left, and --min-ranks is 2"
+    run = Run(4, most=2)
+    for number, name in enumerate("12", 1):
+        assert run.lose(name) == ""
+        for other in run.losses.members:
+            if other in run.living:
+                run.report(other)
+        assert run.called(number).lost
+    run.time = 3599.0
+    assert run.lose("3") == "that is loss 3 within an hour, and --max-losses is 2"
+
+
+def test_losses_of_more_than_an_hour_ago_are_forgotten():
+    run = Run(3, most=1)
+    run.lose("1")
+    run.report("0")
+    run.report("2")
+    run.time = 3600.0
+    assert run.lose("2") == ""
+
+
+def test_the_same_error_on_another_rank_is_no_accident():
+    run = Run(3)
+    assert run.lose("1", 1, "ValueError: sample 7") == ""
+    run.report("0")
+    run.report("2")
+    assert run.lose("2", 1, "ValueError: sample 7") == "another process ended with the same error"
+
+
+def test_before_a_process_is_ready_and_where_the_states_are_split_a_loss_ends_all():
+    run = Run(2)
+    del run.store.values[f"{KEYS}/ready/1"]
+    assert run.lose("1") == "-"
+    assert run.called(1) == "the launcher ends the run"
+    run = Run(2)
+    run.store.set(f"{KEYS}/ready/1", "--engine zero splits the states")
+    assert run.lose("1") == "--engine zero splits the states"
+
+
+def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
+    run = Run(2, most=3)
+    for number in range(1, 4):
+        run.report("0")
+        run.report("1")
+        assert run.called(number).lost == []
+    run.report("0")
+    assert run.report("1") == "the processes lost each other though all live, and --max-losses is 3"
+
+
+def test_after_a_restart_of_all_nothing_of_before_counts_but_the_losses():
+    run = Run(2)
+    run.lose("1")
+    run.losses.begin(1, ["0", "1"])
+    assert (run.losses.busy, run.losses.number, run.losses.replace) == (False, 0, [])
+    assert run.losses.causes
+
+
+def test_a_world_of_64_goes_on_with_a_few_messages_a_member():
+    """Threads as members: what each of them asks for does not grow with their number."""
+
+    def messages(size):
+        run, found = Run(size), {}
+        run.store.asked = 0
+
+        def member(name):
+            own = Member(name, 0, KEYS, ("", 0), run.store)
+            found[name] = own.regroup(Report(3, -1, "a", False, 60.0), wait=30.0)
+
+        threads = [threading.Thread(target=member, args=(str(slot),)) for slot in range(size) if slot != 5]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 30.0
+        while sum(key.startswith(f"{KEYS}/here/1/") for key in list(run.store.values)) < size - 1:
+            assert time.monotonic() < end
+        own = run.store.asked
+        run.lose("5")
+        for thread in threads:
+            thread.join(30.0)
+        wanted = [str(slot) for slot in range(size) if slot != 5]
+        assert all(generation.members == wanted for generation in found.values())
+        assert len(found) == size - 1
+        return run.store.asked, own
+
+    for size in (8, 64):
+        whole, members = messages(size)
+        assert members <= 2 * (size - 1)  # said once, and asked once
+        assert whole <= 6 * size + 10  # and read once; the launcher asks for each once or twice
+
+
+def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher_says_so():
+    store = Store()
+    member = Member("2", 0, KEYS, ("", 0), store)
+    report = Report(3, -1, "a", False, 60.0)
+    store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).written())
+    with pytest.raises(PeerError, match="the others went on without this process"):
+        member.regroup(report, 1.0)
+    store.set(f"{KEYS}/members/1", "the launcher ends the run")
+    with pytest.raises(PeerError, match="the launcher ends the run"):
+        member.regroup(report, 1.0)
+    with pytest.raises(PeerError, match=r"did not say within 0\.01 s who goes on: wait timeout"):
+        Member("0", 1, KEYS, ("", 0), store).regroup(report, 0.01)
+
+
+def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():
+    assert Member.of_this_process({}) is None
+    assert Member.of_this_process({"RANK": "2"}) is None
+    meeting = {"LOCKSTEP_MEETING": "127.0.0.1:99", "RANK": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
+    first = Member.of_this_process(meeting)
+    assert (first.name, first.generation, first.is_new, first._keys) == ("2", 0, False, "lockstep/members/3")
+    later = Member.of_this_process(meeting | {"LOCKSTEP_MEMBER": "2.1"})
+    assert (later.name, later.is_new) == ("2.1", True)
