@@ -248,6 +248,17 @@ def test_each_layer_counts_the_micro_batches_in_which_it_ran_and_keeps_its_preci
     torch.testing.assert_close(model[1].running_var, 0.9 + 0.1 * wide.var(0), rtol=1e-14, atol=1e-16)
 
 
+def test_a_layer_with_a_momentum_of_zero_keeps_what_it_has_beside_others():
+    model = recording(nn.Sequential(nn.BatchNorm1d(3, momentum=0.0), nn.BatchNorm1d(3)), fail)
+    made = alone_with(model)
+    made.accumulate(True)
+    made.backward(model(torch.randn(5, 3) + 4.0))
+    made.step()
+    assert (model[0].running_mean.tolist(), model[0].running_var.tolist()) == ([0.0] * 3, [1.0] * 3)
+    assert [int(layer.num_batches_tracked) for layer in model] == [1, 1]
+    assert not torch.equal(model[1].running_var, torch.ones(3))
+
+
 def test_a_nan_of_one_step_is_not_in_the_next():
     model = recording(nn.Sequential(nn.BatchNorm1d(3)), fail)
     made = alone_with(model)

@@ -263,6 +263,10 @@ def test_a_whole_file_is_taken(tmp_path, monkeypatch):
             {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5, "cos_min_ratio": 0.1}},
             {"optim.schedule": "cosine", "optim.floor": 0.1, "max_steps": 50, "optim.warmup_steps": 5},
         ),
+        (  # what begins near 0 anyway, and where DeepSpeed's own count begins
+            {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0, "last_batch_iteration": -1}},
+            {"optim.schedule": "cosine", "optim.floor": 1e-4, "optim.warmup_steps": 1000},
+        ),
         (  # without a warm-up it has no shape
             {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_type": "log"}},
             {"optim.schedule": "constant", "optim.warmup_steps": 0},

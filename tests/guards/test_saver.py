@@ -10,6 +10,7 @@ from ranks import run
 
 from lockstep import checkpoint
 from lockstep.checkpoint import write as writing
+from lockstep.checkpoint.layout import share_out
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError
@@ -138,6 +139,53 @@ def test_the_thread_takes_its_device_before_it_waits_for_it(monkeypatch):
     ready = type("Event", (), {"synchronize": lambda self: order.append("waited")})()
     checkpoint.Saver(world)._work(None, ready, lambda share, own: order.append("written"))
     assert order == [world.device, "waited", "written"]
+
+
+def test_the_threads_group_waits_as_long_as_the_world_and_is_given_back_unless_a_save_still_uses_it(monkeypatch):
+    made, ended = [], []
+    monkeypatch.setattr("torch.distributed.new_group", lambda **asked: made.append(asked) or f"group {len(made)}")
+    monkeypatch.setattr("torch.distributed.destroy_process_group", ended.append)
+    checkpoint.Saver(World()).abandon(0.0)
+    first, second = (checkpoint.Saver(World(size=2, timeout=7.0)) for _ in range(2))
+    assert [asked["timeout"].total_seconds() for asked in made] == [7.0, 7.0]
+    gate = threading.Event()
+    second._thread = threading.Thread(target=gate.wait, args=(20,))
+    second._thread.start()
+    for _ in range(2):
+        first.abandon(0.0)
+        second.abandon(0.0)
+    assert ended == ["group 1"]
+    gate.set()
+    second.abandon(20.0)
+    assert ended == ["group 1", "group 2"]
+
+
+class OnDevice(torch.Tensor):
+    """As a tensor on a device is seen by whoever copies it."""
+
+    is_cuda = True
+
+
+def test_copies_from_a_device_are_pinned_and_waited_for_by_one_event_after_the_last(monkeypatch):
+    made, order, empty = [], [], torch.empty
+
+    class Event:
+        def __init__(self):
+            made.append(self)
+
+        def record(self):
+            order.append([name for name, held in saver._buffers.items() if held.any()])
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: order.append(pin_memory) or empty(*a, **k).zero_())
+    saver = checkpoint.Saver(World())
+    tensors = {"model/a": torch.ones(3), "model/b": torch.ones(2).as_subclass(OnDevice), "model/c": torch.ones(1)}
+    tensors["model/d"] = torch.ones(2).as_subclass(OnDevice)
+    share, ready = saver._copied(share_out(tensors, World()))
+    assert made == [ready]
+    assert order[:-1] == [piece.name[-1] in "bd" for piece in share.pieces]
+    assert sorted(order[-1]) == list(tensors)
+    assert saver._copied(share_out({"model/a": torch.ones(3)}, World()))[1] is None
 
 
 def test_the_seconds_that_the_caller_waited_are_counted(monkeypatch):

@@ -2,7 +2,10 @@
 
 import time
 
-from lockstep.guards.told import Told, all_do
+from types import SimpleNamespace
+
+from lockstep.guards import told
+from lockstep.guards.told import Told, all_do, waited_for
 
 
 class Store:
@@ -27,6 +30,27 @@ def test_who_waits_for_the_others_asks_now_and_then_where_they_stand():
     store = Store(after=1.2, places=("step 7 a", "step 7 b"))
     assert all_do(Told(store, "k", 2), 0, "stop", 7, lambda: 30.0)
     assert store.asked == 2 * 2  # of two ranks, after half a second and after one
+
+
+def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monkeypatch):
+    clock = SimpleNamespace(now=50.0)
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr(told, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    store = Store(after=0.0, places=("step 7 a", "step 7 b"))
+    assert waited_for(Told(store, "k", 2), 7) == []
+    assert 52.0 < clock.now < 54.0  # the person waits for the line that names the rank
+    asked, began = store.check, clock.now
+
+    def check(keys):
+        if clock.now > began + 2.0:
+            store.held["k/at/1"] = "step 8 b"
+        return asked(keys)
+
+    store.check = check
+    assert waited_for(Told(store, "k", 2), 7) == [1]
 
 
 def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():

@@ -223,6 +223,12 @@ def test_where_a_run_stands(changes, origin, places):
         assert found == dict(zip(names, wanted, strict=True))
 
 
+def test_a_plan_of_no_steps_stands_at_its_begin():
+    plan = RunPlan(20, Config(batch_size=32, micro_batch_size=2, data=Data(drop_last=True)), Origin(0, 0), 1, 20)
+    assert plan.step_plan.steps == 0
+    assert {name: plan.place(0)[name] for name in ("epoch", "epoch_progress")} == {"epoch": 0, "epoch_progress": 0.0}
+
+
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 3), st.booleans(), st.booleans())
 def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
     """With drop-last every step is full; with BatchNorm no forward has a single sample; nothing else is left out."""

@@ -23,7 +23,7 @@ from lockstep.tasks.hf import corpus_for, hub_task
 from lockstep.tasks.named import named_task
 from lockstep.text import hub
 from lockstep.text.hub import Wanted, open_rows, table_files
-from lockstep.text.hub_corpus import Trained
+from lockstep.text.hub_corpus import Trained, _progress
 from lockstep.text.hub_rows import reader
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -204,6 +204,19 @@ def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
         assert all(shape == shapes[0] for shape in shapes)  # the same steps, the same slots: no rank waits for another
         items = sum(batch.items for feed in feeds for _, micro in feed for batch in micro)
         assert items == len(samples) * 32  # and every sample once
+
+
+@pytest.mark.parametrize(
+    ("size", "read", "told"),
+    [(100, [1] * 100, [25, 50, 75, 100]), (0, [0], [100]), (1, [1], [100]), (100, [30, 30, 300], [30, 60, 100])],
+)
+def test_each_quarter_of_what_is_read_is_told_once(size, read, told):
+    said = []
+    report = _progress("train", SimpleNamespace(size=size, weigh=lambda example: example), said.append)
+    for part in read:
+        report([part])
+    wanted = [f"tokenizing the train split: {share}%" for share in told]
+    assert said == (wanted if any(read) else [])
 
 
 def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from test_comparison import record
 from torch import nn
 from toys import Ragged
 
+import lockstep
 from lockstep.config.config import Config
 from lockstep.config.sections import Optim
 from lockstep.distributed.world import World
@@ -43,6 +45,14 @@ def test_the_step_of_a_fault_and_of_the_resume_are_apart():
     for wrong in ({"resume_at": 8}, {"resume_at": -1}, {"plant_at": 8}, {"plant_at": -1}, {"steps": 0}):
         with pytest.raises(ConfigError):
             Request(Config(), **{"steps": 8, **wrong})
+
+
+def test_what_is_not_asked_for_is_the_same_in_python_as_by_flags():
+    """A request's fields are the arguments of `lockstep.verify`, which are the flags'."""
+    arguments = {name: each.default for name, each in inspect.signature(lockstep.verify).parameters.items()}
+    fields = {field.name: field.default for field in dataclasses.fields(Request)}
+    del arguments["config"], fields["config"]  # the one that a request must have
+    assert fields == arguments
 
 
 def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_asked_for():
