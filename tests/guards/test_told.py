@@ -1,7 +1,6 @@
 """What ranks tell each other in their meeting point: who waits asks the others gently, and does not wait for ever."""
 
 import time
-
 from types import SimpleNamespace
 
 from lockstep.guards import told

@@ -1,12 +1,18 @@
 """Every fault that people make is found: at the right step, with the right cause, on the right rank."""
 
+from types import SimpleNamespace
+
 import pytest
 from planting import AT, RESUME, STEPS, found, settings
 from toys import Ragged
 
+from lockstep.data.order import Shuffled
+from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
 from lockstep.verify.fault import fault
+from lockstep.verify.faults_data import _Changed
+from lockstep.verify.faults_engine import _Scaled
 from lockstep.verify.table import STAGES
 
 # fault -> (step, first rank, what the place must name)
@@ -106,6 +112,27 @@ def test_a_scaled_loss_is_not_scaled_again():
 def test_a_fault_that_exact_refuses_by_itself_is_not_planted():
     with pytest.raises(ConfigError, match="--exact refuses a buffer that a forward writes"):
         fault("local-batchnorm").check(settings(exact=True, precision="float32"), 8, 0)
+
+
+def test_a_stream_that_begins_late_has_as_many_samples():
+    order = Shuffled(20, 0)
+    epochs, samples = _Changed(order, lambda found: found[::-1], 3).at(5, 19)
+    wanted = order.at(8, 22)
+    assert epochs.tolist() == wanted[0].tolist()
+    assert samples.tolist() == wanted[1].tolist()[::-1]
+
+
+def test_a_loss_that_is_scaled_has_its_weight_and_its_norm():
+    told = []
+    inner = SimpleNamespace(
+        model=None,
+        backward=lambda loss, weight: told.append((loss, weight)),
+        step=lambda *given: told.append(given) or StepResult(24.0, True),
+    )
+    made = _Scaled(inner, 8.0, lambda: told.append("reset"))
+    made.backward(3.0, 0.5)
+    assert made.step(0.1, 7.0, 0.9) == StepResult(3.0, True)
+    assert told == [(3.0, 4.0), "reset", (0.1, 7.0, 0.9)]
 
 
 def test_an_unknown_fault_is_refused():

@@ -21,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.run import environment
-from lockstep.verify import certificate, command, reference
+from lockstep.verify import certificate, command, reference, verification
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.fault import FaultContext, fault
 from lockstep.verify.recorder import Recorder, _digests
@@ -64,6 +64,22 @@ def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_ask
     assert precision(exact=True) == "float32"
     assert (precision(asked="bf16"), precision(exact=True, asked="bf16")) == ("bf16", "bf16")
     assert set(Request(Config()).resolved().engines) == {"single", "ddp", "fsdp", "zero"}
+
+
+def test_a_row_tells_the_largest_difference_of_any_rank_after_the_last_step(monkeypatch):
+    monkeypatch.setattr(verification, "first_difference", lambda traces: None)
+    monkeypatch.setattr(verification, "traces_of", lambda *given: None)
+    made = verification.Verification(Request(Config()), SimpleNamespace(folder=Path()))
+    monkeypatch.setattr(made, "_spec", lambda one: SimpleNamespace(reference="reference"))
+    monkeypatch.setattr(made, "_trace", lambda key: {})
+
+    def trace(*differences):
+        return {"steps": [{"weights": {"equal": not each[0], "largest": list(each)}} for each in differences]}
+
+    ranks = [trace((0.0, ""), (0.9, "a"), (0.1, "b")), trace((0.7, "c"), (0.0, ""), (0.2, "d"))]
+    row = made._row(Combination("ddp", 2), ranks)
+    assert (row.verdict, row.largest) == ("close", (0.2, "d"))
+    assert made._row(Combination("ddp", 1), [trace((0.0, ""))]).verdict == "equal"
 
 
 def test_the_order_of_combinations_is_by_size_and_then_as_asked():

@@ -152,7 +152,7 @@ class Verification:
         spec = self._spec(one)
         found = first_difference(traces_of(spec, self._trace(spec.reference), traces))
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
-        largest: list[Any] = max((trace["steps"][-1]["weights"]["largest"] for trace in traces), default=[0.0, ""])
+        largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
         return Row(one, verdict, (largest[0], largest[1]), found)
 

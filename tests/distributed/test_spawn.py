@@ -1,0 +1,99 @@
+"""Processes that are started here: how long each is waited for, what a failure leaves to read, and who ends with whom."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from lockstep.distributed import spawn
+from lockstep.distributed.spawn import RankFailed, start
+
+
+class Pipe:
+    """What one rank says, word after word; then it is dead."""
+
+    def __init__(self, *words):
+        self._words = list(words)
+
+    def recv(self):
+        if not self._words:
+            raise EOFError
+        return self._words.pop(0)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that are given to each word, where none takes any; `order` says whose is next."""
+    seconds = []
+
+    def wait(pipes, timeout):
+        seconds.append(timeout)
+        return [waits.order.pop(0)] if waits.order else []
+
+    waits = type("Waits", (), {"order": [], "seconds": seconds})
+    monkeypatch.setattr(spawn, "wait", wait)
+    monkeypatch.setattr(spawn.time, "monotonic", lambda: 0.0)
+    return waits
+
+
+ALIVE = ("alive", None)
+
+
+def test_patience_begins_when_all_run(waits, tmp_path):
+    pipes = [Pipe(ALIVE, ALIVE, ("ended", 7)), Pipe(ALIVE, ("ended", 8))]
+    waits.order = [pipes[0], pipes[0], pipes[1], pipes[1], pipes[0]]
+    assert spawn._collected(pipes, 33.0, tmp_path, False) == [7, 8]
+    assert waits.seconds == [spawn._START] * 3 + [33.0] * 2
+
+
+def test_after_a_failure_the_others_have_a_moment_whatever_they_say(waits, tmp_path):
+    failure = spawn._Failure(False, 1.0, 0, "the reason", False, "its stack")
+    pipes = [Pipe(ALIVE, ("failed", failure)), Pipe(ALIVE, ALIVE)]
+    waits.order = [pipes[0], pipes[0], pipes[1], pipes[1]]
+    with pytest.raises(RankFailed, match="rank 0 of 2: the reason") as caught:
+        spawn._collected(pipes, 33.0, tmp_path, False)
+    assert waits.seconds == [spawn._START] * 2 + [spawn._GRACE] * 3
+    assert (caught.value.rank, caught.value.details) == (0, {0: "its stack"})
+
+
+def fails(world, say):
+    raise KeyError("the reason")
+
+
+def test_where_the_output_is_kept_a_failures_stack_is_in_it(tmp_path):
+    with pytest.raises(RankFailed, match="rank 0 of 1: KeyError: 'the reason'"):
+        start(fails, 1, folder=tmp_path)
+    assert "in fails" in (tmp_path / "rank-1-0.log").read_text()
+
+
+def waits_for_ever(world, say, path):
+    (path / "new").write_text(str(os.getpid()))
+    (path / "new").rename(path / "pid")
+    time.sleep(100)
+
+
+def calls(path):
+    start(waits_for_ever, 1, (path,))
+
+
+def ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_rank_outlives_the_process_that_started_it(tmp_path):
+    caller = multiprocessing.get_context("forkserver").Process(target=calls, args=(tmp_path,))
+    caller.start()
+    until = time.monotonic() + 60.0
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    caller.kill()
+    caller.join()
+    rank = int((tmp_path / "pid").read_text())
+    while not ended(rank) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert ended(rank)
