@@ -1,4 +1,4 @@
-"""Processes that are started here: how long each is waited for, what a failure leaves to read, and who ends with whom."""
+"""Processes that are started here: how long each is waited for, what a failure leaves to read, who ends with whom."""
 
 import multiprocessing
 import os

@@ -1,7 +1,9 @@
 """Adapters: what is trained, what a checkpoint holds, the same bits however they are trained, and another base."""
 
+import importlib.util
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -299,6 +301,55 @@ def test_the_same_bits_under_autocast_and_where_one_rank_draws_the_model(tmp_pat
     meta = case("meta", engine="fsdp", engine_options={"meta_init": True})
     two = run(each, 2, [meta, case("two", engine="fsdp", precision="bf16")])
     assert two[0] == run(each, 1, [case("one", engine="ddp"), case("half", engine="ddp", precision="bf16")])[0]
+
+
+def close_to(tmp_path, names, wanted):
+    """Whether each run holds the tensors of another but for rounding, and has moved away from the adapters' zeros."""
+    for name in names:
+        found, _ = held(tmp_path / name)
+        assert found.keys() == wanted.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=1e-5, atol=1e-6)
+    assert all(tensor.any() for tensor in wanted.values())
+
+
+class Wide(Tuned):
+    base = torch.float32
+
+
+def staged(world, cases):
+    warnings.simplefilter("ignore")  # the package's own
+    return [digest(world, *case, Wide())[1] for case in cases]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed")
+def test_deepspeed_trains_and_keeps_adapters_alone_and_goes_on_with_them(tmp_path):
+    settings = {"lora": {"rank": 2}, "max_steps": 4}
+
+    def case(stage, stop):
+        options = {"engine": "deepspeed", "engine_options": {"zero_stage": stage}, "experiment_name": f"stage{stage}"}
+        return tmp_path, {**settings, **options}, stop
+
+    lockstep.train(lora(tmp_path, **settings), Wide())
+    ran = run(staged, 2, [case(stage, stop) for stage in (1, 2) for stop in (2, 0)], timeout=120.0)
+    assert ran == [["stopped", "finished"] * 2] * 2
+    close_to(tmp_path, ["stage1", "stage2"], held(tmp_path / "r")[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_layers_have_adapters_too(tmp_path, monkeypatch):
+    own, compiled, settings = nn.Module.compile, [], {"lora": {"rank": 2}, "max_steps": 4}
+
+    def traced(module):  # without the minute that inductor takes
+        compiled.append(module)
+        own(module, backend="aot_eager")
+
+    lockstep.train(lora(tmp_path, **settings), Wide())
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    for stop in (2, 0):
+        lockstep.train(lora(tmp_path, experiment_name="compiled", compile=True, stop_at=stop, **settings), Wide())
+    assert len(compiled) >= 2
+    close_to(tmp_path, ["compiled"], held(tmp_path / "r")[0])
 
 
 class Topped(nn.Module):
