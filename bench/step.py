@@ -85,7 +85,7 @@ def watched(laps):
         laps.last = time.perf_counter()
 
     HostClock.start = start
-    HostClock.lap = lambda self, name: laps.lap(name)
+    HostClock.lap = lambda self, name: laps.lap(name.partition("/")[0])
     for name in ("global_items", "send", "receive"):
         inner = getattr(StepExchange, name)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from toys import Partial
 
+from lockstep.clock import HostClock
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World
@@ -76,8 +77,8 @@ def test_the_calls_of_two_steps_in_order():
     for step, update in enumerate(("step 0.5 7.0", "step 1.5 -1.0")):
         wanted += [
             "data",
-            *(f"seed {step} 4", "last False", "forward", "backward 3 0.25", "backward"),
-            *(f"seed {step} 5", "last False", "forward", "backward 5 0.25", "backward"),
+            *(f"seed {step} 4", "last False", "forward", "backward 3 0.25", "backward/alone"),
+            *(f"seed {step} 5", "last False", "forward", "backward 5 0.25", "backward/alone"),
             *(f"seed {step} 5", "last True", "forward", "backward 5 0", "backward"),
             *("data", update, "update", "data", "start"),
         ]
@@ -115,3 +116,19 @@ def test_a_loss_is_one_number_whatever_its_shape():
     for value in (torch.tensor(3), torch.tensor([3.0, 4.0]), torch.tensor(3j)):  # an evaluation's, without a graph
         with torch.no_grad(), pytest.raises(ConfigError, match="must return one number, a 0-dim float tensor"):
             scalar(value)
+
+
+def test_the_clock_tells_laps_of_one_beginning_together_and_knows_its_steps(monkeypatch):
+    now = SimpleNamespace(value=0.0)
+    monkeypatch.setattr("lockstep.clock.time", SimpleNamespace(perf_counter=lambda: now.value))
+    clock = HostClock()
+    for count in (2, 3):
+        for _ in range(count):
+            clock.start()
+            for name, seconds in (("data", 0.25), ("backward/alone", 0.5), ("backward", 1.0), ("backward/alone", 0.5)):
+                now.value += seconds
+                clock.lap(name)
+            now.value += 9.0  # nobody's
+        assert clock.read() == {"data": 250.0, "backward": 2000.0}
+    assert clock.steps == 5
+    assert clock.spent() == {"data": 1.25, "backward/alone": 5.0, "backward": 5.0}

@@ -13,7 +13,15 @@ __all__ = ["Clock", "DeviceClock", "HostClock", "make_clock"]
 
 
 class Clock(Protocol):
-    """Adds up the time between `start` or a lap and the next lap, under the lap's name."""
+    """Adds up the time between `start` or a lap and the next lap, under the lap's name.
+
+    Laps whose names begin alike, up to a "/", are one in what `read` returns, and apart in `spent`.
+
+    Attributes:
+        steps: those that `spent` knows of, the present one included where it does.
+    """
+
+    steps: int
 
     def start(self) -> None:
         """Begins a step: what passed since the last lap belongs to nobody."""
@@ -34,11 +42,11 @@ class HostClock:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._before: dict[str, float] = {}  # until the last reading
-        self._steps = 0
+        self.steps = self._read = 0  # in all, and up to the last reading
         self._last = 0.0
 
     def start(self) -> None:
-        self._steps += 1
+        self.steps += 1
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
@@ -51,8 +59,8 @@ class HostClock:
 
     def read(self) -> dict[str, float]:
         self._before = self.spent()
-        found = {name: 1e3 * seconds / max(1, self._steps) for name, seconds in self._sums.items()}
-        self._sums, self._steps = {}, 0
+        found = _by_step(self._sums, self.steps - self._read)
+        self._sums, self._read = {}, self.steps
         return found
 
 
@@ -63,6 +71,7 @@ class DeviceClock:
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}
+        self.steps = 0
 
     def start(self) -> None:
         self.lap("")
@@ -82,12 +91,22 @@ class DeviceClock:
         sums: dict[str, float] = {}
         for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
             if name:
-                sums[name] = sums.get(name, 0.0) + before.elapsed_time(after)
-        self._before |= {name: self._before.get(name, 0.0) + 1e-3 * spent for name, spent in sums.items()}
+                sums[name] = sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
+        self._before |= {name: self._before.get(name, 0.0) + spent for name, spent in sums.items()}
         count = sum(not name for name, _ in self._marks)
         self._free += [event for _, event in self._marks]
         self._marks = []
-        return {name: milliseconds / max(1, count) for name, milliseconds in sums.items()}
+        self.steps += count
+        return _by_step(sums, count)
+
+
+def _by_step(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """Milliseconds a step, by the names' first words."""
+    found: dict[str, float] = {}
+    for name, spent in seconds.items():
+        first = name.partition("/")[0]
+        found[first] = found.get(first, 0.0) + 1e3 * spent / max(1, steps)
+    return found
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -58,11 +58,12 @@ def steps(
         losses = []
         for batch in micro:
             control.seed(step, batch.index)
-            with engine.accumulate(batch is micro[-1]):
+            last = batch is micro[-1]
+            with engine.accumulate(last):
                 loss = loss_sum(model, batch)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight / max(items, 1))
-                clock.lap("backward")
+                clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
             if batch.weight:
                 losses.append(loss.detach())
         exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted

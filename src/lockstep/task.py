@@ -92,6 +92,14 @@ class Task(ABC):
         """The items of a batch in host memory: labelled tokens, images. Default: its samples, by its first tensor."""
         return _length(batch)
 
+    def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
+        """What a micro-batch of these samples costs, in any unit, told without loading them: its padded tokens.
+
+        With --shares auto each step is cut by it. `dataset` is what `dataset("train")` returned; a number above 0, the
+        same on every rank. To be written where samples differ in length; None: all are alike.
+        """
+        return None
+
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """name -> (sum, count) over a batch of the evaluation set; the metric is the sums over the counts.
 

@@ -282,6 +282,27 @@ def test_what_is_exchanged_in_numbers(wire):
     assert wire.sent[5:] == [([1.5, 2.5], "own", False)]
 
 
+def test_further_numbers_are_told_with_the_steps_that_they_are_for(wire):
+    """The other rank tells none of its own here: its row is of hundreds wherever this rank's is not 0."""
+    asked = []
+
+    def further(step, stop, waited):
+        asked.append((step, stop, waited))
+        return [7.0, 8.0]
+
+    exchange = wire.exchange = StepExchange(World(size=2), lambda step: 10 + step, None, 20, further=further)
+    for step in range(6):
+        assert exchange.global_items(step) == 110 + step
+        assert exchange.also == [[7.0, 8.0], [100.0, 100.0]]
+        wire.now += 0.01
+        exchange.send(step)
+        exchange.receive()
+        assert exchange.until == asked[-1][1]  # what was asked for ends there
+    firsts, stops, waited = zip(*asked, strict=True)
+    assert firsts == (0, *stops[:-1])
+    assert waited == (0.0, 0.5, 0.5)
+
+
 def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wire):
     exchange = wire.exchange
     exchange.global_items(0)

@@ -58,6 +58,18 @@ def test_the_edges(slow, others, told):
     assert bool(lines([slow] * 6, 1.2, others)) == told
 
 
+@pytest.mark.parametrize(("kind", "told"), [("data", False), ("computing", False), ("writing", True)])
+def test_a_rank_whose_share_is_about_to_be_smaller_is_no_news(kind, told):
+    """What grows with its share, that is; one that has little already is."""
+    for relieved, wanted in ((lambda rank, step: rank == 2, told), (lambda rank, step: rank != 2, True)):
+        straggler, exchange, found = Straggler(1.2, relieved), SimpleNamespace(count=2), ""
+        for step in range(30):
+            exchange.count += 1
+            exchange.heard = [BusySeconds(**{kind: 0.03 if rank == 2 else 0.02}) for rank in range(4)]
+            found += straggler.after(step, exchange)
+        assert bool(found) == wanted
+
+
 def _told_busy(world):
     """What each rank tells of itself where rank 1 computes for long and rank 0 waits for it."""
     clock = HostClock()

@@ -36,6 +36,7 @@ from matrix_oracle import (
 )
 from matrix_subject import BAD, BATCH, HIDDEN, LIMITED, MICRO, STEPS, evaluates, steps_of, subject
 from ranks import RankError, run
+from shaken import shaken
 
 import lockstep
 from lockstep.config.config import Config
@@ -173,6 +174,7 @@ def _all(world, todo, root):
     world.timeout = _SECONDS
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
+    shaken()
     gc.collect()
     gc.freeze()  # each run ends with a collection, which need not look at all that was imported
     for start in todo:
@@ -240,6 +242,13 @@ def shares(case: Case, engine: str, world: int) -> tuple[int, ...]:
     return {2: (3, 1), 3: (1, 2, 1)}.get(world, ()) if case.task == "options" and engine in ("ddp", "zero") else ()
 
 
+def by_speed(case: Case, engine: str, world: int) -> bool:
+    """Whether the shares change with every exchange: with the task "muon", where an engine can and nothing follows from
+    who computed what."""
+    able = engine in ("ddp", "zero") and world in (2, 3)
+    return case.task == "muon" and able and case.model != "buffer"
+
+
 def _more(case: Case) -> dict[str, object]:
     if case.task == "adapters":
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
@@ -279,6 +288,8 @@ def settings(start: Start, folder: Path) -> Config:
         ),
         checkpoint=Checkpoint(keep=10),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
-        shares=",".join(map(str, shares(case, start.engine, start.world))) or "equal",
+        shares="auto"
+        if by_speed(case, start.engine, start.world)
+        else ",".join(map(str, shares(case, start.engine, start.world))) or "equal",
         **_more(case),
     )

@@ -1,8 +1,12 @@
-"""Tasks of test_shares.py: 30 samples in micro-batches of one, so that the last of four steps is short."""
+"""Tasks of test_shares.py and test_shares_auto.py: 30 samples in micro-batches of one, so that a last step is short."""
+
+import time
 
 import torch
 from torch import nn
 from toys import Network, Ragged
+
+from lockstep.data.order import Sequential
 
 
 class Sentences(Ragged):
@@ -49,3 +53,59 @@ class Holed(Ragged):
         rows = super().dataset(split)
         rows.kept[::3] = 0
         return rows
+
+
+class Lengthy(Sentences):
+    """As long as what is learned of it, which its data set can tell."""
+
+    def work(self, dataset, samples):
+        return float(sum(int(dataset.kept[sample]) ** 2 for sample in samples))
+
+
+class Broken(Sentences):
+    """In every epoch the loss of one sample is no number."""
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        rows.rows[17 % len(rows.rows), :-1] = 7
+        return rows
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return found * float("nan") if model.training and bool((batch["input"] == 7).all()) else found
+
+
+class Weightless(Sentences):
+    def work(self, dataset, samples):
+        return 0
+
+    def order(self, samples, seed):
+        return Sequential(samples)
+
+
+class Unknown(Weightless):
+    def work(self, dataset, samples):
+        return {}["length"]
+
+
+class Own(Sentences):
+    """Each rank says something else of the same samples."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.own = rank
+
+    def work(self, dataset, samples):
+        return float(1 + (samples[0] * (1 + self.own)) % 7)
+
+
+class Slow(Sentences):
+    """On rank 1 each forward takes 25 ms longer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.pause = 0.025 * rank
+
+    def loss(self, model, batch):
+        time.sleep(self.pause)
+        return super().loss(model, batch)

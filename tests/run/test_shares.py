@@ -71,8 +71,8 @@ def refused(world, folder, changes):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"shares": "4,4,0"}, "shares is '4,4,0': it must be equal, or a number from 1 for each process: 5,3"),
-        ({"shares": "fast"}, "shares is 'fast': it must be equal, or"),
+        ({"shares": "4,4,0"}, "shares is '4,4,0': it must be equal, auto, or a number from 1 for each process: 5,3"),
+        ({"shares": "fast"}, "shares is 'fast': it must be equal, auto, or"),
         ({"shares": "4,2,2"}, "--shares 4,2,2 is of 3 processes, and there are 2: give one number for each"),
         ({"shares": "4,2"}, "--shares 4,2 is 6 micro-batches, and a step has 8: change a share or --micro-batch-size"),
         ({"shares": "5,3", "engine": "fsdp"}, "--shares 5,3 does not go with --engine fsdp, where every forward takes"),

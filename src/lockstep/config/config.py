@@ -97,7 +97,9 @@ class Config:
         "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
     )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
-    shares: str = option("equal", "micro-batches of a step by rank: 5,3; equal: as many on each (engines ddp, zero)")
+    shares: str = option(
+        "equal", "micro-batches of a step by rank: 5,3; auto: by measured speed; equal: as many on each (ddp, zero)"
+    )
     compile: bool = option(False, "compile the model with torch.compile")
     compile_scope: str = option(
         "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"

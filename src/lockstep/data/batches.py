@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from lockstep.data.device import mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
-from lockstep.distributed.shares import Shares, equal_shares
+from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 from lockstep.task import Order, Task
@@ -133,8 +133,8 @@ class Batches:
     """A dataset, cut into steps and micro-batches, as one rank sees them.
 
     Attributes:
-        cut: the steps.
-        slots: this rank's forwards in each step, those of empty slots included.
+        step_plan: the steps.
+        sharing: who computes which micro-batch.
         loader: makes the micro-batches; counts the loader processes that had to be begun again.
     """
 
@@ -148,17 +148,26 @@ class Batches:
         *,
         seed: int = 0,
         loading: Loading | None = None,
-        shares: Shares | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.step_plan = step_plan
-        self._shares = shares or equal_shares(step_plan.micro_batches, world.size)
-        self.slots = self._shares.slots[world.rank]
+        equal = equal_shares(step_plan.micro_batches, world.size)
+        self.sharing = sharing or Sharing(lambda step: equal)
         self._order, self._rank = order, world.rank
         self._fetch = Fetch(dataset, task, seed, world.rank)
         self._move = mover(world.device)
         self._loading = loading or Loading()
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
         self._mean = task.reduction == "mean"
+
+    @property
+    def slots(self) -> int:
+        """This rank's forwards in the first step, those of empty slots included; in all, unless shares change."""
+        return self.slots_of(self.step_plan.origin.step)
+
+    def slots_of(self, step: int) -> int:
+        """This rank's forwards in a step, those of empty slots included."""
+        return self.sharing.at(step).slots[self._rank]
 
     def from_step(self, start: int) -> "StepLoader":
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
@@ -200,7 +209,7 @@ class Batches:
         With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
         are: a file that a dataset opens must not be open already when loader processes are forked.
         """
-        slot = slots(self._shares, self._rank, self.step_plan.present(step))[0]
+        slot = slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0]
         whole = self._key(step, slot.micro)
         keys = [whole._replace(epochs=whole.epochs[a:b], samples=whole.samples[a:b]) for a, b in cuts]
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
@@ -234,15 +243,17 @@ class Batches:
         """Keys of this rank's micro-batches, the samples looked up for many steps at once: a lone look-up is slow."""
         step_plan = self.step_plan
         block = max(1, 4096 // step_plan.size)
-        full = slots(self._shares, self._rank, step_plan.micro_batches)
+        shares, full = None, list[Slot]()
         for first in range(start, step_plan.steps, block):
             last = min(first + block, step_plan.steps)
             origin = step_plan.start(first)
             epochs, samples = self._order.at(origin, step_plan.start(last))
             for step in range(first, last):
                 present = step_plan.present(step)
+                if (now := self.sharing.at(step)) is not shares:
+                    shares, full = now, slots(now, self._rank, step_plan.micro_batches)
                 short = present < step_plan.micro_batches
-                mine = slots(self._shares, self._rank, present) if short else full
+                mine = slots(now, self._rank, present) if short else full
                 for micro, weight in mine:
                     a, b = step_plan.positions(step, micro)
                     span = slice(a - origin, b - origin)
@@ -258,7 +269,7 @@ class StepLoader:
     def __init__(self, batches: Batches, start: int) -> None:
         self._stream = batches.trained(start)
         self._steps = batches.step_plan.steps
-        self._slots = batches.slots
+        self._slots_of, self._sharing = batches.slots_of, batches.sharing
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
@@ -269,6 +280,7 @@ class StepLoader:
     def __next__(self) -> tuple[int, list[MicroBatch]]:
         if not self._ready and not self._load():
             raise StopIteration
+        self._sharing.step = self._next
         self._next += 1
         self._present = self._ready.popleft()
         return self._next - 1, self._present
@@ -294,7 +306,8 @@ class StepLoader:
         self._stream.close()
 
     def _load(self) -> bool:
-        if self._next + len(self._ready) >= self._steps:
+        step = self._next + len(self._ready)
+        if step >= self._steps:
             return False
-        self._ready.append([batch for _, batch in islice(self._stream, self._slots)])
+        self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         return True

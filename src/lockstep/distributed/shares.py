@@ -2,13 +2,14 @@
 
 equal_shares(8, ranks=3).runs       # ((0, 3), (3, 6), (6, 8)), in 3 slots each
 given_shares((5, 3)).runs           # ((0, 5), (5, 8)), in 5 slots and in 3
+sharing = Sharing(lambda step: given_shares((5, 3)))        # of every step; all parts of a rank hold this one object
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
 
-__all__ = ["Shares", "equal_shares", "given_shares"]
+__all__ = ["Shares", "Sharing", "equal_shares", "given_shares"]
 
 
 class Shares(NamedTuple):
@@ -33,3 +34,21 @@ def equal_shares(micro_batches: int, ranks: int) -> Shares:
 def given_shares(counts: Sequence[int]) -> Shares:
     """So many micro-batches on each rank, and no empty slot."""
     return Shares(tuple(itertools.pairwise(itertools.accumulate(counts, initial=0))), tuple(counts))
+
+
+@final
+class Sharing:
+    """Who computes what, step by step: what loads the micro-batches asks for a step to come, an engine for the present.
+
+    Attributes:
+        at: step -> its shares; always the same ones for a step, and the same on every rank.
+        step: the present one, which the step loader says.
+    """
+
+    def __init__(self, at: Callable[[int], Shares]) -> None:
+        self.at, self.step = at, 0
+
+    @property
+    def now(self) -> Shares:
+        """Those of the present step."""
+        return self.at(self.step)

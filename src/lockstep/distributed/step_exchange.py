@@ -51,12 +51,14 @@ class BusySeconds(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """An exchange under way: the first step it is for, how many steps it covers, and where its rows arrive."""
+    """An exchange under way: the first step it is for, how many steps it covers, where its rows arrive, and the place
+    of the items in them."""
 
     due: int
     length: int
     work: dist.Work
     rows: list[Tensor]
+    items: int
 
 
 class _Received(NamedTuple):
@@ -78,6 +80,8 @@ class StepExchange:
         last: the step after which this rank has no more work; 0: not known.
         busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
             each exchange, which tells the others what it makes a step.
+        further: (step, stop, seconds waited so far) -> more numbers, as many on every rank, told with the items of the
+             steps step .. stop - 1.
         outlives: the run goes on after the loss of a rank. Where one is lost while the exchange after a step is under
             way, that step comes to its end first.
 
@@ -86,6 +90,7 @@ class StepExchange:
         taken: steps that the engine's state holds; kept by the loop.
         waited: seconds spent in waiting for the other ranks, in all.
         heard: what the last exchange said of each rank; [] in a world of one.
+        also: what `further` said on each rank.
         count: exchanges received.
     """
 
@@ -96,15 +101,18 @@ class StepExchange:
         constant: Callable[[int], int] | None,
         last: int = 0,
         busy: Callable[[], BusySeconds] = BusySeconds,
+        further: Callable[[int, int, float], list[float]] = lambda step, stop, waited: [],
         outlives: bool = False,
     ) -> None:
         self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
+        self._further = further
         self._told, self._told_at = BusySeconds(), 0  # busy seconds by the step at which they were told last
         self._outlives = outlives
         self._failed: PeerError | None = None
         self.progress, self.taken = Progress.of(world.rank), 0
         self.waited, self.count = 0.0, 0
         self.heard: list[BusySeconds] = []
+        self.also: list[list[float]] = []
         self._group = None
         if world.size > 1:
             self._group = world.new_group()  # collective
@@ -113,6 +121,11 @@ class StepExchange:
         self._received = _Received(0, 0, [], 1)
         self._busy, self._steps = 0.0, 0  # of the steps since the last exchange
         self._since: float | None = None
+
+    @property
+    def until(self) -> int:
+        """The first step that no exchange was for yet: of those before it, items may have been asked for."""
+        return self._received.first + self._received.length
 
     def global_items(self, step: int) -> int:
         """Items of `step`, over all ranks. To be called once for every step, in order.
@@ -188,12 +201,13 @@ class StepExchange:
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy, self._steps = 0.0, 0
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
+        row += (further := self._further(due, due + length, self.waited))
         if not self._constant:
             row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
         rows = self._buffers(len(row))
         sent = torch.tensor(row, dtype=torch.float64)
         work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
-        return _Flight(due, length, work, rows)
+        return _Flight(due, length, work, rows, _HEADER + len(further))
 
     def _busy_seconds(self) -> BusySeconds:
         """Busy seconds per step since this was told last; to wait for the others is no work."""
@@ -230,7 +244,8 @@ class StepExchange:
         self._stop_agreed = int(max(row[0] for row in rows))
         _check_even([int(row[2]) for row in rows], flight.due)
         self.heard, self.count = [BusySeconds(*row[3:_HEADER]) for row in rows], self.count + 1
-        items = [int(sum(column)) for column in zip(*(row[_HEADER:] for row in rows), strict=True)]
+        self.also = [row[_HEADER : flight.items] for row in rows]
+        items = [int(sum(column)) for column in zip(*(row[flight.items :] for row in rows), strict=True)]
         return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
 
     def broken(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.sections import Fp16
-from lockstep.distributed.shares import Shares
+from lockstep.distributed.shares import Sharing
 from lockstep.engines.options import EngineOptions
 from lockstep.errors import said
 
@@ -50,7 +50,7 @@ class Settings:
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact: M, the micro-batches of the fixed tree (see engines/shared/exact.py); 0: gradients are summed as the
             backend does.
-        shares: which micro-batches each rank computes; None: all as many, in as many slots.
+        sharing: which micro-batches each rank computes in the present step; None: all as many, in as many slots.
         loss_scaling: how to scale the loss, and skip a step whose gradients overflow: for float16; None: not.
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
@@ -59,7 +59,7 @@ class Settings:
 
     clip: float
     exact: int
-    shares: Shares | None
+    sharing: Sharing | None
     loss_scaling: Fp16 | None
     blocks: tuple[nn.Module, ...]
     options: EngineOptions

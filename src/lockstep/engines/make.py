@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.config import flag
 from lockstep.config.sections import Fp16
-from lockstep.distributed.shares import given_shares
+from lockstep.distributed.shares import Sharing, given_shares
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
@@ -26,6 +26,7 @@ __all__ = [
     "SHARING",
     "ModelInit",
     "check_shares",
+    "check_sharing",
     "engine",
     "model_init",
     "name_of",
@@ -45,7 +46,7 @@ def engine(
     *,
     clip: float = 0.0,
     exact_micro_batches: int = 0,
-    shares: Sequence[int] | None = None,
+    shares: Sequence[int] | Sharing | None = None,
     loss_scaling: bool | Fp16 = False,
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
@@ -70,7 +71,7 @@ def engine(
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
             Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
         shares: by rank, how many of a step's micro-batches it computes, which follow those of the rank before it; None:
-            as many on each. For ddp and zero.
+            as many on each. Or what says it of the present step. For ddp and zero.
         loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast. True takes
             the defaults of `Config.fp16`.
         blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
@@ -87,11 +88,9 @@ def engine(
         check_servable(exact_micro_batches, world.size)
     options = options or EngineOptions()
     kind = _kind(name, options)
-    given = given_shares(shares) if shares else None
-    if shares:
-        check_shares(name, shares, exact_micro_batches or sum(shares), world.size, options)
+    sharing = _sharing(name, shares, exact_micro_batches, world, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    settings = Settings(clip, exact_micro_batches, given, scaling, tuple(blocks), options)
+    settings = Settings(clip, exact_micro_batches, sharing, scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
 
     def make(held: nn.Module) -> Optimizer:
@@ -100,29 +99,50 @@ def engine(
         return made
 
     bare = kind(model, make, world, settings)
-    exact, most = bool(exact_micro_batches), max(given.slots) if given else 0
-    shared = options.broadcast_buffers
-    made = with_buffers(cast(Engine, bare), model, world, exact=exact, shared=shared, most_slots=most)
+    exact, shared = bool(exact_micro_batches), options.broadcast_buffers
+    made = with_buffers(cast(Engine, bare), model, world, exact=exact, shared=shared, sharing=sharing)
     return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
+
+
+def _sharing(
+    name: str, shares: Sequence[int] | Sharing | None, micro_batches: int, world: World, options: EngineOptions
+) -> Sharing | None:
+    if not shares:
+        return None
+    if isinstance(shares, Sharing):
+        check_sharing(name, "auto", options)
+        return shares
+    check_shares(name, shares, micro_batches or sum(shares), world.size, options)
+    given = given_shares(shares)
+    return Sharing(lambda step: given)
 
 
 def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:
     """Raises ConfigError where these shares do not fit the step or the world, or the engine has none."""
-    said = f"--shares {','.join(map(str, counts))}"
+    said = ",".join(map(str, counts))
     if len(counts) != ranks:
-        raise ConfigError(f"{said} is of {len(counts)} processes, and there are {ranks}: give one number for each")
+        raise ConfigError(
+            f"--shares {said} is of {len(counts)} processes, and there are {ranks}: give one number for each"
+        )
     if sum(counts) != micro_batches:
         raise ConfigError(
-            f"{said} is {sum(counts)} micro-batches, and a step has {micro_batches}: change a share or "
+            f"--shares {said} is {sum(counts)} micro-batches, and a step has {micro_batches}: change a share or "
             "--micro-batch-size"
         )
+    check_sharing(name, said, options)
+
+
+def check_sharing(name: str, said: str, options: EngineOptions) -> None:
+    """Raises ConfigError where the engine's ranks cannot have unequal shares."""
     if name not in SHARING:
         raise ConfigError(
-            f"{said} does not go with --engine {name}, where every forward takes all ranks, so that one with less work "
-            "would wait: use --engine ddp or zero"
+            f"--shares {said} does not go with --engine {name}, where every forward takes all ranks, so that one with "
+            "less work would wait: use --engine ddp or zero"
         )
     if options.static_graph:
-        raise ConfigError(f"{said} does not go with --engine.static-graph, which exchanges after each micro-batch")
+        raise ConfigError(
+            f"--shares {said} does not go with --engine.static-graph, which exchanges after each micro-batch; drop one"
+        )
 
 
 def outliving(name: str) -> bool:

@@ -8,6 +8,7 @@ nobody; under fsdp it gathers weights, so there a slow rank hides), and writing.
 three windows in a row of five steps or more.
 """
 
+from collections.abc import Callable
 from statistics import median
 
 from lockstep.distributed.step_exchange import BusySeconds, StepExchange
@@ -16,6 +17,7 @@ __all__ = ["Straggler"]
 
 _STEPS, _STRIKES = 5, 3
 _LEAST = 2e-3  # seconds per step; a smaller difference is noise, whatever the ratio
+_SHARED = ("data", "computing")  # grow with a rank's share
 _KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
 
 
@@ -24,10 +26,12 @@ class Straggler:
 
     Args:
         ratio: how many times the others' median counts as slow; 0 never speaks.
+        relieved: (rank, step) -> whether its share of the work is about to be cut to its speed (--shares auto): that it
+            loads or computes for longer is then no news.
     """
 
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+    def __init__(self, ratio: float, relieved: Callable[[int, int], bool] = lambda rank, step: False) -> None:
+        self._ratio, self._relieved = ratio, relieved
         self._heard: list[list[BusySeconds]] = []
         self._count, self._since = 0, 0
         self._strikes = 0
@@ -44,14 +48,16 @@ class Straggler:
         if step - self._since < _STEPS or not self._heard:
             return ""
         heard, self._heard, self._since = self._heard, [], step
-        return self._judged(heard)
+        return self._judged(heard, step)
 
-    def _judged(self, heard: list[list[BusySeconds]]) -> str:
+    def _judged(self, heard: list[list[BusySeconds]], step: int) -> str:
         found = None
         for kind in _KINDS:
             seconds = [median(getattr(vitals[rank], kind) for vitals in heard) for rank in range(len(heard[0]))]
             slow = max(range(len(seconds)), key=seconds.__getitem__)
             others = median(value for rank, value in enumerate(seconds) if rank != slow)
+            if kind in _SHARED and self._relieved(slow, step):
+                continue
             if seconds[slow] > max(self._ratio * others, others + _LEAST) and found is None:
                 found = (slow, kind, seconds[slow], others)
         suspect = found[:2] if found else None

@@ -30,6 +30,7 @@ from lockstep.guards.skips import Rollback
 from lockstep.guards.told import Told, all_do, read_alone, waited_for
 from lockstep.loop import StepControl, seeder
 from lockstep.records import Best, Step, StepRecord
+from lockstep.run.balancing import Balancing
 from lockstep.run.build import Built
 from lockstep.run.guarding import Guards
 from lockstep.run.meter import Meter
@@ -66,6 +67,7 @@ class Works(NamedTuple):
     meter: Meter
     recorder: RunRecorder
     guards: Guards
+    balancing: Balancing
     control: StepControl
     step_plan: StepPlan
     whole: int  # steps of the plan
@@ -83,15 +85,19 @@ def works(session: Session, built: Built) -> Works:
         return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
 
     constant = (lambda step: each * step_plan.samples(step)) if each else None
-    exchange = StepExchange(world, step_loader.items, constant, step_plan.steps, busy, outlives=bool(session.member))
+    balancing, outlives = Balancing(built, clock), bool(session.member)
+    exchange = StepExchange(
+        world, step_loader.items, constant, step_plan.steps, busy, balancing.told, outlives=outlives
+    )
     exchange.taken = built.start
     session.exchange = exchange
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
-    recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=bool(session.member))
+    recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=outlives)
     session.saver = recorder.saver
     guards = Guards(built, exchange, step_loader, seed)
     control = StepControl(built.rate, seed, clock, guards.limit, built.momentum)
-    return Works(step_loader, exchange, meter, recorder, guards, control, step_plan, step_plan.steps, built.last)
+    parts = (step_loader, exchange, meter, recorder, guards, balancing, control, step_plan)
+    return Works(*parts, step_plan.steps, built.last)
 
 
 def recorded(session: Session, built: Built, works: Works, record: StepRecord) -> Step:
@@ -99,6 +105,7 @@ def recorded(session: Session, built: Built, works: Works, record: StepRecord) -
     done = record.step + 1
     works.meter.add(record)
     session.sinks.progress(done)
+    works.balancing.after(works.exchange)
     works.guards.after(record)
     if done % built.config.log_freq == 0:
         works.recorder.log(record)

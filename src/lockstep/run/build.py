@@ -21,6 +21,7 @@ from lockstep.config import options
 from lockstep.config.config import Config, lookup
 from lockstep.data.batches import Batches
 from lockstep.data.fetch import check_dataset
+from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
@@ -36,10 +37,11 @@ from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
-from lockstep.run.placing import Groups, engine_of, stream_of
+from lockstep.run.placing import Groups, engine_of
 from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
+from lockstep.run.stream import stream_of
 from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
@@ -65,9 +67,10 @@ class Built:
         lr: base learning rate of the optimizer's first group.
         kept: the caller's own objects that have tensors, by name.
         base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
+        balancer: decides who computes what, with --shares auto.
         loading: what counts retries and skips of the loading (see guards/loader.py); the first is the training set.
-        groups: the optimizer's, and `sets`, the evaluation's datasets: of these engine and batches are made anew where
-            the ranks change.
+        groups: the optimizer's; `sets`: the evaluation's datasets; `plain`: the training set as the task made it. Of
+            these engine and batches are made anew where the ranks change.
     """
 
     config: Config
@@ -87,8 +90,10 @@ class Built:
     lr: float
     kept: dict[str, Any]
     base: frozenset[str] = frozenset()
+    balancer: Balancer | None = None
     groups: Groups = field(default_factory=Groups)
     sets: dict[str, Any] = field(default_factory=dict)
+    plain: Any = None
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -225,7 +230,7 @@ def build(
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
     world.check_same("source", dict(task.sources))
     training, evaluation = on_all_ranks(world, lambda: _datasets(task))
-    training = _guarded(config, training, world)
+    plain, training = training, _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
     source, state = _found(folder, world) if resume and not joins else (None, _new_state())
     state |= _glimpsed(folder) if joins else {}
@@ -246,10 +251,10 @@ def build(
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
     on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
-    stream = stream_of(config, task, training, run_plan, world)
+    stream, balancer = stream_of(config, task, training, plain, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     groups = Groups()
-    made = engine_of(config, task, model, world, groups, notify(world))
+    made = engine_of(config, task, model, world, groups, stream, notify(world))
     held_out = batches_of(config, task, evaluation, world)
     if not joins and (source is None or judges(config)):  # which a resume may bring
         stops = config.guards.nonfinite == "stop"
@@ -273,8 +278,10 @@ def build(
         groups.rates[0],
         {} if kept is None else kept,
         left_out(model, state),
+        balancer,
         groups,
         evaluation,
+        plain,
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]

@@ -48,7 +48,8 @@ class Guards:
         self._reader, self._spike = Reader(built.world.device), Spike()
         if "spike" in built.state:
             self._spike.load_state_dict(built.state["spike"])
-        self._straggler = Straggler(self._config.straggler)
+        relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
+        self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
         self._loss = loss_of(built.task)
         if built.start:  # a new run's weights were compared when they were made

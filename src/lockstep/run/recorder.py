@@ -67,6 +67,8 @@ class RunRecorder:
         place = built.run_plan.place(record.step + 1)
         found = self._meter.read(built.config.log_freq)
         bad = self._troubles()
+        if built.balancer:
+            found["shares"] = ",".join(map(str, built.batches.sharing.now.slots))
         if built.world.is_main:
             names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
             self._sinks.log({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})

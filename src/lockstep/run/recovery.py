@@ -35,9 +35,10 @@ from lockstep.guards.start import program
 from lockstep.run.build import Built, build, notify
 from lockstep.run.evaluation_sets import batches_of
 from lockstep.run.opening import claimed, open_sinks
-from lockstep.run.placing import engine_of, stream_of
+from lockstep.run.placing import engine_of
 from lockstep.run.session import Session
 from lockstep.run.sharing import shares_for
+from lockstep.run.stream import stream_of
 from lockstep.sinks.log import open_log
 
 __all__ = [
@@ -219,17 +220,17 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
         state = _handed_out(state, source, world)
         if optimizer is not None and found.reports[found.members[world.rank]][:2] != furthest[:2]:
             optimizer.state.clear()  # it may have states of other parameters
+    built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
+    _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
-    config = dataclasses.replace(built.config, shares=shares)
-    built.batches = stream_of(config, task, built.loading[0], built.run_plan, world)
+    config, data = dataclasses.replace(built.config, shares=shares), built.loading[0]
+    built.batches, built.balancer = stream_of(config, task, data, built.plain, built.run_plan, world, built.state)
     built.evaluation = batches_of(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    built.engine = engine_of(config, task, built.model, world, built.groups, notify(world))
+    built.engine = engine_of(config, task, built.model, world, built.groups, built.batches, notify(world))
     built.load_state_dict(state)  # most of it lies where it did
     if furthest.taken == 0 and optimizer is not None:
         optimizer.state.clear()  # made to be loaded into: a first step makes its own
-    built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
-    _stand(session, built, furthest)
 
 
 def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:

@@ -115,6 +115,10 @@ class LanguageModel(Task):
         """Labelled tokens of a batch in host memory."""
         return count_labels(batch)
 
+    def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
+        """Tokens of the batch with its padding; None where all samples have as many."""
+        return float(len(samples) * dataset.longest(samples)) if isinstance(dataset, Padded) else None
+
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """A text that the model writes, as a document of the data begins. On every rank alike: one forward may need
         all. `model` is what an engine holds; the draw is the same each time."""

@@ -28,6 +28,7 @@ from lockstep.text.hub import Table, Wanted, open_table
 __all__ = ["TextClassification", "Texts", "make"]
 
 _USUAL = ("text", "sentence", "content", "review")
+_CHARACTERS = 5  # of a token, about: it is only to share out the work
 _FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # the first one's is the tokenizer's own
 
 Say = Callable[[str], None]
@@ -120,6 +121,11 @@ class TextClassification(Task):
             longest = max(map(len, rows))
             made[name] = torch.tensor([row + [fills.get(name, 0)] * (longest - len(row)) for row in rows])
         return made, torch.tensor([label for _, label in samples])
+
+    def work(self, dataset: Texts, samples: Sequence[int]) -> float:
+        """Characters of the batch, as if filled up to its longest text; no more than what is about `longest` tokens."""
+        longest = max(sum(len(column[sample]) for column in dataset.texts) for sample in samples)
+        return float(len(samples) * min(max(1, longest), _CHARACTERS * dataset.longest))
 
     def loss(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the texts: a scalar in float32, or float64 for such logits."""

@@ -69,6 +69,10 @@ class Padded(_Documents):
     def __len__(self) -> int:
         return max(0, len(self._starts) - 1)
 
+    def longest(self, samples: Sequence[int]) -> int:
+        """Tokens of the longest of these samples."""
+        return max(int(self._starts[sample + 1] - self._starts[sample]) - 1 for sample in samples)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

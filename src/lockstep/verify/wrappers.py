@@ -42,6 +42,9 @@ class TaskWrapper(Task):
     def count(self, batch: Any) -> int:
         return self.inner.count(batch)
 
+    def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
+        return self.inner.work(dataset, samples)
+
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return self.inner.metrics(model, batch)
 

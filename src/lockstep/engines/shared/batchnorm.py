@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.shares import Sharing
 from lockstep.distributed.world import World
 from lockstep.transforms.batchnorm import Recording
 
@@ -30,11 +31,11 @@ class Replay:
     Args:
         layers: in the same order on every rank; bound from now on.
         world: its ranks take part in every `finish`.
-        most_slots: micro-batches of the rank that has most; 0: all have as many.
+        sharing: how many micro-batches each rank has; None: all have as many.
     """
 
-    def __init__(self, layers: list[Recording], world: World, most_slots: int = 0) -> None:
-        self._layers, self._world, self._most = layers, world, most_slots
+    def __init__(self, layers: list[Recording], world: World, sharing: Sharing | None = None) -> None:
+        self._layers, self._world, self._sharing = layers, world, sharing
         pairs = [layer.bind() for layer in layers]
         self._own = [mean for mean, _ in pairs] + [var for _, var in pairs]
         self._sizes = [vector.numel() for vector in self._own]
@@ -58,8 +59,9 @@ class Replay:
     def finish(self) -> None:
         """The step's last micro-batch is over: updates the running statistics. One gather; does not wait."""
         rows = torch.stack(self._rows)
-        if len(rows) < self._most:  # rows of zeros say that no layer counts
-            rows = torch.cat([rows, rows.new_zeros(self._most - len(rows), rows.shape[1])])
+        most = max(self._sharing.now.slots) if self._sharing else 0
+        if len(rows) < most:  # rows of zeros say that no layer counts
+            rows = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
         if self._world.size > 1:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
             dist.all_gather(parts, rows)  # collective

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.distributed.shares import Sharing
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, StepResult
 from lockstep.engines.shared.batchnorm import Replay
@@ -27,19 +28,25 @@ __all__ = ["Buffered", "unmoved", "with_buffers"]
 
 
 def with_buffers(
-    engine: Engine, model: nn.Module, world: World, *, exact: bool, shared: bool = True, most_slots: int = 0
+    engine: Engine,
+    model: nn.Module,
+    world: World,
+    *,
+    exact: bool,
+    shared: bool = True,
+    sharing: Sharing | None = None,
 ) -> Engine:
     """The engine, its steps taking the buffers of `model` (the plain module) along.
 
     Args:
         exact: refuse a forward that writes buffers whose values then depend on who computed what.
         shared: what forwards write is rank 0's on all ranks after each step.
-        most_slots: forwards of the rank that makes most; 0: all make as many.
+        sharing: how many forwards each rank makes; None: all make as many.
     """
     if not any(True for _ in model.buffers()):
         return engine
     layers = recorders(model)
-    return Buffered(engine, Replay(layers, world, most_slots) if layers else None, _Moving(model, world, exact, shared))
+    return Buffered(engine, Replay(layers, world, sharing) if layers else None, _Moving(model, world, exact, shared))
 
 
 @final

@@ -110,7 +110,7 @@ class ReplicatedEngine:
         if self._settings.options.compression in HALVES:
             raise ConfigError("--exact cannot hold with --engine.compression: rounding depends on who adds; drop one")
         same_start(self._module)
-        self._tree = Tree(self._parameters, self._settings.exact, self._world, self._settings.shares)
+        self._tree = Tree(self._parameters, self._settings.exact, self._world, self._settings.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
         """Makes the DDP object, or makes it anew in place, since the loop has hold of it."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.shares import Shares, equal_shares
+from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 
@@ -24,6 +24,7 @@ __all__ = ["Exchange", "Parts", "Span", "Subtotals", "Tree", "check_servable", "
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
+_KNOWN = 64  # cuts of a step whose subtrees are remembered
 
 
 class Span(NamedTuple):
@@ -137,21 +138,25 @@ class Tree:
         parameters: whose `.grad` each backward fills.
         micro_batches: M.
         world: the ranks.
-        shares: who computes what; None: all as much.
+        sharing: who computes what; None: all as much.
     """
 
     def __init__(
-        self, parameters: list[Tensor], micro_batches: int, world: World, shares: Shares | None = None
+        self, parameters: list[Tensor], micro_batches: int, world: World, sharing: Sharing | None = None
     ) -> None:
-        self._parameters, self._world = parameters, world
+        self._parameters, self._world, self._sharing = parameters, world, sharing
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
-        self._owned = Parts(micro_batches, world, shares)
+        self._known: dict[Shares, Parts] = {}
+        self._micro_batches = micro_batches
+        self._owned = self._present()
         self._sums: Subtotals[Gradients] = Subtotals(micro_batches, _added)
         self._count = 0
         self._exchange: Exchange | None = None
 
     def push(self) -> None:
         """Takes what one backward left in `.grad`; to be called once a micro-batch."""
+        if not self._count:  # a step begins
+            self._owned = self._present()
         place = self._owned.mine.start + self._count
         self._count += 1
         if place < self._owned.mine.stop:  # else the slot is empty, and there is no such micro-batch
@@ -170,12 +175,23 @@ class Tree:
         made, self._count = self._count, 0
         check_slots(made, self._owned.slots, self._world)
         if self._world.size > 1:
-            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._owned)
-            sums = self._exchange(self._sums.taken())
+            self._exchange = self._exchange or Exchange(
+                [_real(p) for p in self._parameters], self._dtype, self._world.size
+            )
+            sums = self._exchange(self._sums.taken(), self._owned)
         else:
             (sums,) = self._sums.taken()
         for parameter, found in zip(self._parameters, sums, strict=True):
             parameter.grad = None if found is None else _like(parameter, found)
+
+    def _present(self) -> Parts:
+        """The subtrees of the present step's runs."""
+        shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
+        if shares not in self._known:
+            if len(self._known) == _KNOWN:
+                self._known.clear()
+            self._known[shares] = Parts(self._micro_batches, self._world, shares)
+        return self._known[shares]
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -197,8 +213,8 @@ class Exchange:
     kernels that add up a norm on a device choose their order by the alignment.
     """
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, parts: Parts) -> None:
-        self._owned, self._ranks = parts, len(parts.rounds[0])
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, ranks: int) -> None:
+        self._ranks = ranks
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
@@ -209,21 +225,25 @@ class Exchange:
         self._parts = [self._mine.narrow(0, start, size).view(p.shape) for start, size, p in places]
         self._used = self._mine.narrow(0, starts[-1], len(sizes))
 
-    def __call__(self, mine: Iterable[Gradients]) -> Gradients:
+    def __call__(self, mine: Iterable[Gradients], parts: Parts) -> Gradients:
         """The sums, which lie in a vector of ours until the next call; None where no rank has a gradient.
 
         Args:
             mine: the sums of this rank's subtrees, each asked for when it is sent.
+            parts: which they are, and those of the others.
         """
-        total = piece_of_sum(map(self._flat, mine), self._room, self._owned)
+        once = len(parts.rounds) == 1
+        total = piece_of_sum(map(self._flat, mine), lambda pieces: self._room(pieces, once), parts)
         dist.all_gather(list(self._mine.view(self._ranks, -1).unbind()), total)  # collective
         counts = self._used.tolist()  # waits for the device
         return [part if count else None for part, count in zip(self._parts, counts, strict=True)]
 
-    def _room(self, pieces: int) -> Tensor:
+    def _room(self, pieces: int, once: bool) -> Tensor:
         """For what comes in. Kept where it is one vector, as with runs that are subtrees: more would be too much."""
-        made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if self._kept is None else self._kept
-        self._kept = made if len(self._owned.rounds) == 1 else None
+        kept, self._kept = self._kept, None
+        made = kept if kept is not None and len(kept) == pieces else None
+        made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if made is None else made
+        self._kept = made if once else None
         return made
 
     def _flat(self, gradients: Gradients) -> Tensor:

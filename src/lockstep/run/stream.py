@@ -1,0 +1,35 @@
+"""The training stream of a run: which samples stand where, who computes them, and in how many processes they load.
+
+batches, balancer = stream_of(config, task, dataset, plain, run_plan, world, state)
+"""
+
+from typing import Any
+
+from lockstep.config.config import Config
+from lockstep.config.shares import AUTO
+from lockstep.data.batches import Batches, Loading
+from lockstep.data.order import Begun, Shuffled
+from lockstep.data.works import Works
+from lockstep.distributed.balance import Balancer
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.run.plan import RunPlan
+from lockstep.run.sharing import balancer_of, sharing_of
+from lockstep.task import Task
+
+__all__ = ["stream_of"]
+
+
+def stream_of(
+    config: Config, task: Task, dataset: Any, plain: Any, run_plan: RunPlan, world: World, state: dict[str, Any]
+) -> tuple[Batches, Balancer | None]:
+    """The training stream, and what balances it. `plain` is the dataset as the task made it."""
+    order = task.order(len(dataset), config.seed) or Shuffled(len(dataset), config.seed)
+    if run_plan.samples < len(dataset):
+        order = Begun(order, len(dataset), run_plan.samples)
+    works = Works(task, plain, order, run_plan.step_plan)
+    told = config.shares == AUTO and on_all_ranks(world, works.known)  # collective
+    balancer = balancer_of(config, world, works if told else None, state)
+    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    sharing = sharing_of(config, balancer)
+    made = Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing)
+    return made, balancer
