@@ -6,8 +6,9 @@ for record in steps(engine, task, step_loader, exchange, control):
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,38 @@ from lockstep.records import StepRecord
 from lockstep.seeds import derive
 from lockstep.task import Task
 
-__all__ = ["StepControl", "described", "loss_of", "scalar", "seeder", "steps"]
+__all__ = ["UNAUDITED", "Audits", "StepControl", "described", "loss_of", "scalar", "seeder", "steps"]
+
+
+class Audits(Protocol):
+    """What looks at how micro-batches are computed; see `lockstep.guards.audit`."""
+
+    def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Around forward and backward; what it gives takes the loss between the two, and returns it."""
+
+    def compare(self, step: int) -> None:
+        """After the last micro-batch, before the update. May raise: then the step is not applied."""
+
+    def close(self) -> None:
+        """No step comes after it."""
+
+
+class _Unaudited:
+    """Looks at nothing."""
+
+    _seen: AbstractContextManager[Callable[[Tensor], Tensor]] = nullcontext(lambda loss: loss)
+
+    def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        return self._seen
+
+    def compare(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+UNAUDITED = _Unaudited()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +63,7 @@ class StepControl:
     Attributes:
         factor: step -> what the base learning rate is multiplied by.
         momentum: step -> that of every parameter group; None: as it is.
+        audit: sees each micro-batch's loss and backward.
         limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
         clock: adds up where the time goes.
@@ -41,6 +74,7 @@ class StepControl:
     clock: Clock
     limit: Callable[[int], float] = lambda step: math.inf
     momentum: Callable[[int], float | None] = lambda step: None
+    audit: Audits = UNAUDITED
 
 
 def steps(
@@ -59,13 +93,14 @@ def steps(
         for batch in micro:
             control.seed(step, batch.index)
             last = batch is micro[-1]
-            with engine.accumulate(last):
-                loss = loss_sum(model, batch)
+            with engine.accumulate(last), control.audit.watch(step, batch) as seen:
+                loss = seen(loss_sum(model, batch))
                 clock.lap("forward")
                 engine.backward(loss, batch.weight / max(items, 1))
                 clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
             if batch.weight:
                 losses.append(loss.detach())
+        control.audit.compare(step)
         exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
         clock.lap("data")
         factor = control.factor(step)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.guards import desync
+from lockstep.guards import desync, digests
+from lockstep.guards.digests import word_sum
 
 DTYPES = [
     torch.uint8,
@@ -34,22 +35,22 @@ def values(dtype, count):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 24])
 def test_a_fingerprint_is_the_same_in_chunks_of_any_size(dtype, chunk, monkeypatch):
-    monkeypatch.setattr(desync, "_CHUNK", chunk)
+    monkeypatch.setattr(digests, "_CHUNK", chunk)
     for count in (0, 1, 7, 64, 65):
         tensor = values(dtype, count)
-        assert int(desync._on_device(tensor)) % (1 << 64) == plainly(tensor)
+        assert int(word_sum(tensor)) % (1 << 64) == plainly(tensor)
 
 
 def test_each_bit_counts_and_numbers_that_are_equal_but_not_the_same():
     zeros = torch.zeros(5)
-    assert desync._on_device(zeros) != desync._on_device(-zeros)
+    assert word_sum(zeros) != word_sum(-zeros)
     tensor = values(torch.float32, 5)
-    seen = {int(desync._on_device(tensor))}
+    seen = {int(word_sum(tensor))}
     for place in range(5):
         for bit in range(32):
             other = tensor.clone()
             other.view(torch.int32)[place] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
-            seen.add(int(desync._on_device(other)))
+            seen.add(int(word_sum(other)))
     assert len(seen) == 1 + 5 * 32
     nan = torch.full((3,), torch.nan)
     assert desync.fingerprints({"a": nan}) == desync.fingerprints({"a": nan.clone()})
@@ -72,8 +73,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 def test_a_fingerprint_takes_no_more_memory_than_a_chunks_places(dtype, monkeypatch):
-    monkeypatch.setattr(desync, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(digests, "_CHUNK", 1 << 10)
     tensor = values(dtype, 1 << 16)
     with Largest() as memory:
-        desync._on_device(tensor)
+        word_sum(tensor)
     assert 0 < memory.largest <= 8 << 10

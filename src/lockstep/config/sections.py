@@ -218,3 +218,6 @@ class Guards:
     straggler: float = option(1.2, "times the others' busy time from which a rank is called slow; 0: never")
     retries: int = option(2, "times that a sample, or a loader process that died, is tried again")
     bad_samples: int = option(0, "samples that each rank may leave out because they cannot be loaded")
+    audit: float = option(
+        0.0, "share of the micro-batches that another rank computes again, to name a device that computes wrongly"
+    )

@@ -215,6 +215,26 @@ class Batches:
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
         return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
+    def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
+        """By rank, the first and the past-the-last of the micro-batches that it computes in a step."""
+        return self.sharing.at(step).runs
+
+    def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
+        """(step, micro-batch) for each (step, index), whoever computes it in the training; in the order of the places.
+
+        Loaded as all others are: where there are loader processes, by one of its own, a micro-batch ahead.
+        """
+        loading = Loading(min(self._loading.workers, 1), 1, self._loading.retries)
+        loader = Loader(self._fetch, loading, self._rank, False)
+        with closing(loader.stream(self._key(*place) for place in places)) as found:
+            for key, data, items in found:
+                yield key.step, self._placed(key, data, items)
+
+    def alone(self, step: int, index: int) -> MicroBatch:
+        """A micro-batch, whoever computes it in the training; loaded in this process."""
+        key = self._key(step, index)
+        return self._placed(key, *self._fetch[key])
+
     def _placed(self, key: Key, data: Any, items: int) -> MicroBatch:
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
 

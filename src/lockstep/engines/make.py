@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError
 __all__ = [
     "SHARING",
     "ModelInit",
+    "check_audit",
     "check_shares",
     "check_sharing",
     "engine",
@@ -35,7 +36,7 @@ __all__ = [
     "undo_step",
 ]
 
-SHARING = ("single", "ddp", "zero")  # engines whose ranks may compute unequal numbers of micro-batches
+SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
 
 
 def engine(
@@ -155,6 +156,15 @@ def undo_step(engine: Engine) -> None:
     of which `outliving` is true changes them last, when no exchange is to come."""
     if isinstance(engine, Averaged | Buffered):
         engine.undo_step()
+
+
+def check_audit(name: str) -> None:
+    """Raises ConfigError where a rank of this engine cannot compute a micro-batch by itself."""
+    if name not in SHARING:
+        raise ConfigError(
+            f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
+            "itself: use --engine ddp or zero, or leave it out"
+        )
 
 
 def name_of(name: str, world: World) -> str:

@@ -17,13 +17,10 @@ from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
+from lockstep.guards.digests import word_sum
 from lockstep.tensors import local_of
 
 __all__ = ["check", "fingerprints"]
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-_CHUNK = 1 << 24  # words at a time: their places take 128 MiB
 
 
 def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
@@ -39,28 +36,11 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
         if local.device.type == "cpu":
             found[name][1] = xxhash.xxh3_64_hexdigest(bytes_of(local))
         else:
-            waiting.append((name, _on_device(local)))
+            waiting.append((name, word_sum(local)))
     if waiting:
         for (name, _), value in zip(waiting, torch.stack([sums for _, sums in waiting]).tolist(), strict=True):
             found[name][1] = f"{value & ((1 << 64) - 1):016x}"  # waits for the device, once, in tolist
     return found
-
-
-def _on_device(local: Tensor) -> Tensor:
-    """Sum of each word times an odd number that depends on its place, modulo 2**64. 0-dim int64.
-
-    A chunk of words at a time, so that it needs no more memory than two int64 vectors of a chunk.
-    """
-    flat = local.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        places = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
-        total += places.mul_(_ODD).bitwise_or_(1).mul_(chunk).sum()
-    return total
 
 
 def check(state: dict[str, Tensor], world: World, step: int) -> None:

@@ -94,8 +94,8 @@ def works(session: Session, built: Built) -> Works:
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
     recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=outlives)
     session.saver = recorder.saver
-    guards = Guards(built, exchange, step_loader, seed)
-    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum)
+    guards = Guards(built, exchange, step_loader, seed, clock)
+    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum, guards.audit)
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, step_plan)
     return Works(*parts, step_plan.steps, built.last)
 

@@ -30,6 +30,7 @@ from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
+from lockstep.run.auditing import check_auditable
 from lockstep.run.best import JUDGED, check_evaluated, judges
 from lockstep.run.defaults import settled
 from lockstep.run.evaluation_sets import batches_of, named_sets
@@ -220,7 +221,9 @@ def build(
     asked = config = _agreed(config, world)
     if steps:
         config = dataclasses.replace(config, max_steps=steps, stop_at=0)
-    pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
+    check_auditable(config, world)
+    same_kernels = config.exact or bool(config.guards.audit)
+    pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
     cut_known = bool(config.micro_batch_size)  # else it depends on the model
     if cut_known:

@@ -1,7 +1,7 @@
 """The guards of a run, put together: what run.py asks after each step.
 
-guards = Guards(built, exchange, step_loader, seed)
-for record in steps(..., Plan(..., limit=guards.limit)):
+guards = Guards(built, exchange, step_loader, seed, clock)
+for record in steps(..., StepControl(..., guards.limit, ..., guards.audit)):
     guards.after(record)
     ...
     guards.settle()                 # before a checkpoint
@@ -10,21 +10,26 @@ for record in steps(..., Plan(..., limit=guards.limit)):
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from lockstep import checkpoint
+from lockstep.clock import Clock
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.step_exchange import StepExchange
 from lockstep.engines.shared.buffers import unmoved
 from lockstep.errors import LockstepError
 from lockstep.guards import desync
+from lockstep.guards.again import Again
+from lockstep.guards.audit import Audit
 from lockstep.guards.nonfinite import origin
 from lockstep.guards.reading import Reader, ReadStep
 from lockstep.guards.skips import Rollback, Skips
 from lockstep.guards.spike import Spike
 from lockstep.guards.straggler import Straggler
-from lockstep.loop import loss_of
+from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
 
@@ -34,10 +39,19 @@ _LOG = logging.getLogger("lockstep")
 
 
 class Guards:
-    """What watches the steps. Every rank calls each method at the same steps."""
+    """What watches the steps. Every rank calls each method at the same steps.
+
+    Attributes:
+        audit: for the loop.
+    """
 
     def __init__(
-        self, built: Built, exchange: StepExchange, step_loader: StepLoader, seed: Callable[[int, int], None]
+        self,
+        built: Built,
+        exchange: StepExchange,
+        step_loader: StepLoader,
+        seed: Callable[[int, int], None],
+        clock: Clock,
     ) -> None:
         self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
         self._config = built.config.guards
@@ -52,8 +66,16 @@ class Guards:
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
         self._loss = loss_of(built.task)
+        self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
         if built.start:  # a new run's weights were compared when they were made
             desync.check(built.all_tensors(), built.world, built.start)  # collective
+
+    def _audit(self, clock: Clock) -> Audit:
+        built = self._built
+        again = Again(built.model, built.task, self._loss, self._seed, built.world.device)
+        share, seed, folder = self._config.audit, built.config.seed, built.folder.path
+        kept = partial(checkpoint.list_steps, folder)
+        return Audit(share, seed, built.start, built.world, built.batches, built.model, again, clock, kept)
 
     def limit(self, step: int) -> float:
         """What the norm of `step` must stay below to be applied."""

@@ -234,8 +234,8 @@ def _follow(session: Session, built: Built) -> Training:
     exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
     watchdog = HangWatchdog(world, exchange, built.folder.path, failure.note, session.member)
     signals = Preemption(exchange)
-    kept, loading = handed_on(ongoing), closing(ongoing.step_loader)
-    with signals, loading, kept, watchdog, recorder, explained(built.engine, world):
+    kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
+    with signals, loading, auditing, kept, watchdog, recorder, explained(built.engine, world):
         exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()

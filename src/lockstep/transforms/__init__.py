@@ -3,7 +3,6 @@
 model = prepare(model, precision="bf16", compile_model=True, device=world.device, blocks=task.blocks(model))
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.transforms.attention import attention, described
 from lockstep.transforms.batchnorm import recorders, recording, synchronised
 from lockstep.transforms.checkpointing import check_policy, checkpointed
+from lockstep.transforms.determinism import autotuned
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS, autocast, compiled, parameters_in
 
 __all__ = [
@@ -29,9 +29,6 @@ __all__ = [
     "recording",
     "synchronised",
 ]
-
-
-_AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def _check(chosen: Chosen, blocks: Sequence[nn.Module]) -> None:
 
 def _check_compiler() -> None:
     """Raises ConfigError where the compiler was told to choose kernels by speed, which differs from run to run."""
-    asked = [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
+    asked = autotuned()
     if asked:
         raise ConfigError(
             f"--exact with --compile cannot hold with {asked[0]}=1, which takes the kernel that happens to be fastest; "

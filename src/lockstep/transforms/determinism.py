@@ -3,6 +3,7 @@
 pin(exact=True, matmul="highest", device=world.device)
 """
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 
 from lockstep.errors import ConfigError
 
-__all__ = ["check_precision", "pin"]
+__all__ = ["autotuned", "check_precision", "pin", "pin_compiler"]
+
+_AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
+_SHAPES = 64  # of one compiled function
 
 
 def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
@@ -38,6 +42,23 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
         inductor.deterministic = True
     if device.type == "cpu":
         torch.set_num_threads(1)
+
+
+def pin_compiler() -> None:
+    """A compiled model's kernels follow from a micro-batch's shapes alone, and not from which came before in a process.
+
+    So there are no dynamic shapes, and no function falls back to eager for having seen too many: that is an error.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.automatic_dynamic_shapes = False
+    config.optimize_ddp = False  # which cuts a graph where DDP has its buckets, and elsewhere not
+    config.recompile_limit = max(config.recompile_limit, _SHAPES)
+    config.fail_on_recompile_limit_hit = True
+
+
+def autotuned() -> list[str]:
+    """The variables that tell the compiler to choose kernels by speed, which differs from run to run."""
+    return [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.data.batches import MicroBatch, StepLoader
 from lockstep.engines.base import Engine, StepResult
+from lockstep.guards.digests import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
 from lockstep.verify.operations import DtypeTracker, coarsest, digest
@@ -222,20 +223,9 @@ class _Probe(EngineWrapper):
         return self._recorder.update(lambda: self.inner.step(factor, limit, momentum))
 
 
-def _digests(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _digests(data: Any) -> Iterator[tuple[str, str]]:
     """(path, digest) of every leaf of a nested batch."""
-    if isinstance(data, Tensor):
-        yield path, digest(data)
-    elif isinstance(data, dict) or hasattr(data, "items"):
-        for key, value in data.items():
-            yield from _digests(value, f"{path}[{key!r}]")
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            yield from _digests(value, f"{path}[{index}]")
-    elif isinstance(data, str | int | float | bool | bytes | None):
-        yield path, digest(repr(data).encode())
-    elif hasattr(data, "__dict__"):
-        yield from _digests(vars(data), path)
+    return ((path, digest(leaf)) for path, leaf in leaves(data))
 
 
 def _generators(device: torch.device) -> str:

@@ -1,0 +1,34 @@
+"""What `--guards.audit` needs of a run.
+
+check_auditable(config, world)      # raises where micro-batches cannot be computed again
+"""
+
+from lockstep.config.config import Config
+from lockstep.distributed.world import World
+from lockstep.engines.make import check_audit, name_of
+from lockstep.errors import ConfigError
+from lockstep.transforms.determinism import autotuned, pin_compiler
+
+__all__ = ["check_auditable"]
+
+
+def check_auditable(config: Config, world: World) -> None:
+    """Refuses what cannot be audited; a compiler is told to choose its kernels alike on all ranks.
+
+    Raises:
+        ConfigError: an engine, a BatchNorm or a compiler that `--guards.audit` does not go with.
+    """
+    if not config.guards.audit:
+        return
+    check_audit(name_of(config.engine, world))
+    if config.batchnorm == "sync":
+        raise ConfigError(
+            "--guards.audit does not go with --batchnorm sync, whose forward takes all ranks: use --batchnorm replay"
+        )
+    if config.compile:
+        if asked := autotuned():
+            raise ConfigError(
+                f"--guards.audit with --compile cannot hold with {asked[0]}=1, which takes the kernel that happens to "
+                "be fastest; unset it"
+            )
+        pin_compiler()
