@@ -1,8 +1,13 @@
 """What all guards together cost a step of the GPT benchmark: python bench/guards.py [--steps 60] [--rounds 5]
 
+    python bench/guards.py --audit 0.02 --ranks 2 --steps 300       # what --guards.audit costs alone
+
 Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
 of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
 turn. Also the parts alone, in microseconds per step: what each costs where it is called.
+
+Of an audit the run with it is compared with one without, in turn: what its audited steps take more than its others, by
+how many there are, and what its others take more than those without. Both have deterministic kernels.
 """
 
 import argparse
@@ -19,13 +24,16 @@ import lockstep
 from lockstep.config.config import Config
 from lockstep.config.sections import Guards, Optim
 from lockstep.distributed.progress import COMPUTING, Progress
+from lockstep.distributed.shares import equal_shares
+from lockstep.distributed.spawn import start
+from lockstep.guards.audit import audited
 from lockstep.guards.desync import fingerprints
 from lockstep.guards.reading import Reader
 from lockstep.guards.spike import Spike
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.records import StepRecord
 
-LENGTH, VOCABULARY = 128, 512
+LENGTH, VOCABULARY, MICRO = 128, 512, 4
 OFF = Guards(spike="off", desync_freq=0, straggler=0.0)
 
 
@@ -62,19 +70,52 @@ class Task(lockstep.Task):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
-def per_step(guards, steps):
-    """Seconds a step, median, of a run without saves."""
+def seconds(guards, steps, world=None):
+    """Of each step after the fifth, in a run without saves."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         config = Config(
-            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=4, seq_len=LENGTH, ckpt_freq=0,
+            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH, ckpt_freq=0,
             log_freq=100, optim=Optim(), guards=guards,
         )  # fmt: skip
         times = []
-        for step in lockstep.Run(config, Task()):
+        for step in lockstep.Run(config, Task(), world):
             times.append(time.perf_counter())
             if step.record.step == steps:
                 break
-    return statistics.median(after - before for before, after in itertools.pairwise(times[5:]))
+    return [after - before for before, after in itertools.pairwise(times[5:])]
+
+
+def per_step(guards, steps):
+    return statistics.median(seconds(guards, steps))
+
+
+def both(world, say, share, steps, rounds):
+    """What a round's audited steps take of its others, and these of the steps without audits; on one of the ranks."""
+    torch.use_deterministic_algorithms(True)
+    found = []
+    for _ in range(rounds):
+        plain = statistics.median(seconds(Guards(), steps, world))
+        times = seconds(Guards(audit=share), steps, world)
+        say()
+        runs = equal_shares(8 // MICRO, world.size).runs
+        marked = [bool(audited(0, step + 6, share, runs)) for step in range(len(times))]
+        two, one = (
+            statistics.median(t for t, mark in zip(times, marked, strict=True) if mark is is_audited)
+            for is_audited in (True, False)
+        )
+        found.append((two / one, one / plain, plain))
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def audit(share, ranks, steps, rounds):
+    slots = 8 // MICRO // ranks
+    double, others, plain = start(both, ranks, (share, steps, rounds), patience=600.0)[0]
+    cost = share * slots * (double - 1) + others - 1
+    print(
+        f"--guards.audit {share:g} on {ranks} ranks: an audited step takes {double:.3f} of another one, where "
+        f"{1 + 1 / slots:.3f} is one micro-batch more; the others {others:.4f} of the {1e3 * plain:.1f} ms without; "
+        f"in all {100 * cost:.2f} % (goal {100 * share + 0.5:.2f} %)"
+    )
 
 
 def micro(function, count=20000):
@@ -88,7 +129,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--audit", type=float, default=0.0)
+    parser.add_argument("--ranks", type=int, default=1)
     given = parser.parse_args()
+    if given.audit:
+        audit(given.audit, given.ranks, given.steps, given.rounds)
+        return
     torch.set_num_threads(1)
     results = {"off": [], "on": []}
     for _ in range(given.rounds):

@@ -4,8 +4,12 @@ import math
 
 import pytest
 import torch
+from ranks import run
+from small_runs import config
 from torch import nn
+from toys import Ragged
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.make import engine
@@ -79,3 +83,18 @@ def test_the_devices_fingerprint_sees_a_bit_and_a_place():
     other.view(torch.int32)[500] ^= 1
     assert desync.fingerprints({"a": one}) != desync.fingerprints({"a": other})
     assert desync.fingerprints({"a": one.flip(0)}) != desync.fingerprints({"a": one})
+
+
+def audited(world, folder):
+    """What is trained where every micro-batch is computed twice, and where none is."""
+    found = []
+    for share in (1.0, 0.0):
+        given = config(folder, experiment_name=str(share), precision="bf16", exact=True, guards={"audit": share})
+        result = lockstep.train(given, Ragged(dropout=0.1, dtype=torch.float32), world)
+        found.append(checkpoint.fingerprint(checkpoint.newest(result.folder, say=print)))
+    return found
+
+
+def test_a_micro_batch_that_is_computed_again_has_the_same_bits(tmp_path):
+    one, other = run(audited, 1, tmp_path, device="cuda")[0]
+    assert one == other

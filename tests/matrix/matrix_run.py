@@ -249,6 +249,11 @@ def by_speed(case: Case, engine: str, world: int) -> bool:
     return case.task == "muon" and able and case.model != "buffer"
 
 
+def _audit(start: Start) -> float:
+    """The share of micro-batches that are computed twice: the tasks "options" and "muon" have it where an engine can."""
+    return 0.2 if start.case.task in ("options", "muon") and start.engine in ("single", "ddp", "zero") else 0.0
+
+
 def _more(case: Case) -> dict[str, object]:
     if case.task == "adapters":
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
@@ -287,7 +292,7 @@ def settings(start: Start, folder: Path) -> Config:
             **_optim(case),
         ),
         checkpoint=Checkpoint(keep=10),
-        guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0),
+        guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0, audit=_audit(start)),
         shares="auto"
         if by_speed(case, start.engine, start.world)
         else ",".join(map(str, shares(case, start.engine, start.world))) or "equal",

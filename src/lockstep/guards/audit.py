@@ -70,6 +70,8 @@ def audited(
         least: of each run so many at least.
     """
     drawn = (derive(seed, "audit", step) >> 11) * 2.0**-53  # from 0 to below 1
+    if not least and share * max(stop - start for start, stop in runs) + drawn < 1.0:
+        return []
     shift = 1 + derive(seed, "audit", step, len(runs)) % (len(runs) - 1) if len(runs) > 1 else 0
     found = []
     for owner, (start, stop) in enumerate(runs):
@@ -184,8 +186,8 @@ class Audit:
     def _load(self, step: int, micro: int) -> MicroBatch:
         """The next micro-batch that this rank computes again.
 
-        It is loaded ahead. Where the ranks have shared the steps out otherwise since then (`--shares auto`), another may
-        come: then the loading begins anew.
+        It is loaded ahead. Where the ranks have shared the steps out otherwise since (`--shares auto`), another may come:
+        then the loading begins anew.
         """
         for _ in range(2):
             self._stream = self._stream or self._batches.again(self._places(step, micro))

@@ -169,6 +169,7 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
         compile=spec.combination.compiled,
         engine_options=options_for(engine, given.engine_options),  # the others are for other engines
         shares=shares_for(engine, world.size, given.shares),
+        guards=dataclasses.replace(given.guards, audit=0.0),  # everything is compared here, and with every engine
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )
