@@ -250,7 +250,7 @@ def by_speed(case: Case, engine: str, world: int) -> bool:
 
 
 def _audit(start: Start) -> float:
-    """The share of micro-batches that are computed twice: the tasks "options" and "muon" have it where an engine can."""
+    """The share of micro-batches that are computed twice: with the tasks "options" and "muon", where an engine can."""
     return 0.2 if start.case.task in ("options", "muon") and start.engine in ("single", "ddp", "zero") else 0.0
 
 

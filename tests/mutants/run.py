@@ -50,7 +50,7 @@ TABLE = [
     ("checkpoint", "checkpoint/export/*.py", "test_export.py"),
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
     ("guards", "guards/*.py run/guarding.py", f"{GUARDS} {WHOLE}"),
-    ("launch", "launch/*.py", "launch/*.py test_environment.py test_command.py chaos/*.py"),
+    ("launch", "launch/*.py distributed/members.py", "launch/*.py test_environment.py test_command.py chaos/*.py"),
     (
         "verify",
         "verify/*.py distributed/spawn.py",
@@ -60,8 +60,8 @@ TABLE = [
     ("recorder", "run/recorder.py run/meter.py", WHOLE),
     (
         "run",
-        "run/run.py run/session.py run/training.py run/opening.py run/load.py task.py",
-        f"{WHOLE} test_task*.py commands/*.py {GUARDS}",
+        "run/run.py run/session.py run/training.py run/after_step.py run/recovery.py run/opening.py run/load.py task.py",
+        f"{WHOLE} test_task*.py commands/*.py {GUARDS} chaos/test_lost_ranks.py",
     ),
     (
         "build",

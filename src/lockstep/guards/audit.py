@@ -186,7 +186,7 @@ class Audit:
     def _load(self, step: int, micro: int) -> MicroBatch:
         """The next micro-batch that this rank computes again.
 
-        It is loaded ahead. Where the ranks have shared the steps out otherwise since (`--shares auto`), another may come:
+        It is loaded ahead. Where the steps are shared out otherwise since then (`--shares auto`), another may come:
         then the loading begins anew.
         """
         for _ in range(2):
