@@ -204,6 +204,16 @@ def test_a_bound_holds_from_its_step_on():
     assert Ranks([0.01, 0.04], state=balancer.state).slots() == (5, 3)
 
 
+def test_a_step_keeps_its_shares_however_many_changes_are_still_to_come():
+    """Many loader processes ask for steps far ahead, so that a change is decided long before it holds."""
+    balancer = Balancer(8, 2)
+    for first in range(1, 100):
+        balancer.bound([4 - first % 3, 8], 40 + first)
+        assert balancer.at(40 + first).slots[0] == 4 - first % 3
+        assert balancer.at(min(first, 40)).slots == (4, 4)
+    assert balancer.at(0).slots == (4, 4)
+
+
 def test_what_was_asked_for_cannot_be_changed():
     balancer = Balancer(8, 2)
     balancer.at(7)

@@ -24,7 +24,7 @@ __all__ = ["Balancer", "Report", "check_alike"]
 GAIN = 0.05  # a change must make the steps so much shorter, as a share, in two windows of measurements in a row
 _REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # in a window, at least; so many steps are enough with any number of reports
 _COMPARED = 16  # steps of a window, the last ones, whose lengths under old and new shares are compared
-_CUTS, _RULES = 1024, 8  # that are remembered: a device's seconds are known late
+_CUTS = 1024  # that are remembered: a device's seconds are known late
 
 
 class Report(NamedTuple):
@@ -216,7 +216,7 @@ class Balancer:
                 f"--shares auto: new shares for step {rule.first}, and step {self._asked} was asked for already: a "
                 "mistake in lockstep"
             )
-        self._rules = [*self._rules, rule][-_RULES:]
+        self._rules.append(rule)
 
     def _described(self) -> str:
         first, costs, _ = rule = self._rules[-1]
