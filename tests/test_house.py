@@ -70,6 +70,27 @@ def imported(path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def _defaults(method):
+    """What a method's arguments are where they are left out."""
+    given = method.args.args[-len(method.args.defaults) :] if method.args.defaults else []
+    return {each.arg: ast.unparse(value) for each, value in zip(given, method.args.defaults, strict=True)}
+
+
+def test_what_is_left_out_of_a_call_is_the_same_in_every_engine_and_in_what_stands_before_one():
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+            for name in ("backward", "step"):
+                if name in methods and len(methods[name].args.args) == (3 if name == "backward" else 4):
+                    found[path.name, kind.name, name] = _defaults(methods[name])
+    wanted = {name: found["base.py", "Engine", name] for name in ("backward", "step")}
+    assert wanted["backward"] == {"weight": "1.0"}
+    differing = {place: each for place, each in found.items() if each != wanted[place[2]]}
+    assert not {place for place in differing if place[1] != "ReplicatedEngine"}  # whose callers name each argument
+    assert len(found) > 20
+
+
 def test_imports_go_down(path):
     own = home(path.relative_to(ROOT).with_suffix("").parts)
     for line, name, deferred in imported(path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import RankError, run
-from support import alone, build, close, each
+from support import alone, build, close, each, whole
 from toys import Network, Ragged, train
 
 import lockstep
@@ -72,6 +72,58 @@ def test_unused_parameters_are_handled_by_themselves(branch):
     for (name, given), result in zip(settings, found, strict=True):
         assert not isinstance(result, str), (name, result)
         close(result, wanted if given["micro"] == 1 else other, 1e-11)
+
+
+class One(Plain):
+    """A model of a single parameter: one of two ranks has no part of it; "ddp" has a buffer beside it."""
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(8, 3, bias=False), Counts()).double()
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return x
+
+
+def _exchanged(world):
+    """When fsdp's shards have gradients within two steps of four micro-batches, whether DDP sends buffers in forwards,
+    and zero's moments after one step, two more askings and another step."""
+    task = Plain("always")
+    made, batches = build(world, task, "fsdp", size=8, micro=1, count=2)
+    shards = []
+    for _, micro in batches.from_step(0):
+        for batch in micro:
+            with made.accumulate(batch is micro[-1]):
+                made.backward(task.loss(made.model, batch.data), batch.weight)
+            shards.append({parameter.grad is not None for parameter in made.model.parameters()})
+        made.step(1.0)
+    ddp, _ = build(world, One(), "ddp")
+    made, batches = build(world, One(), "zero", count=2)
+    moments = []
+    for stop in (1, 2):
+        train(world, made, batches, One(), start=stop - 1, stop=stop)
+        made.state_dict()
+        moments.append(whole(made.state_dict()["optimizer/0.weight/exp_avg_sq"], world).tolist())
+    return shards, ddp.model.will_sync_module_buffers(), moments
+
+
+def test_gradients_are_exchanged_once_a_step_buffers_apart_and_a_rank_may_have_no_part():
+    made, batches = build(World(), One(), "single", count=2)
+    moments = []
+    for stop in (1, 2):
+        train(World(), made, batches, One(), start=stop - 1, stop=stop)
+        moments.append(whole(made.state_dict()["optimizer/0.weight/exp_avg_sq"], World()).tolist())
+    for shards, sends, found in run(_exchanged, 2):
+        assert shards == [{False}, {False}, {False}, {True}] * 2
+        assert not sends
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(moments), rtol=1e-11, atol=0.0)
 
 
 def _states(world, task, name, settings):

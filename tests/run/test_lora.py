@@ -346,9 +346,10 @@ def test_compiled_layers_have_adapters_too(tmp_path, monkeypatch):
 
     lockstep.train(lora(tmp_path, **settings), Wide())
     monkeypatch.setattr(nn.Module, "compile", traced)
-    for stop in (2, 0):
-        lockstep.train(lora(tmp_path, experiment_name="compiled", compile=True, stop_at=stop, **settings), Wide())
-    assert len(compiled) >= 2
+    settings["experiment_name"] = "compiled"
+    lockstep.train(lora(tmp_path, stop_at=2, **settings), Wide())  # a compiled run goes on with what another left
+    lockstep.train(lora(tmp_path, compile=True, **settings), Wide())
+    assert len(compiled) == 2
     close_to(tmp_path, ["compiled"], held(tmp_path / "r")[0])
 
 
