@@ -60,7 +60,8 @@ TABLE = [
     ("recorder", "run/recorder.py run/meter.py", WHOLE),
     (
         "run",
-        "run/run.py run/session.py run/training.py run/after_step.py run/recovery.py run/opening.py run/load.py task.py",
+        "run/run.py run/session.py run/training.py run/after_step.py run/recovery.py run/opening.py run/load.py "
+        "task.py",
         f"{WHOLE} test_task*.py commands/*.py {GUARDS} chaos/test_lost_ranks.py",
     ),
     (
