@@ -35,20 +35,10 @@ BACK = 30.0  # seconds for a new process to be there
 LINE = re.compile(r"INFO (\d+) ranks go on from step (\d+)")
 
 
-def records(folder):
-    """(step, when it was seen) as the records come."""
-    path, at = folder / "metrics.jsonl", 0
-    with open(path, encoding="utf-8") as file:
-        while True:
-            line = file.readline()
-            if not line.endswith("\n"):
-                file.seek(at)
-                yield None
-                continue
-            at = file.tell()
-            record = json.loads(line)
-            if "lr" in record:
-                yield record["global_step"]
+def held(pids):
+    """The most descriptors and threads that one of these processes has."""
+    found = [(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))) for pid in pids]
+    return max(each[0] for each in found), max(each[1] for each in found)
 
 
 def size_of(folder):
@@ -67,6 +57,7 @@ def kills(data, world, count, seed):
     seconds, kept, folder = [], 0, out / "default"
     try:
         until_step(out, 5, process)
+        first = held(workers(process).values())
         for _ in range(count):
             time.sleep(draw.uniform(0.0, 1.0))
             before, rank = workers(process), draw.randrange(world)
@@ -83,6 +74,7 @@ def kills(data, world, count, seed):
             until = time.monotonic() + BACK
             while (size_of(folder) or (0, 0))[0] != world and time.monotonic() < until:
                 time.sleep(0.1)
+        last = held(workers(process).values())
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[0]
     finally:
@@ -90,7 +82,7 @@ def kills(data, world, count, seed):
     lost = Run(process.returncode, said, 0.0, folder)
     taken = lost.state["global_step"]
     alone = launch(data, data / f"alone-{world}", *flags, "--stop-at", str(taken), processes=2, timeout=600.0)
-    return seconds, kept, lost.mark()[:3] == alone.mark()[:3], taken
+    return seconds, kept, lost.mark()[:3] == alone.mark()[:3], taken, (first, last)
 
 
 def latest(folder):
@@ -200,12 +192,13 @@ def main():
         if "kills" in given.only:
             every, kept, asked = [], 0, 0
             for world in given.worlds:
-                seconds, same_processes, same, taken = kills(data, world, given.kills, given.seed + world)
+                seconds, same_processes, same, taken, held_by = kills(data, world, given.kills, given.seed + world)
                 every, kept, asked = every + seconds, kept + same_processes, asked + len(seconds)
                 print(
                     f"world {world}: {len(seconds)} kills in {taken} steps; next step after "
                     f"{statistics.median(seconds):.2f} s, at worst {max(seconds):.2f} s; others kept their process "
-                    f"{same_processes}/{len(seconds)}; bits {'equal' if same else 'DIFFER'}",
+                    f"{same_processes}/{len(seconds)}; bits {'equal' if same else 'DIFFER'}; descriptors and threads "
+                    f"of a process: {held_by[0]} at the begin, {held_by[1]} at the end",
                     flush=True,
                 )
             print(f"all: {asked} kills, median {statistics.median(every):.2f} s, worst {max(every):.2f} s, kept {kept}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import BEAT, arguments, end, launch, start, until_step, workers
+from harness import BEAT, Run, arguments, end, launch, start, until_step, workers
 
 WRITE = "lockstep.checkpoint.write:write_file"
 UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
@@ -73,8 +73,6 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     alone = launch(data, tmp_path / "whole", *flags, "--stop-at", str(taken), processes=0)
     saved = [path.name for path in sorted((tmp_path / "lost" / "default" / "checkpoints").glob("step-*"))]
     assert saved[-1] == f"step-{taken:08d}"
-    from harness import Run
-
     lost = Run(0, said, 0.0, tmp_path / "lost" / "default")
     assert lost.mark()[:3] == alone.mark()[:3]
     assert lost.state["losses"] == 1
@@ -162,6 +160,18 @@ def test_an_error_that_all_ranks_have_ends_the_run_with_its_cause(data, tmp_path
     run = launch(data, tmp_path, *FOUR, faults=faults, processes=3, losses=8)
     assert run.code == 1, run.said
     assert "RuntimeError: planted" in run.last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_without_exact_the_reducers_are_left_too(data, tmp_path, rank):
+    """DDP's own exchange, which is under way in the backward when the rank is lost."""
+    command = [word for word in arguments(data, tmp_path, *FOUR, processes=3, losses=1) if word != "--exact"]
+    process = start(command, [{"rank": rank, "step": 7, "at": UPDATE, "do": "kill"}])
+    said = process.communicate(timeout=90)[0]
+    end(process)
+    assert process.returncode == 0, said
+    assert Run(0, said, 0.0, tmp_path / "default").state["losses"] == 1
 
 
 @pytest.mark.slow

@@ -84,6 +84,14 @@ def test_one_of_several_nodes_holds_the_meeting_point(monkeypatch, nodes, flags,
     assert "GLOO_SOCKET_IFNAME" not in job.environment
 
 
+def test_lost_processes_are_replaced_on_one_node_where_there_are_others(monkeypatch):
+    two = ("--nproc-per-node", "2")
+    found = [asked(monkeypatch, *flags) for flags in ((), two, (*two, "--max-losses", "3", "--min-ranks", "2"))]
+    assert [(job.least, job.losses) for job in found] == [(1, 0), (1, 8), (2, 3)]
+    several = asked(monkeypatch, *two, "--nnodes", "2", "--master-addr", "127.0.0.1", "--min-ranks", "4")
+    assert (several.least, several.losses) == (4, 0)
+
+
 def test_what_is_started_and_with_how_many_threads(monkeypatch, tmp_path):
     script = str(tmp_path / "mine.py")
     (tmp_path / "mine.py").touch()
@@ -130,6 +138,12 @@ def test_nodes_meet_at_the_master(capsys):
         (["--master-port", "65536", "--", "train"], "--master-port is 65536"),
         (["--max-restarts", "-1", "--", "train"], "--max-restarts is -1: it must be at least 0"),
         (["--node-rank", "-1", "--", "train"], "--node-rank is -1"),
+        (["--max-losses", "-1", "--", "train"], "--max-losses is -1: it must be at least 0"),
+        (["--min-ranks", "0", "--", "train"], "--min-ranks is 0: it must be at least 1"),
+        (
+            ["--nproc-per-node", "2", "--min-ranks", "3", "--", "train"],
+            "--min-ranks is 3, and there are 2 processes: it must be at most that",
+        ),
         (["--nnodes", "0:2", "--", "train"], "--nnodes is '0:2'"),
         (["--nnodes", "one", "--", "train"], "--nnodes is 'one'"),
         (["--master-port", "-1", "--", "train"], "--master-port is -1"),

@@ -120,9 +120,9 @@ class Member:
         key, store = f"{self._keys}/experiment", self._connected()
         return store.get(key).decode() if store.check([key]) else ""
 
-    def ends(self) -> None:
-        """Tells the launcher that the run is at its end: a process that ends from now on is not replaced."""
-        self._connected().set(f"{self._keys}/ready/{self.name}", "the run is at its end")
+    def ends(self, why: str = "the run is at its end") -> None:
+        """Tells the launcher why this process, should it end from now on, is not replaced."""
+        self._connected().set(f"{self._keys}/ready/{self.name}", why)
 
     def is_wished(self, store: TCPStore) -> bool:
         """Whether somebody waits to be taken in. For another thread, over a connection of its own."""

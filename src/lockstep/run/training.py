@@ -85,7 +85,7 @@ def training(session: Session) -> Training:
         _drop(session)
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
-                session.member.ends()
+                session.member.ends("its own loop was left, by an error or a break, so the others do not go on")
         session.status = "stopped" if session.status == "running" else session.status
         if session.world is None:
             if session.status == "stopped":
