@@ -109,6 +109,19 @@ def test_wherever_a_rank_is_lost_no_sample_is(data, tmp_path, whole, rank, fault
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("more", [(), ("--data.workers", "1")])
+def test_one_of_the_others_has_made_the_update_and_another_has_not(data, tmp_path, whole, behind, more):
+    """Rank 3 is lost with its sum handed out; another hears of it before its update, the rest after it."""
+    faults = [
+        {"rank": behind, "step": 7, "at": UPDATE, "do": "raise", "text": "gloo: Connection closed by peer"},
+        {"rank": 3, "step": 7, "at": UPDATE, "do": "kill"},
+    ]
+    run = survived(data, tmp_path, whole, faults, *more, processes=4)
+    assert "go on from step 8" in run.said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["lockstep.run.recovery:_handed_out", "lockstep.run.after_step:works", PLACE])
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
 def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):

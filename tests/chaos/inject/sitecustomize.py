@@ -26,7 +26,7 @@ def _own(number):
 
 def _raise(fault, args):
     kind = getattr(builtins, fault.get("error", "RuntimeError"))
-    raise kind(fault["errno"], os.strerror(fault["errno"])) if "errno" in fault else kind("planted")
+    raise kind(fault["errno"], os.strerror(fault["errno"])) if "errno" in fault else kind(fault.get("text", "planted"))
 
 
 def _flip(fault, args):

@@ -1,0 +1,68 @@
+"""A run that outlives the loss of a rank, while none is lost: as many collectives, and the same bits."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import run
+from small_runs import config, mark
+from torch._C._distributed_c10d import TCPStore
+from toys import Ragged
+
+import lockstep
+from lockstep.distributed.members import Member
+from lockstep.run import recovery
+
+CALLS = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "barrier", "reduce", "gather", "new_group")
+
+
+def _counted(world, folder, port, exact):
+    """Collectives of a whole run, and its mark: with nobody who replaces ranks, and with somebody."""
+    world.leave()
+    counts, before = [], {name: getattr(dist, name) for name in CALLS}
+    for name in ("plain", "member"):
+        counts.append(dict.fromkeys(CALLS, 0))
+
+        def counting(call, found=counts[-1]):
+            def counted(*args, **kwargs):
+                found[call] += 1
+                return before[call](*args, **kwargs)
+
+            return counted
+
+        for call in CALLS:
+            setattr(dist, call, counting(call))
+        if name == "member":
+            os.environ["LOCKSTEP_MEETING"] = f"127.0.0.1:{port}"
+        recovery._BEGUN.clear()
+        task = Ragged(dtype=torch.float64)
+        settings = config(folder, experiment_name=name, eval_freq=4, exact=exact, device="cpu", engine="ddp")
+        session = lockstep.Run(settings, task)
+        session()
+        assert (session._session.member is not None) == (name == "member")
+    return counts, mark(Path(folder), "plain") == mark(Path(folder), "member")
+
+
+def test_the_healthy_path_has_as_many_collectives_and_the_same_bits(tmp_path):
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for exact in (True, False):
+        for counts, same in run(_counted, 2, str(tmp_path / str(exact)), store.port, exact):
+            assert counts[0] == counts[1]
+            assert same
+    for rank in "01":
+        assert store.get(f"lockstep/members/0/ready/{rank}").decode() == "the run is at its end"
+
+
+def test_a_wish_is_seen_by_those_of_its_generation_alone():
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    meeting = {"LOCKSTEP_MEETING": f"127.0.0.1:{store.port}", "RANK": "1"}
+    member = Member.of_this_process(meeting)
+    other = member.connection()
+    assert not member.is_wished(other)
+    store.set("lockstep/members/0/wish/0", "1")
+    assert member.is_wished(other)
+    member.generation = 1
+    assert not member.is_wished(other)
+    member.ready("", "mine")
+    assert (member.experiment(), store.get("lockstep/members/0/ready/1")) == ("mine", b"yes")
