@@ -52,6 +52,7 @@ def test_two_ranks_have_the_bits_of_one(tmp_path, places, weights_folder, packin
     one, two, parted = ([*argv.split(), "--experiment-name", name] for name in ("one", "two", "parted"))
     again = [parted] if packing == "padded" else []
     ((whole, *_),) = run(each, 1, places, [one, *([*some, "--stop-at", "1"] for some in again)], timeout=240.0)
-    pairs = run(each, 2, places, [[*some, "--engine", engine] for some in (two, *again)], timeout=240.0)
+    more = ["--engine", engine, *(["--shares", "auto"] if again else [])]  # which cuts each step by its documents
+    pairs = run(each, 2, places, [[*some, *more] for some in (two, *again)], timeout=240.0)
     assert whole[0] == 0
     assert pairs == [[whole] * (1 + len(again))] * 2

@@ -84,6 +84,9 @@ def test_batches_are_padded_and_the_loss_is_the_packages_own(place, tmp_path):
     assert inputs["input_ids"].shape == (6, max(lengths))
     assert inputs["attention_mask"].sum(1).tolist() == lengths
     assert max(lengths) <= 16
+    texts = [len(training.texts[0][sample]) for sample in range(6)]
+    assert task.work(training, range(6)) == 6 * min(max(texts), 5 * 16)
+    assert task.work(training, [1]) == min(texts[1], 5 * 16)
     torch.manual_seed(0)
     model = task.model().double().eval()
     assert any("gpt2: drawn anew for the 2 classes: score.weight" in line for line in said)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.tasks.causal_lm import LanguageModel
 from lockstep.text.corpus import IGNORED, Blocks, Windows
 from lockstep.text.documents import Packed, Padded
 from lockstep.text.examples import Example
@@ -36,6 +37,15 @@ def made(shapes):
     return [Example("".join(chr(next(letters)) for _ in range(length)), min(given, length)) for length, given in shapes]
 
 
+def check_work(samples):
+    """What sharing out a step goes by: the tokens of a batch with its padding, known without loading it."""
+    works = [LanguageModel.work(None, samples, [place]) for place in range(len(samples))]
+    lengths = [len(samples[place]["input_ids"]) for place in range(len(samples))]
+    assert works == (lengths if isinstance(samples, Padded) else [None] * len(lengths))
+    if isinstance(samples, Padded) and lengths:
+        assert LanguageModel.work(None, samples, range(len(lengths))) == len(lengths) * max(lengths)
+
+
 def split(kind, examples, seq_len, masked, reader):
     """The split's samples, read from files as a run's are, and what was said of them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +56,7 @@ def split(kind, examples, seq_len, masked, reader):
             Letters(), part, packing, path, masked=masked, prompts=False, progress=lambda examples: None
         )
         samples = reader(path, Letters.vocab_size, seq_len, masked)
+        check_work(samples)
         return [samples[index] for index in range(len(samples))], written
 
 

@@ -76,7 +76,7 @@ class Balancing:
             self._bound(first)
         if line:
             self._keep()
-            if self._built.world.is_main:
+            if self._built.world.is_main and first < self._built.run_plan.step_plan.steps:
                 _LOG.info(line)
 
     def _bound(self, first: int) -> None:
