@@ -23,8 +23,7 @@ from loop import Mlp, SmallGpt
 import lockstep
 from lockstep.config.config import Config
 
-MILLISECONDS = 10.0  # of a micro-batch of work 1, forward and backward together
-WARM = 60  # steps in which auto decides
+WARM = 40  # steps in which auto decides
 
 
 class Slept(torch.autograd.Function):
@@ -43,25 +42,26 @@ class Slept(torch.autograd.Function):
 
 
 class Slow(Mlp):
-    """A micro-batch takes 10 ms, on the last rank twice as long."""
+    """A micro-batch takes so many seconds, on the last rank twice as long."""
 
-    def __init__(self):
+    def __init__(self, seconds):
         super().__init__()
-        self.cost = 1.0
+        self.cost = self.seconds = seconds
 
     def bound(self, world):
-        self.cost = 2.0 if world.rank == world.size - 1 else 1.0
+        self.cost = self.seconds * (2.0 if world.rank == world.size - 1 else 1.0)
         return self
 
     def loss(self, model, batch):
-        return Slept.apply(super().loss(model, batch), self.cost * MILLISECONDS / 1e3)
+        return Slept.apply(super().loss(model, batch), self.cost)
 
 
 class Lengths(Mlp):
-    """A sample takes as long as it is: log-normal with sigma 1 and mean 1, in units of 10 ms."""
+    """A sample takes as long as it is: log-normal with sigma 1 and mean 1, times so many seconds."""
 
-    def __init__(self):
+    def __init__(self, seconds):
         super().__init__()
+        self.seconds = seconds
         drawn = torch.empty(4096).log_normal_(-0.5, 1.0, generator=torch.Generator().manual_seed(1))
         self.table.x[:, 0] = drawn  # each sample knows its length
 
@@ -72,7 +72,7 @@ class Lengths(Mlp):
         return float(dataset.x[samples, 0].sum())
 
     def loss(self, model, batch):
-        return Slept.apply(super().loss(model, batch), float(batch[0][:, 0].sum()) * MILLISECONDS / 1e3)
+        return Slept.apply(super().loss(model, batch), float(batch[0][:, 0].sum()) * self.seconds)
 
 
 def stepper(task, micro_batches, size, folder, name, world, **settings):
@@ -95,14 +95,13 @@ def stepper(task, micro_batches, size, folder, name, world, **settings):
 KINDS = {"slow": Slow, "lengths": Lengths, "equal": SmallGpt, "mlp": Mlp}
 
 
-def compete(rank, world, port, folder, name, ranks, micro_batches, size, exact, rounds, steps):
+def compete(rank, world, port, folder, name, ranks, micro_batches, size, exact, rounds, steps, seconds):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         world = lockstep.World.join()
-        task = KINDS[name]()
-        task = task.bound(world) if hasattr(task, "bound") else task
+        task = KINDS[name](seconds).bound(world) if name in ("slow", "lengths") else KINDS[name]()
         runs = {
             contestant: stepper(
                 task, micro_batches, size, folder, contestant.replace(" ", "-"), world, exact=exact, shares=shares
@@ -129,11 +128,11 @@ def compete(rank, world, port, folder, name, ranks, micro_batches, size, exact, 
 
 #        kind: (processes, micro-batches a step, samples a step, exact, steps a turn)
 CASES = (
-    ("slow", 2, 12, 12, False, 10),
-    ("slow", 2, 12, 12, True, 10),
-    ("lengths", 2, 16, 16, False, 10),
-    ("lengths", 4, 32, 32, False, 10),
-    ("lengths", 8, 64, 64, False, 10),
+    ("slow", 2, 12, 12, False, 5),
+    ("slow", 2, 12, 12, True, 5),
+    ("lengths", 2, 16, 16, False, 5),
+    ("lengths", 4, 32, 32, False, 5),
+    ("lengths", 8, 64, 64, False, 5),
     ("equal", 2, 8, 8, False, 3),
     ("mlp", 2, 8, 64, False, 100),
 )
@@ -142,12 +141,15 @@ CASES = (
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="that work of 1 takes; more on a busy machine")
     parser.add_argument("--only", choices=KINDS, action="append")
     given = parser.parse_args()
     print(machine())
     for name, ranks, micro_batches, size, exact, steps in CASES:
         if name in (given.only or KINDS):
-            start(compete, ranks, name, ranks, micro_batches, size, exact, given.rounds, steps)
+            start(
+                compete, ranks, name, ranks, micro_batches, size, exact, given.rounds, steps, given.milliseconds / 1e3
+            )
 
 
 if __name__ == "__main__":
