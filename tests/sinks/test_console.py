@@ -254,7 +254,8 @@ def test_ctrl_c_gives_the_cursor_back():
         "console.start({})\n"
         "console.log({'global_step': 7, 'running_loss': 2.0})\n"
         "print('ready', flush=True)\n"
-        "time.sleep(30)\n"
+        "for _ in range(600):\n"  # a signal just before a long sleep would be heard after it
+        "    time.sleep(0.05)\n"
     )
     ours, theirs = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
