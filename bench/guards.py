@@ -1,13 +1,14 @@
 """What all guards together cost a step of the GPT benchmark: python bench/guards.py [--steps 60] [--rounds 5]
 
-    python bench/guards.py --audit 0.02 --ranks 2 --steps 300       # what --guards.audit costs alone
+    python bench/guards.py --audit 0.02 --ranks 2       # what --guards.audit costs alone
 
 Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
 of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
 turn. Also the parts alone, in microseconds per step: what each costs where it is called.
 
-Of an audit the run with it is compared with one without, in turn: what its audited steps take more than its others, by
-how many there are, and what its others take more than those without. Both have deterministic kernels.
+Of an audit: what audited steps take more than others, and what the others take more than those of a run without, in
+turn; both with deterministic kernels. A quarter of the steps is audited, so that there are enough to time. --cpu counts
+processor time, for a machine that has other work.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Task(lockstep.Task):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
-def seconds(guards, steps, world=None):
+def seconds(guards, steps, world=None, now=time.perf_counter):
     """Of each step after the fifth, in a run without saves."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         config = Config(
@@ -79,7 +80,7 @@ def seconds(guards, steps, world=None):
         )  # fmt: skip
         times = []
         for step in lockstep.Run(config, Task(), world):
-            times.append(time.perf_counter())
+            times.append(now())
             if step.record.step == steps:
                 break
     return [after - before for before, after in itertools.pairwise(times[5:])]
@@ -89,13 +90,17 @@ def per_step(guards, steps):
     return statistics.median(seconds(guards, steps))
 
 
-def both(world, say, share, steps, rounds):
-    """What a round's audited steps take of its others, and these of the steps without audits; on one of the ranks."""
+def both(world, say, steps, rounds, on_cpu):
+    """What a round's audited steps take of its others, and these of the steps without audits; of this rank."""
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    now, slots = time.process_time if on_cpu else time.perf_counter, 8 // MICRO // world.size
+    share = 0.25 / slots
     found = []
     for _ in range(rounds):
-        plain = statistics.median(seconds(Guards(), steps, world))
-        times = seconds(Guards(audit=share), steps, world)
+        plain = statistics.median(seconds(Guards(), steps, world, now))
+        say()
+        times = seconds(Guards(audit=share), steps, world, now)
         say()
         runs = equal_shares(8 // MICRO, world.size).runs
         marked = [bool(audited(0, step + 6, share, runs)) for step in range(len(times))]
@@ -107,12 +112,12 @@ def both(world, say, share, steps, rounds):
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def audit(share, ranks, steps, rounds):
+def audit(share, ranks, steps, rounds, on_cpu):
     slots = 8 // MICRO // ranks
-    double, others, plain = start(both, ranks, (share, steps, rounds), patience=600.0)[0]
+    double, others, plain = start(both, ranks, (steps, rounds, on_cpu), patience=600.0)[0]
     cost = share * slots * (double - 1) + others - 1
     print(
-        f"--guards.audit {share:g} on {ranks} ranks: an audited step takes {double:.3f} of another one, where "
+        f"--guards.audit {share:g}, ranks: {ranks}; an audited step takes {double:.3f} of another one, where "
         f"{1 + 1 / slots:.3f} is one micro-batch more; the others {others:.4f} of the {1e3 * plain:.1f} ms without; "
         f"in all {100 * cost:.2f} % (goal {100 * share + 0.5:.2f} %)"
     )
@@ -131,9 +136,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--audit", type=float, default=0.0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     if given.audit:
-        audit(given.audit, given.ranks, given.steps, given.rounds)
+        audit(given.audit, given.ranks, given.steps, given.rounds, given.cpu)
         return
     torch.set_num_threads(1)
     results = {"off": [], "on": []}
