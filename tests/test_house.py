@@ -69,7 +69,6 @@ def imported(path):
                 yield node.lineno, home(name.split(".")[1:]), node not in top
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def _defaults(method):
     """What a method's arguments are where they are left out."""
     given = method.args.args[-len(method.args.defaults) :] if method.args.defaults else []
@@ -91,6 +90,7 @@ def test_what_is_left_out_of_a_call_is_the_same_in_every_engine_and_in_what_stan
     assert len(found) > 20
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
     own = home(path.relative_to(ROOT).with_suffix("").parts)
     for line, name, deferred in imported(path):
