@@ -10,12 +10,14 @@ failure, and no process outlives its test.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import Any
 
 from lockstep.distributed.spawn import RankFailed, start
 
-__all__ = ["RankError", "run"]
+__all__ = ["RankError", "preloaded", "run"]
 
 
 class RankError(AssertionError):
@@ -24,6 +26,14 @@ class RankError(AssertionError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+_MORE: list[str] = []
+# What most ranks import, loaded once by the server: half a second of each.
+_PRELOADED = (
+    *("pytest", "hypothesis", "lockstep.run.training", "lockstep.verify.worker"),
+    *("lockstep.engines.ddp", "lockstep.engines.zero", "lockstep.engines.fsdp.engine"),
+)
 
 
 def run(
@@ -40,13 +50,26 @@ def run(
             *(_plain, world_size, (function, args)),
             device=device,
             patience=timeout,
-            preload=["pytest", "hypothesis"],
+            preload=[*_PRELOADED, *_MORE],
             before=before,
         )
     except RankFailed as failed:
         text = str(failed).replace("said nothing for", "had not ended after")
         stacks = "\n--- then ".join(f"rank {rank}: {found}" for rank, found in failed.details.items())
         raise RankError(failed.rank, f"{text}\n--- {stacks}") from None
+
+
+@contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """Within it ranks are forked from a server of their own, which has loaded these modules too, where they are
+    installed: for many ranks that need what takes seconds to import."""
+    _MORE.extend(modules)
+    forkserver._forkserver._stop()  # as Python's own tests do; the next start makes another
+    try:
+        yield
+    finally:
+        _MORE.clear()
+        forkserver._forkserver._stop()
 
 
 def _plain(world: Any, say: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from ranks import RankError, run
+from ranks import run
 from small_runs import config
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +18,7 @@ from toys import Network, Ragged, Sentences
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.run.build import build
 from lockstep.task import adapted
 
@@ -383,13 +383,19 @@ def stepped(world, folder, what, engine):
     return [step.items for step in training]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero"])
-def test_every_rank_is_told_and_a_healthy_run_goes_on(tmp_path, engine):
-    both = run(stepped, 2, tmp_path / "whole", "", engine)
-    assert both[0] == both[1] == stepped(None, tmp_path / "alone", "", "single")
-    with pytest.raises(RankError, match="`loss` looks like a mean"):
-        run(stepped, 2, tmp_path / "mean", "mean", engine)
-    assert not (tmp_path / "mean").exists()
+def told_and_stepped(world, folder):
+    """Each engine's steps, after a run that all ranks refuse."""
+    found = []
+    for engine in ("ddp", "fsdp", "zero"):
+        with pytest.raises(LockstepError, match="`loss` looks like a mean"):
+            stepped(world, folder / f"{engine}-mean", "mean", engine)
+        found.append(stepped(world, folder / engine, "", engine))
+    return found
+
+
+def test_every_rank_is_told_and_a_healthy_run_goes_on(tmp_path):
+    assert run(told_and_stepped, 2, tmp_path) == [[stepped(None, tmp_path / "alone", "", "single")] * 3] * 2
+    assert not list(tmp_path.glob("*-mean"))
 
 
 def test_a_step_too_short_for_all_ranks_to_halve_is_served(tmp_path):
