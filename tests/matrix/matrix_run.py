@@ -35,7 +35,7 @@ from matrix_oracle import (
     base_rate,
 )
 from matrix_subject import BAD, BATCH, HIDDEN, LIMITED, MICRO, STEPS, evaluates, steps_of, subject
-from ranks import RankError, run
+from ranks import RankError, preloaded, run
 from shaken import shaken
 
 import lockstep
@@ -116,7 +116,9 @@ def folder_of(root: Path, case: Case) -> Path:
 def play(cases: list[Case], root: Path) -> None:
     """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
     cases = list(dict.fromkeys(cases))
-    with ThreadPoolExecutor(2) as pool:  # who waits for the end of the killed leaves a core free
+    # What the tasks "own" and "adapters" import takes longer than their runs.
+    with preloaded("torchmetrics.regression", "peft"), ThreadPoolExecutor(2) as pool:
+        # Who waits for the end of the killed leaves a core free.
         for each in [pool.submit(_in_turn, _together(cases), root), pool.submit(_in_turn, _killed(cases), root)]:
             each.result()
 
@@ -175,8 +177,6 @@ def _all(world, todo, root):
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
     shaken()
-    gc.collect()
-    gc.freeze()  # each run ends with a collection, which need not look at all that was imported
     for start in todo:
         folder = folder_of(root, start.case)
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,6 +184,7 @@ def _all(world, todo, root):
         found = _one(world, start, folder)
         _said(root, start, world.rank).write_text(json.dumps(found))
         gc.collect()
+        gc.freeze()  # each run ends with collections, which need not look at all that was imported
 
 
 def _one(world, start, folder):
