@@ -26,6 +26,20 @@ def pytest_collection_finish():
     """Every run ends with a collection, which need not look at all that was imported: a third of a second each."""
     gc.collect()
     gc.freeze()
+    _imported[0] = len(sys.modules)
+
+
+_imported = [0]
+
+
+@pytest.fixture(autouse=True)
+def imported_is_frozen():
+    """The same for what a test imports, such as transformers."""
+    yield
+    if len(sys.modules) > _imported[0] + 200:
+        _imported[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
