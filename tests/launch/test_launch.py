@@ -435,6 +435,22 @@ time.sleep(60)
 """
 
 
+_SERVED = """
+import multiprocessing, sys, time
+from lockstep.data.worker import end_with_parent
+
+def load():
+    end_with_parent()
+    print("loads", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.Process(target=load).start()
+    time.sleep(60)
+"""
+
+
 @pytest.fixture
 def debian(monkeypatch):
     """A machine whose own name, node0, leads to its loopback."""
@@ -476,6 +492,17 @@ def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lo
     folder.claim()
     assert f"process {rank.pid} on" in folder.cleared
     folder.release()
+
+
+def test_a_loader_process_behind_a_forkserver_ends_with_its_rank_and_so_does_the_server(tmp_path):
+    script = tmp_path / "served.py"
+    script.write_text(_SERVED)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"loads\n"
+        rank.kill()
+        began = time.monotonic()
+        assert rank.stdout.read() == b""
+        assert time.monotonic() - began < 20
 
 
 def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
