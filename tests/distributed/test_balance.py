@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.distributed import balance
 from lockstep.distributed.balance import Balancer, Report
 from lockstep.distributed.cutting import cut, loads
 from lockstep.errors import LockstepError
@@ -220,6 +221,15 @@ def test_what_was_asked_for_cannot_be_changed():
     with pytest.raises(LockstepError, match="step 7 was asked for already"):
         balancer.bound([4, 4], 7)
     balancer.bound([4, 4], 8)
+
+
+@pytest.mark.parametrize("works", [None, lengths])
+def test_who_only_looks_ahead_binds_nobody(works):
+    balancer = Balancer(8, 2, works=works)
+    assert balancer.guess(30) == cut(works(30) if works else [1.0] * 8, [1.0, 1.0])
+    balancer._add(balance._Rule(20, (1.0, 3.0), ()))
+    now = cut(works(30) if works else [1.0] * 8, [1.0, 3.0])
+    assert balancer.guess(30) == balancer.at(30) == balancer.guess(30) == now
 
 
 def test_ranks_that_share_out_differently_are_told():

@@ -38,6 +38,7 @@ def each(world, folder, cases):
         ("Normed", {"data": {"workers": 2, "prefetch": 1}}),
         ("Lengthy", {"engine": "zero"}),
         ("Broken", {"guards": {"nonfinite": "rollback"}}),
+        ("Lengthy", {"guards": {"audit": 0.05, "straggler": 0.0}}),  # which plans far ahead
     ],
 )
 def test_the_same_bits_whatever_the_shares_did_meanwhile(task, changes, tmp_path):

@@ -216,8 +216,11 @@ class Batches:
         return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
-        """By rank, the first and the past-the-last of the micro-batches that it computes in a step."""
-        return self.sharing.at(step).runs
+        """By rank, the first and the past-the-last of the micro-batches that it computes in a step.
+
+        Of a step to come they may still change (`--shares auto`).
+        """
+        return self.sharing.guess(step).runs
 
     def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
         """(step, micro-batch) for each (step, index), whoever computes it in the training; in the order of the places.

@@ -108,6 +108,13 @@ class Balancer:
         self._asked = max(self._asked, step)
         return self._at(step)
 
+    def guess(self, step: int) -> Shares:
+        """The shares of a step as they would be by what is decided now; those of a step ahead may still change."""
+        if self._works is None or step in self._cuts:
+            return self._at(step)
+        rule = self._rule(step)
+        return cut(self._works(step), rule.costs, rule.most)
+
     @property
     def costs(self) -> tuple[float, ...]:
         """By rank, what a unit of work takes it, as decided last."""
@@ -154,8 +161,11 @@ class Balancer:
         self._window, self._covered = [], []
         return self._judged(costs, steps, first)
 
+    def _rule(self, step: int) -> _Rule:
+        return next((rule for rule in reversed(self._rules) if rule.first <= step), self._rules[0])
+
     def _at(self, step: int) -> Shares:
-        rule = next((rule for rule in reversed(self._rules) if rule.first <= step), self._rules[0])
+        rule = self._rule(step)
         if self._works is None:
             if rule not in self._whole:
                 self._whole[rule] = cut(self._even, rule.costs, rule.most)

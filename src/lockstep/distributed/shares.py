@@ -42,11 +42,12 @@ class Sharing:
 
     Attributes:
         at: step -> its shares; always the same ones for a step, and the same on every rank.
+        guess: the same, but those of a step to come may still change: for who only looks ahead.
         step: the present one, which the step loader says.
     """
 
-    def __init__(self, at: Callable[[int], Shares]) -> None:
-        self.at, self.step = at, 0
+    def __init__(self, at: Callable[[int], Shares], guess: Callable[[int], Shares] | None = None) -> None:
+        self.at, self.guess, self.step = at, guess or at, 0
 
     @property
     def now(self) -> Shares:

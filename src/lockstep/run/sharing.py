@@ -43,7 +43,7 @@ def balancer_of(
 def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
     """Who computes what, by `--shares`; None: as many micro-batches on each rank."""
     if balancer:
-        return Sharing(balancer.at)
+        return Sharing(balancer.at, balancer.guess)
     counts = counts_of(config.shares)
     if not counts:
         return None
