@@ -36,9 +36,13 @@ LINE = re.compile(r"INFO (\d+) ranks go on from step (\d+)")
 
 
 def held(pids):
-    """The most descriptors and threads that one of these processes has."""
-    found = [(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))) for pid in pids]
-    return max(each[0] for each in found), max(each[1] for each in found)
+    """The most descriptors, threads and MiB of memory that one of these processes has."""
+    found = []
+    for pid in pids:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        own = [len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")]
+        found.append((*own, pages * os.sysconf("SC_PAGE_SIZE") >> 20))
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def size_of(folder):
@@ -197,8 +201,8 @@ def main():
                 print(
                     f"world {world}: {len(seconds)} kills in {taken} steps; next step after "
                     f"{statistics.median(seconds):.2f} s, at worst {max(seconds):.2f} s; others kept their process "
-                    f"{same_processes}/{len(seconds)}; bits {'equal' if same else 'DIFFER'}; descriptors and threads "
-                    f"of a process: {held_by[0]} at the begin, {held_by[1]} at the end",
+                    f"{same_processes}/{len(seconds)}; bits {'equal' if same else 'DIFFER'}; descriptors, threads, "
+                    f"MiB of a process: {held_by[0]} at the begin, {held_by[1]} at the end",
                     flush=True,
                 )
             print(f"all: {asked} kills, median {statistics.median(every):.2f} s, worst {max(every):.2f} s, kept {kept}")
