@@ -157,7 +157,8 @@ def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
 def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}
     run = survived(data, tmp_path, whole, [fault], "--timeout", "5")
-    assert "rank 1 says nothing and is ended" in run.said
+    assert "rank 1 failed first at step 6" in run.said
+    assert "it said nothing while the others waited for it, and was ended; the others go on" in run.said
 
 
 @pytest.mark.slow

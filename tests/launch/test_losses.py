@@ -199,6 +199,15 @@ def test_the_same_error_on_another_rank_is_no_accident():
     assert run.lose("2", 1, "ValueError: sample 7") == "another process ended with the same error"
 
 
+def test_two_that_said_nothing_are_two_accidents():
+    run = Run(3)
+    assert run.lose("1", -9, "it said nothing") == ""
+    run.report("0")
+    run.report("2")
+    assert run.lose("2", -9, "it said nothing") == ""
+    assert [str(cause.rank) for cause in run.losses.causes] == ["1", "2"]
+
+
 def test_before_a_process_is_ready_and_where_the_states_are_split_a_loss_ends_all():
     run = Run(2)
     del run.store.values[f"{KEYS}/ready/1"]

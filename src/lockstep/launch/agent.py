@@ -110,6 +110,7 @@ class _Agent(LocalElasticAgent):
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
         self._names: dict[int, str] = {}  # of the processes, by local rank
+        self._silenced: set[str] = set()  # those that were ended since they said nothing
         self._losses = self._replacing(job)
 
     def _replacing(self, job: Job) -> Losses | None:
@@ -129,7 +130,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of the processes before a restart
-        self._kills, self._ending = kills(), ""
+        self._kills, self._ending, self._silenced = kills(), "", set()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
         if self._losses:
             restart = self._job.restarts - self._remaining_restarts
@@ -204,7 +205,7 @@ class _Agent(LocalElasticAgent):
     def _end_silent(self, name: str) -> None:
         local = next(local for local, known in self._names.items() if known == name)
         self._processes()[local].kill()
-        self._say(f"rank {self._losses.rank_of(name) if self._losses else name} says nothing and is ended")
+        self._silenced.add(name)
 
     def _replace(self, local: int, group: WorkerGroup) -> None:
         """Starts a process in the place of one that ended; it joins the others when it is ready."""
@@ -279,12 +280,18 @@ class _Agent(LocalElasticAgent):
         now = self._losses.rank_of(self._names[local]) if self._losses else None
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        return Failure.read(slot if now is None else now, code, note, Place.read(self._folder / str(slot)), when)
+        found = Failure.read(slot if now is None else now, code, note, Place.read(self._folder / str(slot)), when)
+        if self._names.get(local) in self._silenced:
+            return dataclasses.replace(found, message="it said nothing while the others waited for it, and was ended")
+        return found
 
     def _told(self) -> str:
         if self._failure is None:
             return "the processes failed on another node; see its launcher's last line"
         more = f"; {self._ending}" if self._ending not in ("", "-") else ""
+        causes = self._losses.causes if self._losses and more else []
+        if len(causes) > 1:
+            more += f"; the first of {len(causes)} losses: {causes[0]}"
         return self._described(self._failure) + more
 
     def _described(self, failure: Failure) -> str:

@@ -125,7 +125,7 @@ class Losses:
             ready = self._value(f"ready/{name}")
             if ready != "yes":
                 return ready or "-"
-        again = any(cause.message and cause.message == failure.message for cause in self._causes)
+        again = failure.code > 0 and any(cause.message == failure.message != "" for cause in self._causes)
         self._times = [when for when in self._times if now - when < _HOUR] + [now]
         self._causes.append(failure)
         self._down[name] = _Ended(name, failure, now)
