@@ -1,6 +1,7 @@
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from lockstep.checkpoint.dtypes import CODES, PAIRS
 from lockstep.checkpoint.index import Entry
 from lockstep.checkpoint.layout import Block
 from lockstep.checkpoint.read import _fill
+from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError, PeerError
 
@@ -271,3 +273,8 @@ def test_any_box_is_filled_from_any_slices(cut, random):
     assert tiles(blocks, shape)
     assert not tiles(blocks[1:], shape)
     assert not tiles([*blocks, blocks[0]], shape)
+
+
+def test_the_bytes_of_a_tensor_with_strides_are_its_elements_in_order():
+    for tensor in (torch.arange(6, dtype=torch.int16)[::2], torch.arange(6, dtype=torch.int16).view(3, 2).t()):
+        assert bytes(bytes_of(tensor)) == np.array(tensor.tolist(), dtype="<i2").tobytes()

@@ -34,6 +34,17 @@ def test_three_slow_windows_in_a_row_are_told():
     assert lines([0.03] * 4)[0].startswith("rank 2 is slow: 30.0 ms per step of computing, the others 20.0 ms")
 
 
+def test_an_exchange_counts_once_however_many_steps_it_is_for():
+    """In each window one is for four steps, in which rank 2 is slow, and two for the fifth, in which it is not."""
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    for step in range(60):
+        if step % 5 in (0, 4):
+            exchange.count += 1 + (step % 5 == 4)
+            slow = 0.03 if step % 5 == 0 else 0.0205
+            exchange.heard = [BusySeconds(0.0, slow if rank == 2 else 0.022) for rank in range(4)]
+        assert not straggler.after(step, exchange)
+
+
 def test_a_good_window_clears_the_strikes():
     assert not lines([0.03, 0.03, 0.02] * 6)
 
