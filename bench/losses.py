@@ -20,6 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +34,14 @@ from harness import Run, arguments, end, launch, start, until_step, workers  # n
 FLAGS = ("--batch-size", "12", "--ckpt-freq", "50")
 BACK = 30.0  # seconds for a new process to be there
 LINE = re.compile(r"INFO (\d+) ranks go on from step (\d+)")
+
+
+def drained(process):
+    """What a process says, read all the time: a full pipe would stop it."""
+    said = []
+    reading = threading.Thread(target=lambda: said.extend(process.stdout), daemon=True)
+    reading.start()
+    return said
 
 
 def held(pids):
@@ -58,6 +67,7 @@ def kills(data, world, count, seed):
     draw, out = random.Random(seed), data / f"kills-{world}"
     flags = (*FLAGS, "--max-steps", "100000")
     process = start(arguments(data, out, *flags, processes=world, losses=10_000))
+    said = drained(process)
     seconds, kept, folder = [], 0, out / "default"
     try:
         until_step(out, 5, process)
@@ -69,7 +79,7 @@ def kills(data, world, count, seed):
             os.kill(before[rank], signal.SIGKILL)
             began, now = time.monotonic(), stood
             while now < stood + 2:  # the next may have been done already, and not be written
-                assert process.poll() is None, process.communicate()[0][-2000:]
+                assert process.poll() is None, "".join(said[-20:])
                 time.sleep(0.002)
                 now = max(latest(folder))
             seconds.append(time.monotonic() - began)
@@ -80,10 +90,10 @@ def kills(data, world, count, seed):
                 time.sleep(0.1)
         last = held(workers(process).values())
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[0]
+        process.wait(timeout=60)
     finally:
         end(process)
-    lost = Run(process.returncode, said, 0.0, folder)
+    lost = Run(process.returncode, "".join(said), 0.0, folder)
     taken = lost.state["global_step"]
     alone = launch(data, data / f"alone-{world}", *flags, "--stop-at", str(taken), processes=2, timeout=600.0)
     return seconds, kept, lost.mark()[:3] == alone.mark()[:3], taken, (first, last)
@@ -105,6 +115,7 @@ def goodput(data, world, steps):
     quiet = launch(data, data / "quiet", *flags, processes=world, timeout=600.0)
     draw, began, count = random.Random(1), time.monotonic(), 0
     process = start(arguments(data, data / "hit", *flags, processes=world, losses=1000))
+    said = drained(process)
     try:
         until_step(data / "hit", 1, process)
         while process.poll() is None:
@@ -115,10 +126,11 @@ def goodput(data, world, steps):
             if process.poll() is None and len(there) == world:
                 os.kill(there[draw.randrange(world)], signal.SIGKILL)
                 count += 1
-        said, hit = process.communicate()[0], time.monotonic() - began
+        process.wait()
+        hit = time.monotonic() - began
     finally:
         end(process)
-    same = Run(process.returncode, said, hit, data / "hit" / "default").mark()[:3] == quiet.mark()[:3]
+    same = Run(process.returncode, "".join(said), hit, data / "hit" / "default").mark()[:3] == quiet.mark()[:3]
     return quiet.seconds / hit, count, quiet.seconds, hit, same
 
 
