@@ -122,6 +122,23 @@ def test_one_of_the_others_has_made_the_update_and_another_has_not(data, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.05, 0.5])
+def test_a_signal_comes_while_a_lost_rank_is_replaced(data, tmp_path, pause):
+    """The others save and end; the new process, which is still at its start, is no failure."""
+    process = start(arguments(data, tmp_path, *FOUR, "--max-steps", "100000", processes=3, losses=8))
+    try:
+        until_step(tmp_path, 5, process)
+        os.kill(workers(process)[1], signal.SIGKILL)
+        time.sleep(pause)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        end(process)
+    assert process.returncode == 75, said
+    assert "saved after step" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["lockstep.run.recovery:_handed_out", "lockstep.run.after_step:works", PLACE])
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
 def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):

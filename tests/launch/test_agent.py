@@ -46,7 +46,8 @@ def watched(tmp_path, monkeypatch):
         mine = object.__new__(agent._Agent)
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
-        mine._losses, mine._ending, mine._names, mine._silenced = None, "", {}, set()
+        mine._losses, mine._ending, mine._names = None, "", {}
+        mine._silenced, mine._spared = set(), set()
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:

@@ -110,6 +110,7 @@ class _Agent(LocalElasticAgent):
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
         self._names: dict[int, str] = {}  # of the processes, by local rank
+        self._spared: set[int] = set()  # local ranks of processes that a run does without that ends
         self._silenced: set[str] = set()  # those that were ended since they said nothing
         self._losses = self._replacing(job)
 
@@ -130,7 +131,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of the processes before a restart
-        self._kills, self._ending, self._silenced = kills(), "", set()
+        self._kills, self._ending, self._silenced, self._spared = kills(), "", set(), set()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
         if self._losses:
             restart = self._job.restarts - self._remaining_restarts
@@ -146,6 +147,8 @@ class _Agent(LocalElasticAgent):
         self._remaining_restarts = 0
         if number == signal.SIGHUP:
             leave_terminal()
+        if self._losses:
+            self._spare([local for local, name in self._names.items() if self._losses.rank_of(name) is None])
         again = self.asked == number == signal.SIGINT
         self.asked = signal.Signals(number)
         # Each process has a session of its own, so that a Ctrl-C in the terminal does not reach it by itself too.
@@ -156,13 +159,13 @@ class _Agent(LocalElasticAgent):
 
     def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {rank: handler.proc for rank, handler in handlers.items()}
+        return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._looked > 2.0:
             self._kills, self._looked = kills(), time.monotonic()
-        if self._losses and self.asked is None and self._go_on(self._losses, worker_group):
+        if self._losses and self._go_on(self._losses, worker_group):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
         if any(process.poll() for process in processes.values()):
@@ -176,7 +179,7 @@ class _Agent(LocalElasticAgent):
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
         if losses.number and all(codes[local] == 0 for local, name in self._names.items() if name in losses.members):
-            self._end_late([local for local, name in self._names.items() if name in living])
+            self._spare([local for local, name in self._names.items() if name in living])  # it is too late to join
             return False
         failed = {
             self._names[local]: self._failed(local, code, time.time(), group) for local, code in codes.items() if code
@@ -190,17 +193,21 @@ class _Agent(LocalElasticAgent):
             self._end_silent(name)
         losses.silent = []
         for name in losses.replace:
-            self._replace(next(local for local, known in self._names.items() if known == name), group)
+            local = next(local for local, known in self._names.items() if known == name)
+            if self.asked is None:
+                self._replace(local, group)
+            else:
+                self._spare([local])
         losses.replace = []
         return True
 
-    def _end_late(self, starting: list[int]) -> None:
-        """The run is at its end: who was yet to join it is not needed, and no failure."""
+    def _spare(self, locals_: list[int]) -> None:
+        """Ends processes that the run does without, now that it ends; that is no failure."""
         context: Any = self._pcontext
-        for local in starting:
-            self._processes()[local].kill()
-            self._processes()[local].wait()
+        for local in locals_:
+            context.subprocess_handlers[local].proc.kill()  # not waited for: this may be a signal's handler
             context._running_local_ranks.discard(local)
+            self._spared.add(local)
 
     def _end_silent(self, name: str) -> None:
         local = next(local for local, known in self._names.items() if known == name)
