@@ -180,7 +180,7 @@ def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_
     recorder._outlives = True
     for error in (LockstepError("a"), *lost):
         RunRecorder.__exit__(recorder, None, error, None)
-    assert given[5:] == [(600.0, True)] + [(1.0, False)] * 2  # the groups are handed out
+    assert given[5:] == [(600.0, True)] + [(0.2, False)] * 2  # the groups are handed out
 
 
 def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):

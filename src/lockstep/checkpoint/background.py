@@ -63,6 +63,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._pending, self._row, self._step = False, 0, 0
+        self._left = False
         self.blocked = self.writing = 0.0
 
     def begin(self, tensors: dict[str, Tensor], write: Write, step: int = 0) -> None:
@@ -127,7 +128,7 @@ class Saver:
     def left(self) -> "dist.ProcessGroup | None":
         """Hands out the group, to be left after the loss of a rank (see `World.forsake`); waits for nobody."""
         group = self._own.control if self._own is not self._world else None
-        self._own = self._world
+        self._own, self._left = self._world, True
         return group
 
     def _copied(self, share: Share) -> tuple[Share, "torch.cuda.Event | None"]:
@@ -158,7 +159,7 @@ class Saver:
             self._error = error
             last = self._row + 1 >= self._limit
             after = "the run ends" if last else "the run goes on; the checkpoints before are as they were"
-            once = {"only_file": isinstance(error, PeerError)}  # the loop meets the same, and says it
+            once = {"only_file": self._left or isinstance(error, PeerError)}  # the loop meets the same, and says it
             _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra=once)
             if last:
                 self._failed()

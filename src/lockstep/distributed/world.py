@@ -97,14 +97,17 @@ class World:
             torch.cuda.set_device(where)
         return cls(0, local_rank, 1, where, timeout, quiet=True)
 
-    def regrouped(self, rank: int, size: int, generation: int) -> "World":
+    def regrouped(self, rank: int, size: int, generation: int, tries: int = 0) -> "World":
         """The world that the ranks form once they have left this one (see `forsake`), in generation 1, 2, ...
 
+        Args:
+            tries: how often that has failed: each time there is twice as much time, on a machine that is busy.
+
         Raises:
-            PeerError: one of them did not arrive within some seconds, since it was lost too.
+            PeerError: one of them did not arrive, since it was lost too.
         """
         made = World(rank, self.local_rank, size, self.device, self.timeout)
-        made._patience = min(_REGROUPING, self.timeout)
+        made._patience = min(_REGROUPING * 2.0 ** min(tries, 5), self.timeout)
         made._make_groups(f"{_start()}/generation-{generation}")
         return made
 
@@ -324,7 +327,7 @@ def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
-_REGROUPING = 10.0  # seconds for ranks that have just said that they live to arrive
+_REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -21,6 +21,7 @@ from lockstep.launch.failure import Failure
 __all__ = ["Losses", "Store"]
 
 _HOUR = 3600.0
+_AGAIN = 3  # times as many may be those in which nobody is lost: on a busy machine groups are formed too slowly
 _SLACK = 5.0  # seconds beyond `--timeout` for a member that says nothing
 _SHORT = 3.0  # the same where another has waited for a whole `--timeout` already
 
@@ -172,7 +173,7 @@ class Losses:
         lost = [self._said(ended.failure) for ended in self._down.values() if ended.name in self.members]
         if not lost and not fresh:  # they lost each other though all live: bounded like any loss
             self._times.append(self._now())
-            if len(self._times) > self._most:
+            if len(self._times) > _AGAIN * self._most:
                 reason = f"the processes lost each other though all live, and --max-losses is {self._most}"
                 self._tell(reason)
                 return reason

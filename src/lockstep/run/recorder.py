@@ -147,7 +147,8 @@ class RunRecorder:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
         gone = isinstance(error, PeerError) or (error is not None and of_a_peer(error))
-        self.saver.abandon(1.0 if gone else self._built.world.timeout, leave=not (gone and self._outlives))
+        seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
+        self.saver.abandon(seconds, leave=not (gone and self._outlives))
 
     def close(self, code: int, *, sample: bool = True) -> None:
         """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.

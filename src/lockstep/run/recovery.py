@@ -120,7 +120,8 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         best = _furthest(found)
         try:
             rank = found.members.index(member.name)
-            built.world = session.joined = built.world.regrouped(rank, len(found.members), found.number)
+            tries, session.tries = session.tries, session.tries + 1
+            built.world = session.joined = built.world.regrouped(rank, len(found.members), found.number, tries)
             if best is None:
                 raise Anew("another rank was lost while the run went back to its newest checkpoint")
             _place(session, built, found, best, state)
@@ -150,7 +151,9 @@ def regroup_to_build(session: Session, member: Member) -> None:
         world.forsake([])
         found = member.regroup(_report_of(session, world, _BUILDING), _LONGEST * world.timeout + _SLACK)
         try:
-            session.joined = world.regrouped(found.members.index(member.name), len(found.members), found.number)
+            rank, tries = found.members.index(member.name), session.tries
+            session.tries += 1
+            session.joined = world.regrouped(rank, len(found.members), found.number, tries)
             session.is_main = session.joined.is_main
             return
         except PeerError as error:

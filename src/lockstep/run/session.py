@@ -48,6 +48,7 @@ class Session:
         digest: of what must be the same on all members.
         wishes: what signals ask for while there is no exchange.
         evaluated: the step after which the last evaluation was made.
+        tries: how often new groups were formed since the last step.
         save_due: the checkpoint of the present step, or one before it, was lost with a rank.
     """
 
@@ -76,6 +77,7 @@ class Session:
     digest: str = ""
     wishes: Wishes = field(default_factory=Wishes)
     evaluated: int = -1
+    tries: int = 0
     save_due: bool = False
 
     def note_first(self, own: dict[str, Tensor]) -> None:

@@ -251,7 +251,7 @@ def _follow(session: Session, built: Built) -> Training:
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
             ending = record.step + 1 == ongoing.last or bool(stop_request)
-            step = recorded(session, built, ongoing, record)
+            step, session.tries = recorded(session, built, ongoing, record), 0
             if record.step == first and world.is_first:
                 report(built)
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
