@@ -170,6 +170,37 @@ def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
     assert run.mark()[:3] == quiet.mark()[:3]
 
 
+def slowly(faults, ranks=3):
+    """The faults in a run whose steps are long enough for a new process to come."""
+    long = {"at": LOSS, "do": "sleep", "seconds": 0.1, "always": True, "replaced": "any"}
+    return [*faults, *({**long, "rank": rank} for rank in range(ranks))]
+
+
+@pytest.mark.slow
+def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_path):
+    faults = [
+        {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
+        {"rank": 1, "at": "lockstep.run.recovery:digest", "do": "result", "value": "other", "replaced": 1},
+    ]
+    flags = (*FOUR, "--max-steps", "60")
+    run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
+    assert run.code == 0, run.said
+    assert "this process is not taken in: its configuration, data or code is another" in run.said
+    assert run.state["losses"] == 1
+
+
+@pytest.mark.slow
+def test_a_new_process_that_ends_at_its_start_is_replaced_in_turn(data, tmp_path):
+    faults = [
+        {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
+        {"rank": 1, "at": "lockstep.run.build:build", "do": "kill", "replaced": 1},
+    ]
+    flags = (*FOUR, "--max-steps", "100")
+    run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
+    assert run.code == 0, run.said
+    assert "3 ranks go on" in run.log() + run.said
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}

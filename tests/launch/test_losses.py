@@ -82,7 +82,6 @@ class Run:
 def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     run = Run(3)
     assert run.lose("1") == ""
-    assert run.losses.busy
     assert run.report("0") == ""
     assert run.called(1) == ""  # rank 2 is still computing
     assert run.report("2", taken=8) == ""
@@ -90,7 +89,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
     assert [report.taken for report in found.reports.values()] == [7, 8]
     assert found.lost == ["rank 1 was ended first, by SIGKILL, before step 0"]
-    assert (run.losses.replace, run.losses.busy) == (["1"], False)
+    assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
 
 
@@ -119,6 +118,20 @@ def test_a_new_process_of_another_plan_is_not_taken_in_and_the_others_go_on():
     run.report("0")
     assert run.called(2).members == ["0"]
     assert "its configuration, data or code is another" in run.store.values[f"{KEYS}/seat/1.1"].decode()
+    assert run.losses.refused == ["1.1"]
+
+
+def test_a_new_process_that_ends_before_it_takes_part_is_replaced_though_nobody_waits():
+    run = Run(2)
+    run.lose("1")
+    run.report("0")
+    run.losses.replace = []
+    run.losses.started("1.1")
+    assert run.lose("1.1") == ""
+    assert run.losses.replace == ["1.1"]
+    assert run.look() == ""
+    run.replaced("1.2")
+    assert f"{KEYS}/wish/1" in run.store.values
 
 
 def test_two_lost_at_once_and_one_more_while_they_are_replaced():
@@ -232,7 +245,10 @@ def test_after_a_restart_of_all_nothing_of_before_counts_but_the_losses():
     run = Run(2)
     run.lose("1")
     run.losses.begin(1, ["0", "1"])
-    assert (run.losses.busy, run.losses.number, run.losses.replace) == (False, 0, [])
+    assert (run.losses.number, run.losses.replace) == (0, [])
+    run.report("0")
+    run.report("1")
+    assert run.called(1) == ""  # its keys are those of another start
     assert run.losses.causes
 
 

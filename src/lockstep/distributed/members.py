@@ -39,7 +39,6 @@ class Report(NamedTuple):
         plan: what must be the same on all members, as a digest.
         waited: it waited for the others for a whole `--timeout`, so that nobody who is silent needs more time.
         patience: seconds to wait for those that are silent; `--timeout`.
-        place: where it stood, for people.
     """
 
     taken: int
@@ -47,7 +46,6 @@ class Report(NamedTuple):
     plan: str
     waited: bool
     patience: float
-    place: str = ""
 
 
 class Generation(NamedTuple):

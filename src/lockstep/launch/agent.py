@@ -110,7 +110,7 @@ class _Agent(LocalElasticAgent):
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
         self._names: dict[int, str] = {}  # of the processes, by local rank
-        self._spared: set[int] = set()  # local ranks of processes that a run does without that ends
+        self._spared: set[int] = set()  # local ranks of processes that the run does without
         self._silenced: set[str] = set()  # those that were ended since they said nothing
         self._losses = self._replacing(job)
 
@@ -189,30 +189,27 @@ class _Agent(LocalElasticAgent):
         self._ending = losses.look(living, failed)
         if self._ending:
             return False
+        places = {name: local for local, name in self._names.items()}
         for name in losses.silent:
-            self._end_silent(name)
-        losses.silent = []
+            self._processes()[places[name]].kill()
+            self._silenced.add(name)
+        self._spare([places[name] for name in losses.refused], kill=False)  # it says why, and ends
         for name in losses.replace:
-            local = next(local for local, known in self._names.items() if known == name)
             if self.asked is None:
-                self._replace(local, group)
+                self._replace(places[name], group)
             else:
-                self._spare([local])
-        losses.replace = []
+                self._spare([places[name]])
+        losses.silent, losses.refused, losses.replace = [], [], []
         return True
 
-    def _spare(self, locals_: list[int]) -> None:
-        """Ends processes that the run does without, now that it ends; that is no failure."""
+    def _spare(self, locals_: list[int], *, kill: bool = True) -> None:
+        """The run does without these processes: how they end is no failure."""
         context: Any = self._pcontext
         for local in locals_:
-            context.subprocess_handlers[local].proc.kill()  # not waited for: this may be a signal's handler
+            if kill:
+                context.subprocess_handlers[local].proc.kill()  # not waited for: this may be a signal's handler
             context._running_local_ranks.discard(local)
             self._spared.add(local)
-
-    def _end_silent(self, name: str) -> None:
-        local = next(local for local, known in self._names.items() if known == name)
-        self._processes()[local].kill()
-        self._silenced.add(name)
 
     def _replace(self, local: int, group: WorkerGroup) -> None:
         """Starts a process in the place of one that ended; it joins the others when it is ready."""

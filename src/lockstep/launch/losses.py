@@ -13,7 +13,7 @@ ended first, so that a process which was only slow can never come back under its
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from lockstep.distributed.members import Generation, Report, keys_of
 from lockstep.launch.failure import Failure
@@ -22,6 +22,10 @@ __all__ = ["Losses", "Store"]
 
 _HOUR = 3600.0
 _AGAIN = 3  # times as many may be those in which nobody is lost: on a busy machine groups are formed too slowly
+_REFUSED = (
+    "this process is not taken in: its configuration, data or code is another than that of the processes that it was "
+    "to join, which go on without it"
+)
 _SLACK = 5.0  # seconds beyond `--timeout` for a member that says nothing
 _SHORT = 3.0  # the same where another has waited for a whole `--timeout` already
 
@@ -32,14 +36,6 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
-
-
-class _Ended(NamedTuple):
-    """A member that ended before the run did."""
-
-    name: str
-    failure: Failure
-    when: float
 
 
 class Losses:
@@ -57,6 +53,7 @@ class Losses:
         number: of the generation.
         replace: names whose process has ended and whose place a new one is to take; the caller empties it.
         silent: names that are to be ended, since they say nothing; the caller does so.
+        refused: names of new processes that are not taken in: they end, which is no failure of the run's.
     """
 
     def __init__(
@@ -73,9 +70,11 @@ class Losses:
         self.number = 0
         self.replace: list[str] = []
         self.silent: list[str] = []
+        self.refused: list[str] = []
         self._starting: list[str] = []  # new processes that do not take part yet
-        self._down: dict[str, _Ended] = {}
-        self._times: list[float] = []
+        self._down: dict[str, Failure] = {}  # members whose place nobody has taken yet
+        self._times: list[float] = []  # of losses
+        self._alarms: list[float] = []  # of generations that were called though nobody was lost or came
         self._causes: list[Failure] = []
         self._since: float | None = None
         self._keys = ""
@@ -83,17 +82,12 @@ class Losses:
     def begin(self, restart: int, members: list[str]) -> None:
         """All processes were started; nothing of an earlier start counts, but for the losses of this hour."""
         self._keys, self.members, self.number = keys_of(restart), members, 0
-        self.replace, self.silent, self._starting = [], [], []
+        self.replace, self.silent, self.refused, self._starting = [], [], [], []
         self._down, self._since = {}, None
 
     def rank_of(self, name: str) -> int | None:
         """The rank of a member now; None of one that does not take part yet."""
         return self.members.index(name) if name in self.members else None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a process has ended whose place nobody has taken yet."""
-        return bool(self._down)
 
     @property
     def causes(self) -> list[Failure]:
@@ -129,7 +123,11 @@ class Losses:
         again = failure.code > 0 and any(cause.message == failure.message != "" for cause in self._causes)
         self._times = [when for when in self._times if now - when < _HOUR] + [now]
         self._causes.append(failure)
-        self._down[name] = _Ended(name, failure, now)
+        if name in self.members:
+            self._down[name] = failure
+        else:  # nobody waits for it
+            self._starting.remove(name)
+            self.replace.append(name)
         left = [member for member in self.members if member in living and member not in self._down]
         if len(left) < self._least:
             return f"{len(left)} of {len(self.members)} processes are left, and --min-ranks is {self._least}"
@@ -168,12 +166,13 @@ class Losses:
         plan = said[there[0]].plan
         fresh = [name for name, report in new.items() if report.plan == plan]
         for name in new.keys() - set(fresh):
-            other = "its configuration, data or code is another than that of the processes that it was to join"
-            self._store.set(f"{self._keys}/seat/{name}", other)
-        lost = [self._said(ended.failure) for ended in self._down.values() if ended.name in self.members]
-        if not lost and not fresh:  # they lost each other though all live: bounded like any loss
-            self._times.append(self._now())
-            if len(self._times) > _AGAIN * self._most:
+            self.refused.append(name)
+            self._store.set(f"{self._keys}/seat/{name}", _REFUSED)
+        lost = [self._said(failure) for failure in self._down.values()]
+        if not lost and not new:  # they lost each other though all live: bounded like losses
+            now = self._now()
+            self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]
+            if len(self._alarms) > _AGAIN * self._most:
                 reason = f"the processes lost each other though all live, and --max-losses is {self._most}"
                 self._tell(reason)
                 return reason
@@ -181,7 +180,7 @@ class Losses:
         self.members = there + fresh
         reports = said | {name: new[name] for name in fresh}
         text = Generation(self.number, self.members, reports, fresh, lost).written()
-        self._starting = [name for name in self._starting if name not in new and name not in self._down]
+        self._starting = [name for name in self._starting if name not in new]
         self.replace += list(self._down)
         self._down, self._since = {}, None
         self._store.set(f"{self._keys}/members/{self.number}", text)
