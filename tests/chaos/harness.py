@@ -171,15 +171,36 @@ def until_step(out, step, process, seconds=60.0):
 def workers(process):
     """The pids of the launcher's processes, by rank."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes()) if parent == process.pid else None
-        except OSError:
-            continue
-        if rank:
-            found[int(rank[1])] = int(path.name)
+    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
+    for pid, parent in parents.items():
+        path = Path("/proc") / str(pid)
+        with contextlib.suppress(OSError):
+            if parent == process.pid:
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
+            elif parents.get(parent) == process.pid and b"launch.preloaded" in (path / "cmdline").read_bytes():
+                rank = re.match(rb"lockstep (\d+)", (path / "comm").read_bytes())
+            else:
+                continue
+            if rank:
+                found[int(rank[1])] = pid
     return found
+
+
+def preloaded(process):
+    """The pids of what the launcher's process that is kept ready has forked; None: it is not there."""
+    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
+    for pid, parent in parents.items():
+        with contextlib.suppress(OSError):
+            if parent == process.pid and b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return [each for each, own in parents.items() if own == pid]
+    return None
+
+
+def _parent(path):
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def end(process):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import BEAT, Run, arguments, end, launch, start, until_step, workers
+from harness import BEAT, Run, arguments, end, launch, preloaded, start, until_step, workers
 
 WRITE = "lockstep.checkpoint.write:write_file"
 UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
@@ -76,6 +76,30 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     lost = Run(0, said, 0.0, tmp_path / "lost" / "default")
     assert lost.mark()[:3] == alone.mark()[:3]
     assert lost.state["losses"] == 1
+
+
+def test_the_new_process_is_forked_from_one_that_has_loaded_everything(data, tmp_path):
+    long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
+    flags, slow = (*FOUR, "--max-steps", "400"), [*long, {**long[1], "replaced": 1}]
+    process = start(arguments(data, tmp_path / "lost", *flags, processes=2, losses=2), slow)
+    log, deadline = tmp_path / "lost" / "default" / "logs" / "rank-00000.log", time.monotonic() + 60
+    try:
+        until_step(tmp_path / "lost", 7, process)
+        while preloaded(process) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(6.0)  # it says to the launcher alone when it has loaded
+        os.kill(workers(process)[1], signal.SIGKILL)
+        while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        assert workers(process)[1] in preloaded(process)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        end(process)
+    assert process.returncode == 75, said
+    taken = re.search(r"saved after step (\d+) of 400", said)[1]
+    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", taken, processes=0)
+    assert Run(0, said, 0.0, tmp_path / "lost" / "default").mark()[:3] == alone.mark()[:3]
 
 
 def test_a_second_rank_is_lost_while_the_others_recover_from_the_first(data, tmp_path, whole):

@@ -2,8 +2,8 @@
 
     code = run(Job(...))
 
-Besides torch's public classes this uses the process handles inside LocalElasticAgent, the set of those that it waits
-for, and its counter of restarts left, all under the same names from torch 2.11 on.
+Besides torch's public classes this uses the process handles inside LocalElasticAgent and how they are made, the set of
+those that it waits for, and its counter of restarts left, all under the same names from torch 2.11 on.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
 from lockstep.launch.losses import Losses
 from lockstep.launch.memory import kills
+from lockstep.launch.preloaded import Preloaded
 from lockstep.launch.rendezvous import local_address, meeting
 
 __all__ = ["run"]
@@ -45,6 +46,7 @@ _GRACE = 2.0  # seconds that the others have, once one has failed, to say where 
 _KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
 _LEAVE = 0.5  # seconds to tell the other nodes that this one goes
 _POLL = 0.05
+_SETTLED = 5.0  # seconds after the start from which on a process is kept ready to be forked; short runs do without
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on them
 
@@ -113,6 +115,8 @@ class _Agent(LocalElasticAgent):
         self._spared: set[int] = set()  # local ranks of processes that the run does without
         self._silenced: set[str] = set()  # those that were ended since they said nothing
         self._losses = self._replacing(job)
+        self._preloaded: Preloaded | None = None
+        self._started = time.monotonic()
 
     def _replacing(self, job: Job) -> Losses | None:
         """What decides who goes on after a loss, over a meeting point of this launcher's own; None: a loss ends all."""
@@ -132,6 +136,7 @@ class _Agent(LocalElasticAgent):
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of the processes before a restart
         self._kills, self._ending, self._silenced, self._spared = kills(), "", set(), set()
+        self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
         if self._losses:
             restart = self._job.restarts - self._remaining_restarts
@@ -176,6 +181,8 @@ class _Agent(LocalElasticAgent):
     def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
         """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
         would end all for one that has failed since."""
+        if self._preloaded is None and time.monotonic() - self._started > _SETTLED:
+            self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
         if losses.number and all(codes[local] == 0 for local, name in self._names.items() if name in losses.members):
@@ -219,7 +226,8 @@ class _Agent(LocalElasticAgent):
         with contextlib.suppress(OSError):  # what the one before noted has been read
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
-        context.subprocess_handlers[local] = SubprocessHandler(
+        context.subprocess_handlers[local] = _Handler(
+            self._preloaded,
             entrypoint=context.entrypoint,
             args=context.args[local],
             env=context.envs[local] | {MEMBER_VARIABLE: name},
@@ -323,6 +331,20 @@ class _Agent(LocalElasticAgent):
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
         leaving.start()  # over a link that was cut it would wait for long
         leaving.join(_LEAVE)
+        if self._preloaded:
+            self._preloaded.end()
+
+
+class _Handler(SubprocessHandler):
+    """A process that is forked from one that has loaded everything, where there is one."""
+
+    def __init__(self, preloaded: Preloaded | None, **named: Any) -> None:
+        self._preloaded = preloaded
+        super().__init__(**named)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        forked = self._preloaded.start(args[1:], env) if self._preloaded else None
+        return forked or super()._popen(args, env)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -1,0 +1,84 @@
+"""A process that has loaded everything, and what is forked from it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.preloaded import Preloaded
+
+
+@pytest.fixture(scope="module")
+def ready():
+    made = Preloaded()
+    try:
+        until = time.monotonic() + 60
+        while not made._ready and time.monotonic() < until:
+            made._hear()
+            time.sleep(0.05)
+        assert made._ready
+        yield made
+    finally:
+        made.end()
+
+
+def started(ready, *command, **environment):
+    process = ready.start(["-m", "lockstep", *command], os.environ | environment)
+    assert process is not None
+    return process
+
+
+def test_what_is_forked_runs_the_command_and_its_end_is_told(ready):
+    process = started(ready, "train", "--help")
+    assert os.getsid(process.pid) == process.pid
+    assert process.wait(30) == process.poll() == process.returncode == 0
+    assert started(ready, "train", "--no-such-flag").wait(30) == 2
+
+
+def test_it_has_the_environment_that_it_is_given(ready, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(f"import os\nopen({str(tmp_path / 'said')!r}, 'w').write(os.environ['RANK'])\nclass T: pass\n")
+    started(ready, "train", "--task", f"{script}:T", "--save-dir", str(tmp_path), RANK="7").wait(30)
+    assert (tmp_path / "said").read_text() == "7"
+
+
+def test_one_that_is_killed_has_its_signal_and_a_second_one_comes(ready, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(f"import time\nopen({str(tmp_path / 'there')!r}, 'w')\ntime.sleep(60)\n")
+    process = started(ready, "train", "--task", f"{script}:T", "--save-dir", str(tmp_path))
+    until = time.monotonic() + 30
+    while not (tmp_path / "there").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    process.terminate()  # nobody is there any more
+    assert started(ready, "--version").wait(30) == 0
+
+
+def test_scripts_are_started_as_they_were(ready):
+    assert ready.start(["-u", "script.py"], os.environ) is None
+
+
+def test_before_it_is_ready_and_after_its_end_nothing_is_forked():
+    made = Preloaded()
+    assert made.start(["-m", "lockstep", "--version"], os.environ) is None
+    made.end()
+    assert made.start(["-m", "lockstep", "--version"], os.environ) is None
+
+
+def test_it_ends_with_its_launcher():
+    program = "import sys, time\nfrom lockstep.launch.preloaded import Preloaded\nmade = Preloaded()\n"
+    program += "print(made._process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    until = time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
