@@ -74,6 +74,7 @@ class Task(lockstep.Task):
 def seconds(guards, steps, world=None, now=time.perf_counter):
     """Of each step after the fifth, in a run without saves."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        folder = world.gather(folder)[0] if world else folder
         config = Config(
             save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH, ckpt_freq=0,
             log_freq=100, optim=Optim(), guards=guards,
