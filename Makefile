@@ -7,7 +7,7 @@ TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'to
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train check chaos matrix mutants test test-full test-gpu clean
+.PHONY: help train check chaos matrix mutants test test-full test-gpu gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ mutants: .venv/dev ## plausible mistakes put into a copy of the core: do the tes
 
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+gpu: ## all that only a GPU shows, at most 25 minutes, written into docs/gpu-results.md (nothing is installed; ARGS="--toy" rehearses)
+	$(PYTHON) bench/device/run.py $(ARGS)
 
 clean: ## removes the virtual environment and every cache
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

@@ -340,7 +340,7 @@ def contestant(pipe, began, who, name, accumulation, rank, world, port, folder, 
 class Group:
     """The processes of one contestant."""
 
-    def __init__(self, who, name, accumulation, world, folder):
+    def __init__(self, who, name, accumulation, world, folder, target=contestant, daemon=True):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
@@ -349,7 +349,7 @@ class Group:
         for rank in range(world):
             mine, theirs = context.Pipe()
             given = (theirs, time.time(), who, name, accumulation, rank, world, port, own, f"{own}/log-{rank}")
-            process = context.Process(target=contestant, args=given, daemon=True)
+            process = context.Process(target=target, args=given, daemon=daemon)
             process.start()
             theirs.close()
             self.pipes.append(mine)

@@ -1,0 +1,63 @@
+"""bench/device: `make gpu`, rehearsed at tiny size on the CPU, so that it does not fail on its own mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ROOT / "bench" / "device" / "run.py"
+
+
+def rehearse(folder, *only, compiled=False):
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": str(int(not compiled))}
+    command = [sys.executable, str(RUN), "--toy", "--out", str(folder), "--only", *only]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in only}, done.stdout
+
+
+def figures(result):
+    return {each["figure"]: each for each in result["figures"]}
+
+
+def test_stages_are_rehearsed_without_a_gpu_and_write_their_page(tmp_path):
+    found, said = rehearse(tmp_path, "machine", "probe", "waits")
+    assert {name: each["ended"] for name, each in found.items()} == dict.fromkeys(found, "done"), said
+    probed = figures(found["probe"])
+    compiled = "head and cross entropy: compiled, forward and backward"
+    assert {"product: head, forward", compiled, "AdamW, fused"} <= set(probed)
+    assert all(each["value"] > 0 for each in probed.values())
+    assert all(each["value"] == 0 for each in figures(found["waits"]).values())
+    page = (tmp_path / "gpu-results.md").read_text()
+    assert "A rehearsal" in page
+    assert "| AdamW, fused |" in page
+    assert "## probe: done" in page
+
+
+def test_a_stage_that_hangs_or_fails_ends_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    import run
+
+    hung = run.run("hung", "-c 'import time; print(\"began\", flush=True); time.sleep(60)'", 2, tmp_path, False)
+    assert (hung["ended"], hung["last"]) == ("took longer than 2 s", "began")
+    line = json.dumps({"figure": "a", "value": 2.0, "unit": "s", "aim": 1.0, "better": "less"})
+    (tmp_path / "fails.py").write_text(f"print({line!r})\nraise SystemExit(4)\n")
+    failed = run.run("failed", str(tmp_path / "fails.py"), 30, tmp_path, False)
+    assert failed["ended"] == "exit 4"
+    (figure,) = failed["figures"]
+    assert run.met(figure) == "no"
+    assert run.met(figure | {"value": 0.5}) == "yes"
+    assert run.met(figure | {"value": None}) == run.met(figure | {"aim": None}) == ""
+    assert "| a | 2 s | <= 1 | no |  |" in run.document([failed], False)
+
+
+@pytest.mark.slow
+def test_all_of_it_is_rehearsed_compiled_and_beside_the_others(tmp_path):
+    found, said = rehearse(tmp_path, "parts", "contest", "exact", "large", compiled=True)
+    assert {name: each["ended"] for name, each in found.items()} == dict.fromkeys(found, "done"), said
+    assert figures(found["exact"])["exact, compiled: two runs have the same bits"]["value"] == 1
+    assert "gpt2: throughput beside bare" in figures(found["contest"])
