@@ -31,7 +31,7 @@ def command(argv: list[str]) -> int:
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
-    run = _loaded().Run(config)
+    run = loaded().Run(config)
     try:
         return _code(run().exit_code)
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def _loaded() -> Any:
+def loaded() -> Any:
     """lockstep.run.run, and what the first optimizer imports. Without collections, which find no garbage among half a
     million objects that stay: a sixth of the time, and later collections leave them out."""
     gc.disable()

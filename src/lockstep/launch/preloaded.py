@@ -28,7 +28,7 @@ import threadpoolctl
 __all__ = ["Forked", "Preloaded"]
 
 _MODULE = ("-m", "lockstep")  # how a command begins that can be started here
-_LOADED = ("lockstep.commands.train", "lockstep.run.run", "lockstep.tasks.named")
+_LATER = ("lockstep.tasks.named",)  # what a run loads when it needs it
 _READY = {"ready": True}
 _BLAS = "OPENBLAS_NUM_THREADS"
 _ANSWER = 2.0  # seconds in which a fork is made
@@ -153,7 +153,8 @@ def _lives(pid: int) -> bool:
 
 def _serve(own: socket.socket) -> list[str]:
     """Loads, and forks when asked to. It returns in a child alone: what the child is to run."""
-    for module in _LOADED:
+    importlib.import_module("lockstep.commands.train").loaded()
+    for module in _LATER:
         importlib.import_module(module)
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -56,6 +56,7 @@ __all__ = [
 _LOG = logging.getLogger("lockstep")
 _BEGUN: list[bool] = []  # whether this process has begun a run
 _LONGEST, _SLACK = 2, 30.0  # that many times `--timeout`, and seconds, to wait for who goes on
+_TOGETHER = 64 << 20  # bytes that are sent together
 _BUILDING, _EMPTY = -1, -2  # in place of the steps taken: all of it is being built anew; it has no state yet
 
 
@@ -237,20 +238,39 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
 
 
 def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:
-    """The state of one rank on all: in place, where a rank has a tensor of that name. Collective."""
+    """The state of one rank on all: in place, where a rank has a tensor of that name. Collective.
+
+    Tensors of one dtype that follow each other are sent together: most are small, and each sending has its own delay.
+    """
     mine = [[name, list(tensor.shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
     theirs = world.gather(mine if world.rank == source else None)[source]  # collective
-    found = {}
-    with torch.no_grad():
-        for name, shape, dtype in theirs:
-            held = state.get(name)
-            held = torch.empty(shape, dtype=getattr(torch, dtype)) if held is None else held
-            sent = held.contiguous()
-            dist.broadcast(sent, src=source)  # collective
-            if sent is not held:
-                held.copy_(sent)
-            found[name] = held
+    found, together, size = dict[str, Tensor](), list[Tensor](), 0
+    for name, shape, dtype in theirs:
+        held = state.get(name)
+        held = torch.empty(shape, dtype=getattr(torch, dtype)) if held is None else held
+        if together and (held.dtype is not together[0].dtype or size + held.nbytes > _TOGETHER):
+            _send(together, source, world)
+            together, size = [], 0
+        together.append(held)
+        size += held.nbytes
+        found[name] = held
+    if together:
+        _send(together, source, world)
     return found
+
+
+@torch.no_grad()
+def _send(tensors: list[Tensor], source: int, world: World) -> None:
+    """One rank's values of tensors of one dtype on all. Collective."""
+    if world.rank == source:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    else:
+        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+    dist.broadcast(flat, src=source)  # collective
+    if world.rank != source:
+        parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _stand(session: Session, built: Built, best: Report) -> None:
