@@ -9,11 +9,11 @@ What micro-batch m of step k holds depends on (seed, k, m) alone. The world size
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Self
 
-from lockstep.data.device import mover
+from lockstep.data.device import SideStream, mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
 from lockstep.distributed.shares import Shares, Sharing, equal_shares
@@ -54,11 +54,36 @@ class MicroBatch:
     items: int
     weight: float
     move: Callable[[Any], Any] | None = None
+    _coming: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
+    _next: "MicroBatch | None" = field(default=None, repr=False, compare=False)
+    _used: bool = field(default=False, repr=False, compare=False)
 
     @property
     def data(self) -> Any:
-        """The batch on the device. Copied there each time it is asked for, so that only what is computed lies there."""
-        return self.held if self.move is None else self.move(self.held)
+        """The batch on the device. Copied there each time it is asked for, so that only what is computed lies there.
+
+        But for the one that is computed next, whose copy is begun here where the device has a stream for it.
+        """
+        if self.move is None:
+            return self.held
+        coming, following = self._coming, self._next
+        self._coming, self._next, self._used = None, None, True
+        data = self.move(self.held) if coming is None else coming()
+        if following is not None:
+            following.begin()
+        return data
+
+    def begin(self) -> None:
+        """Has its copy to the device begun, for the next time that `data` is asked for."""
+        if self._coming is None and isinstance(self.move, SideStream):
+            self._coming = self.move.begin(self.held)
+
+    def lead_to(self, following: "MicroBatch") -> None:
+        """`following` is computed next: its copy begins when this one is used, or now where it has been."""
+        if self._used:
+            following.begin()
+        else:
+            self._next = following
 
 
 class Slot(NamedTuple):
@@ -136,6 +161,7 @@ class Batches:
         step_plan: the steps.
         sharing: who computes which micro-batch.
         loader: makes the micro-batches; counts the loader processes that had to be begun again.
+        leads: a micro-batch's copy to the device begins when the one before it is used.
     """
 
     def __init__(
@@ -156,6 +182,7 @@ class Batches:
         self._order, self._rank = order, world.rank
         self._fetch = Fetch(dataset, task, seed, world.rank)
         self._move = mover(world.device)
+        self.leads = isinstance(self._move, SideStream)
         self._loading = loading or Loading()
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
         self._mean = task.reduction == "mean"
@@ -286,13 +313,14 @@ class Batches:
 class StepLoader:
     """An iterator over (step, micro-batches) that can look ahead: the items of coming steps are counted early.
 
-    What is looked ahead at lies in host memory (see `MicroBatch.data`).
+    What is looked ahead at lies in host memory (see `MicroBatch.data`); the micro-batch that comes next alone is on its
+    way to a CUDA device already.
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._stream = batches.trained(start)
         self._steps = batches.step_plan.steps
-        self._slots_of, self._sharing = batches.slots_of, batches.sharing
+        self._slots_of, self._sharing, self._leads = batches.slots_of, batches.sharing, batches.leads
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
@@ -306,6 +334,10 @@ class StepLoader:
         self._sharing.step = self._next
         self._next += 1
         self._present = self._ready.popleft()
+        if self._leads:
+            for batch, following in pairwise(self._present):
+                batch.lead_to(following)
+            self._lead()
         return self._next - 1, self._present
 
     @property
@@ -333,4 +365,11 @@ class StepLoader:
         if step >= self._steps:
             return False
         self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
+        if self._leads and len(self._ready) == 1:
+            self._lead()
         return True
+
+    def _lead(self) -> None:
+        """From the present step's last micro-batch to the first of the next step, as soon as that is loaded."""
+        if self._present and self._ready and self._ready[0]:
+            self._present[-1].lead_to(self._ready[0][0])

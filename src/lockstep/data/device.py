@@ -2,37 +2,132 @@
 
 move = mover(device)
 batch = move(batch) if move else batch
+
+Tensors, what has a method `to` (a PackedSequence, a BatchEncoding), dicts, tuples, named tuples, lists and dataclasses
+are moved; each container keeps its type, and the one given stays as it is. Anything else is passed on.
+
+To a CUDA device copies go on a stream of their own, from pinned memory: neither the host nor what is computed waits for
+them, but where the computation needs them.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, MutableMapping
+from functools import cache
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-__all__ = ["mover"]
+__all__ = ["SideStream", "mover"]
+
+Move = Callable[[Any], Any]
 
 
-def mover(device: torch.device) -> Callable[[Any], Any] | None:
-    """The function that takes a nested batch to the device; None where it is there already.
-
-    Tensors, what has a method `to` (a PackedSequence, a BatchEncoding), dicts, tuples, named tuples, lists and
-    dataclasses; each container keeps its type, and the one given stays as it is. Anything else is passed on.
-    """
+def mover(device: torch.device) -> Move | None:
+    """The function that takes a nested batch to the device; None where it is there already."""
     if device.type == "cpu":
         return None
+    if device.type == "cuda":
+        return SideStream(device)
+
+    def tensor(value: Tensor) -> Tensor:
+        return value.to(device, non_blocking=True)
+
+    def movable(value: Any) -> Any:
+        held = copy.copy(value)  # some change themselves: the one on the host stays there
+        moved = held.to(device)
+        return held if moved is None else moved
+
+    return lambda value: _moved(value, tensor, movable)
+
+
+@final
+class SideStream:
+    """Copies to a CUDA device on a stream of its own.
+
+    stream = SideStream(device)
+    coming = stream.begin(held)     # the copies are under way
+    data = coming()                 # what is computed from here on has them; the device waits, the host does not
+    data = stream(held)             # both at once
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, held: Any) -> Any:
+        return self.begin(held)()
+
+    def begin(self, held: Any) -> Callable[[], Any]:
+        """Has the copies begun, and gives what takes them over: to be called once, on the stream that computes."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        computing, placed = torch.cuda.current_stream(self._device), list[Tensor]()
+
+        def tensor(value: Tensor) -> Tensor:
+            if value.device.type != "cpu" or value.layout is not torch.strided:  # such cannot be pinned
+                with torch.cuda.stream(computing):
+                    return value.to(self._device, non_blocking=True)
+            source = value if value.is_pinned() else value.pin_memory()
+            placed.append(source.to(self._device, non_blocking=True))
+            return placed[-1]
+
+        def movable(value: Any) -> Any:
+            with torch.cuda.stream(computing):  # whose memory it takes is its own affair
+                return _by_itself(value, self._device)
+
+        with torch.cuda.stream(self._stream):
+            data = _moved(held, tensor, movable)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+
+        def take() -> Any:
+            present = torch.cuda.current_stream(self._device)
+            present.wait_event(event)
+            for each in placed:
+                each.record_stream(present)  # its memory is the side stream's, and must outlast what is computed here
+            return data
+
+        return take
+
+
+def _by_itself(value: Any, device: torch.device) -> Any:
+    """What has a method `to`, moved by it: from pinned memory, and without waiting, where it knows how."""
+    held = copy.copy(value)  # some change themselves: the one on the host stays there
+    if callable(getattr(held, "pin_memory", None)):
+        pinned = held.pin_memory()
+        held = held if pinned is None else pinned
+    elif isinstance(held, MutableMapping):
+        for key, item in list(held.items()):
+            if isinstance(item, Tensor) and item.device.type == "cpu" and item.layout is torch.strided:
+                held[key] = item.pin_memory()
+    flies = _may_fly(getattr(type(held), "to", None))
+    moved = held.to(device, non_blocking=True) if flies else held.to(device)  # waits for the device
+    return held if moved is None else moved
+
+
+@cache
+def _may_fly(to: Any) -> bool:
+    """Whether a method `to` takes `non_blocking`, as a tensor's does."""
+    try:
+        known = inspect.signature(to).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in known)
+
+
+def _moved(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any:
+    """The nested value with its tensors, and what moves itself, replaced."""
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(device, non_blocking=True)
+            return tensor(value)
         if isinstance(value, type):
             return value
         if callable(getattr(value, "to", None)):
-            held = copy.copy(value)  # some change themselves: the one on the host stays there
-            moved = held.to(device)
-            return held if moved is None else moved
+            return movable(value)
         if isinstance(value, dict):
             return _like_dict(value, {key: move(item) for key, item in value.items()})
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -43,7 +138,7 @@ def mover(device: torch.device) -> Callable[[Any], Any] | None:
             return _like_dataclass(value, move)
         return value
 
-    return move
+    return move(value)
 
 
 def _like_dict(value: dict[Any, Any], moved: dict[Any, Any]) -> Any:
@@ -56,7 +151,7 @@ def _like_dict(value: dict[Any, Any], moved: dict[Any, Any]) -> Any:
     return made
 
 
-def _like_dataclass(value: Any, move: Callable[[Any], Any]) -> Any:
+def _like_dataclass(value: Any, move: Move) -> Any:
     """The same object with its fields moved; `__post_init__` has run already, and a frozen one may be filled here."""
     made = copy.copy(value)
     for spec in dataclasses.fields(value):
