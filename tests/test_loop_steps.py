@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import DEVICE, FakeCuda
 from toys import Partial
 
-from lockstep.clock import HostClock
+from lockstep.clock import HostClock, make_clock
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World
@@ -116,6 +117,30 @@ def test_a_loss_is_one_number_whatever_its_shape():
     for value in (torch.tensor(3), torch.tensor([3.0, 4.0]), torch.tensor(3j)):  # an evaluation's, without a graph
         with torch.no_grad(), pytest.raises(ConfigError, match="must return one number, a 0-dim float tensor"):
             scalar(value)
+
+
+def test_a_devices_clock_waits_for_nothing_and_tells_what_has_come_to_pass():
+    with FakeCuda(fast=False) as cuda:
+        clock = make_clock(DEVICE)
+        assert clock.read() == clock.spent() == {}
+        for step in range(4):
+            clock.start()
+            for name in ("data", "backward/alone", "backward", "backward/alone"):
+                clock.lap(name)  # an event each millisecond
+            assert clock.steps == max(0, step - 1)  # the device is a step behind, and a start looks
+            cuda.reached = cuda.clock - 5  # the end of the step before
+        assert clock.read() == {"data": 1.0, "backward": 3.0}
+        assert clock.steps == 3
+        assert clock.spent() == pytest.approx({"data": 3e-3, "backward/alone": 6e-3, "backward": 3e-3})
+        assert clock.read() == {"data": 1.0, "backward": 3.0}  # nothing is new
+        clock.start()
+        assert clock.steps == 3  # one that was begun is none yet
+        cuda.reached = cuda.clock
+        assert clock.read() == {"data": 1.0, "backward": 3.0}
+        assert clock.steps == 4
+        assert clock.spent()["data"] == pytest.approx(4e-3)
+        assert len(cuda.events) <= 15  # taken again
+    assert not [line for line in cuda.log if line.startswith("wait")]
 
 
 def test_the_clock_tells_laps_of_one_beginning_together_and_knows_its_steps(monkeypatch):

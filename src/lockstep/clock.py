@@ -5,11 +5,15 @@ clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step
 """
 
 import time
+from collections import deque
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "make_clock"]
+
+_Marks = list[tuple[str, torch.cuda.Event]]
 
 
 class Clock(Protocol):
@@ -30,10 +34,10 @@ class Clock(Protocol):
         """What passed since `start` or the last lap belongs to `name`."""
 
     def spent(self) -> dict[str, float]:
-        """Seconds in all by name, as far as they are known without waiting for the device."""
+        """Seconds in all by name, as far as they are known: no device is waited for."""
 
     def read(self) -> dict[str, float]:
-        """Milliseconds a step by name since the last reading; resets. Here, and only here, the device is waited for."""
+        """Milliseconds a step by name, of the steps since the last reading; resets. To be called between two steps."""
 
 
 class HostClock:
@@ -55,7 +59,7 @@ class HostClock:
         self._last = now
 
     def spent(self) -> dict[str, float]:
-        return self._before | {name: self._before.get(name, 0.0) + spent for name, spent in self._sums.items()}
+        return _added(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
         self._before = self.spent()
@@ -65,39 +69,58 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events on the current stream: recorded as the step goes by, read only when asked."""
+    """CUDA events on the current stream: recorded as the step goes by, and read when the device has passed them.
+
+    Nothing here waits for the device. A step is known once its last event has come to pass, mostly in the step after.
+    """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._flying: deque[_Marks] = deque()  # a step's each, its start first; the last is the present one's
         self._free: list[torch.cuda.Event] = []
-        self._before: dict[str, float] = {}
-        self.steps = 0
+        self._before: dict[str, float] = {}  # until the last reading
+        self._sums: dict[str, float] = {}
+        self._found: dict[str, float] = {}
+        self.steps = self._read = 0
 
     def start(self) -> None:
+        self._land(len(self._flying))
+        if self._flying and len(self._flying[-1]) == 1:  # it was begun after the last
+            self._free.append(self._flying.pop()[0][1])
+        self._flying.append([])
         self.lap("")
 
     def lap(self, name: str) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._marks.append((name, event))
+        self._flying[-1].append((name, event))
 
     def spent(self) -> dict[str, float]:
-        return dict(self._before)
+        self._land(len(self._flying) - 1)
+        return _added(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
-        if not self._marks:
-            return {}
-        self._marks[-1][1].synchronize()  # waits for the device
-        sums: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
-            if name:
-                sums[name] = sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
-        self._before |= {name: self._before.get(name, 0.0) + spent for name, spent in sums.items()}
-        count = sum(not name for name, _ in self._marks)
-        self._free += [event for _, event in self._marks]
-        self._marks = []
-        self.steps += count
-        return _by_step(sums, count)
+        """As `Clock.read`, of the steps that came to an end on the device since; if none did, what it said last."""
+        self._land(len(self._flying))
+        if self.steps > self._read:
+            self._before = _added(self._before, self._sums)
+            self._found = _by_step(self._sums, self.steps - self._read)
+            self._sums, self._read = {}, self.steps
+        return dict(self._found)
+
+    def _land(self, whole: int) -> None:
+        """Adds up the first `whole` steps that are noted, as far as the device has done them."""
+        while whole > 0 and len(self._flying[0]) > 1:
+            if not self._flying[0][-1][1].query():  # type: ignore[no-untyped-call]
+                return
+            marks, whole = self._flying.popleft(), whole - 1
+            for (_, before), (name, after) in pairwise(marks):
+                self._sums[name] = self._sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
+            self._free += [event for _, event in marks]
+            self.steps += 1
+
+
+def _added(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]:
+    return before | {name: before.get(name, 0.0) + spent for name, spent in sums.items()}
 
 
 def _by_step(seconds: dict[str, float], steps: int) -> dict[str, float]:

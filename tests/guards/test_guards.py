@@ -273,14 +273,16 @@ def test_on_a_cpu_a_step_is_read_at_once():
     assert (step.norm, step.losses) == (1.5, [2.0])
 
 
-def test_a_reader_that_is_late_gives_the_step_before(monkeypatch):
-    monkeypatch.setattr(Reader, "lag", 1)
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_reader_that_is_late_gives_the_step_before(monkeypatch, lag):
+    monkeypatch.setattr(Reader, "lag", lag)
     reader = Reader(torch.device("cpu"))
     records = [StepRecord(k, 4, [torch.tensor(2.0 + k)], torch.tensor(1.5 * k), 1.0) for k in range(3)]
     found = [[(s.record.step, s.norm, s.losses, s.micro) for s in reader.add(r, [r.step])] for r in records]
-    assert found == [[], [(0, 0.0, [2.0], [0])], [(1, 1.5, [3.0], [1])]]
-    assert [(step.record.step, step.norm) for step in reader.rest()] == [(2, 3.0)]
-    assert reader.rest() == []
+    landed = [[(0, 0.0, [2.0], [0])], [(1, 1.5, [3.0], [1])]]
+    assert found == [[] for _ in range(lag)] + landed[: 3 - lag]
+    assert [(step.record.step, step.norm) for step in reader.rest()] == [(1, 1.5), (2, 3.0)][-lag:]
+    assert list(reader.rest()) == []
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -8,6 +8,7 @@ import torch
 from toys import Ragged, taken
 
 from lockstep.config.config import Config
+from lockstep.guards.reading import Reader
 from lockstep.sinks.jsonl import read
 
 
@@ -44,14 +45,16 @@ def evaluations(folder):
     return [(record["global_step"], record["evaluation/loss"]) for record in records]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_the_present_step_and_before_its_evaluation(tmp_path, number):
+@pytest.mark.parametrize(("number", "lag"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+def test_a_signal_ends_the_run_after_the_present_step_and_before_its_evaluation(tmp_path, monkeypatch, number, lag):
+    monkeypatch.setattr(Reader, "lag", lag)
     task = Signalled(dtype=torch.float32)
     assert trained(tmp_path / "whole", task) == ([0, 1, 2, 3], 0)
     task = Signalled(dtype=torch.float32)
     task.number = number
     assert trained(tmp_path / "cut", task) == ([0, 1], 75)
     assert evaluations(tmp_path / "cut") == []
+    assert [record["global_step"] for record in read(tmp_path / "cut" / "default" / "metrics.jsonl")] == [1, 2]
     assert trained(tmp_path / "cut", task) == ([2, 3], 0)
     assert evaluations(tmp_path / "cut") == evaluations(tmp_path / "whole")
     assert [step for step, _ in evaluations(tmp_path / "cut")] == [2, 4]

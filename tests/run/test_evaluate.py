@@ -21,6 +21,7 @@ from lockstep.data.batches import Batches
 from lockstep.data.order import Sequential
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.guards.reading import Reader
 from lockstep.records import StepRecord
 from lockstep.run.evaluate import evaluate, evaluate_all, one_step
 from lockstep.run.meter import Meter
@@ -111,14 +112,19 @@ def test_an_evaluation_takes_the_same_memory_however_many_micro_batches_there_ar
     assert grown < 10 * logits
 
 
-def test_what_is_unread_of_a_step_holds_no_tensor_on_a_cpu():
+def read(record):
+    """The step as a reader gives it."""
+    return Reader(torch.device("cpu")).add(record, [])[0]
+
+
+def test_what_is_kept_of_a_step_holds_no_tensor():
     exchange = SimpleNamespace(totals=lambda values: values)
     meter = Meter(exchange, make_clock(torch.device("cpu")), torch.device("cpu"))
     held = []
     for step in range(5):
         losses = [torch.tensor(float(step)), torch.tensor(1.0)]
         held += [weakref.ref(loss) for loss in losses]
-        meter.add(StepRecord(step, 2, losses, torch.tensor(3.0 + step), 1.0))
+        meter.add(read(StepRecord(step, 2, losses, torch.tensor(3.0 + step), 1.0)))
         del losses
     gc.collect()
     assert not any(ref() is not None for ref in held)
@@ -133,11 +139,11 @@ def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
     meter = Meter(exchange, make_clock(torch.device("cpu")), torch.device("cpu"))
     for losses, mean in (([2.0, math.nan, 4.0, math.inf, 9.0], 5.0), ([1.0, 2.0, 3.0, 4.0, 5.0], 3.0)):
         for step, loss in enumerate(losses):
-            meter.add(StepRecord(step, 1, [torch.tensor(loss)], torch.tensor(1.0), 1.0))
+            meter.add(read(StepRecord(step, 1, [torch.tensor(loss)], torch.tensor(1.0), 1.0)))
         assert meter.read(5)["running_loss"] == mean
-    meter.add(StepRecord(0, 0, [torch.tensor(0.0)], torch.tensor(1.0), 1.0))
+    meter.add(read(StepRecord(0, 0, [torch.tensor(0.0)], torch.tensor(1.0), 1.0)))
     assert meter.read(1)["running_loss"] == 0.0  # of a step without items, as it was trained
-    meter.add(StepRecord(0, 1, [torch.tensor(math.nan)], torch.tensor(1.0), 1.0))
+    meter.add(read(StepRecord(0, 1, [torch.tensor(math.nan)], torch.tensor(1.0), 1.0)))
     assert math.isnan(meter.read(1)["running_loss"])
 
 

@@ -133,7 +133,7 @@ def in_the_body(world, config, task, lag):
         return [all(isinstance(p, DTensor) for p in session.model.parameters()) for step in session]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, 1, 2])
 def test_after_a_step_that_was_left_out_fsdp_is_split_again(tmp_path, lag):
     """The search for the bad sample is a forward that no backward follows, after which torch leaves it gathered."""
     config = settings(tmp_path, 6, guards={"nonfinite": "skip"}, engine="fsdp", ckpt_freq=0)
@@ -158,7 +158,7 @@ def losses(folder, name="r"):
     return {r["global_step"]: r for r in read(folder / name / "metrics.jsonl") if "running_loss" in r}
 
 
-@pytest.fixture(params=[0, 1], ids=["at once", "late"])
+@pytest.fixture(params=[0, 1, 2], ids=["at once", "late", "later"])
 def lag(request, monkeypatch):
     """How late norms are read: 1 stands in for a device."""
     monkeypatch.setattr(Reader, "lag", request.param)
@@ -173,26 +173,28 @@ def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_b
     config = settings(tmp_path, 12, guards={"nonfinite": policy})
     taken, code = go(None, config, task)
     assert code == 0
-    assert taken == (list(range(12)) if policy == "skip" else [*range(bad + lag), *range(6, 12)])
+    # A checkpoint is due after step 8, and none is written before all steps have been looked at.
+    assert taken == (list(range(12)) if policy == "skip" else [*range(min(bad + lag, 8)), *range(6, 12)])
     wanted, norms = by_hand(task, config, left_out=(bad,))
     alike(kept(tmp_path), wanted)
     found = losses(tmp_path)
     assert [found[k]["grad_norm"] for k in range(1, bad + 1)] == pytest.approx(norms[:bad])
     assert [found[k]["grad_norm"] for k in range(bad + 2, 13)] == pytest.approx(norms[bad:])
-    told = bad + 1 + lag if policy == "skip" else 7  # a resumed run knows of it from its first record on
+    told = bad + 1 if policy == "skip" else 7  # a resumed run knows of it from its first record on
     assert {k for k, r in found.items() if r.get("steps_left_out")} == set(range(told, 13))
     assert {r["steps_left_out"] for r in found.values() if "steps_left_out" in r} == {1}
 
 
-def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_path):
+def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_path, lag):
     task = Task(48, bad=(samples_of(7, 48)[3],))
     config = settings(tmp_path, 12)
     with pytest.raises(LockstepError, match=r"step 7: the gradient is not finite .* micro-batch 1 \(samples"):
         go(None, config, task)
     alike(kept(tmp_path), by_hand(task, settings(tmp_path, 12, stop_at=6), range(6, 12))[0])
+    assert list(losses(tmp_path)) == list(range(1, 8))  # the step that stopped it has no record, whenever it was read
 
 
-def test_one_step_more_than_the_limit_stops_the_run(tmp_path):
+def test_one_step_more_than_the_limit_stops_the_run(tmp_path, lag):
     bad = tuple(samples_of(step, 48)[0] for step in (2, 5, 8))
     config = settings(tmp_path, 12, guards={"nonfinite": "skip", "limit": 2})
     with pytest.raises(LockstepError, match="step 8: .*2 steps were left out before"):
@@ -217,7 +219,7 @@ def test_a_spike_that_is_left_out_leaves_the_weights(tmp_path, policy, freq, lag
 
 
 @pytest.mark.parametrize("policy", ["warn", "off"])
-def test_a_spike_that_is_not_left_out_trains(tmp_path, policy):
+def test_a_spike_that_is_not_left_out_trains(tmp_path, policy, lag):
     task = Task(180, bad=(samples_of(SPIKE, 180)[1],), times=1e3)
     config = settings(tmp_path, 45, guards={"spike": policy})
     assert go(None, config, task)[1] == 0
@@ -241,7 +243,8 @@ class Flipped(Task):
         return super().loss(model, batch)
 
 
-def flipped(world, folder, steps, freq, victim):
+def flipped(world, folder, steps, freq, victim, lag):
+    Reader.lag = lag
     task = Flipped(world.rank == victim)
     try:
         go(world, settings(folder, 12, stop_at=steps, guards={"desync_freq": freq, "straggler": 0.0}), task)
@@ -251,18 +254,21 @@ def flipped(world, folder, steps, freq, victim):
 
 
 @pytest.mark.parametrize(
-    ("steps", "freq", "victim", "line"),
+    ("steps", "freq", "victim", "lag", "line"),
     [
-        (12, 4, 1, "after step 8 rank 0 and rank 1 differ"),
-        (7, 4, 1, "after step 7 rank 0 and rank 1 differ"),  # what is kept at the end is compared too
-        (7, 100, 1, "after step 7 rank 0 and rank 1 differ"),
-        (7, 0, 1, ""),
-        (12, 1, None, ""),
+        (12, 4, 1, 0, "after step 8 rank 0 and rank 1 differ"),
+        (12, 4, 1, 1, "after step 8 rank 0 and rank 1 differ"),
+        (7, 4, 1, 0, "after step 7 rank 0 and rank 1 differ"),  # what is kept at the end is compared too
+        (7, 100, 1, 2, "after step 7 rank 0 and rank 1 differ"),
+        (7, 0, 1, 0, ""),
+        (12, 1, None, 1, ""),
     ],
 )
-def test_replicas_are_compared_after_the_right_steps(tmp_path, steps, freq, victim, line):
-    said = run(flipped, 2, tmp_path, steps, freq, victim)
+def test_replicas_are_compared_after_the_right_steps(tmp_path, steps, freq, victim, lag, line):
+    said = run(flipped, 2, tmp_path, steps, freq, victim, lag)
     assert all(each.startswith(line) and bool(each) == bool(line) for each in said), said
+    if line and lag < 2:
+        assert list(losses(tmp_path)) == list(range(1, int(line.split()[2])))  # those before it were written
 
 
 class Slow(Rows):

@@ -23,6 +23,7 @@ from lockstep.config.sections import Checkpoint, Optim
 from lockstep.data.order import Shuffled
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.errors import LockstepError, PeerError
+from lockstep.guards.reading import ReadStep
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
 from lockstep.run.folder import RunFolder
@@ -143,15 +144,15 @@ def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     exchange, clock = SimpleNamespace(totals=list), SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
     meter = Meter(exchange, clock, torch.device("cpu"))
     for step, items in enumerate((20, 12)):
-        meter.add(StepRecord(step, items, [torch.tensor(3.0 * items)], torch.tensor(7.0 + step), 1.0))
+        meter.add(ReadStep(StepRecord(step, items, [], None, 1.0), [], 7.0 + step, [3.0 * items]))
     meter.pause(1.0)  # an evaluation
     found = meter.read(2)  # at 14: four seconds, one of them paused
     assert (found["items_per_second"], found["running_loss"], found["grad_norm"]) == (32 / 3, 3.0, 8.0)
     assert (found["time/data"], found["time/forward"], found["time/total"]) == (2.0, 5.0, 7.0)
-    meter.add(StepRecord(2, 5, [torch.tensor(15.0)], torch.tensor(1.0), 1.0, applied=False))
+    meter.add(ReadStep(StepRecord(2, 5, [], None, 1.0, applied=False), [], 1.0, [15.0]))
     found = meter.read(1)  # at 15: the window before does not count any more
     assert (found["items_per_second"], found["running_loss"], found["skipped_steps"]) == (5.0, 3.0, 1)
-    meter.add(StepRecord(3, 20, [], torch.tensor(1.0), 1.0))
+    meter.add(ReadStep(StepRecord(3, 20, [], None, 1.0), [], 1.0, []))
     assert meter.read(1)["skipped_steps"] == 1  # of this start
 
 

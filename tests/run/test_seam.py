@@ -132,9 +132,10 @@ def test_a_bad_step_leaves_no_trace_whatever_leaves_it_out(tmp_path, monkeypatch
         go(None, settings, task, leave_at=step + 2)
         assert left_out(tmp_path, f"left-{name}") == [step]
         assert go(None, settings, task) == wanted
-    monkeypatch.setattr(Reader, "lag", 1)
-    for name in ("skip", "rollback"):
-        assert go(None, config(tmp_path, f"late-{name}", {"nonfinite": name}), task) == wanted
+    for lag in (1, 2):
+        monkeypatch.setattr(Reader, "lag", lag)
+        for name in ("skip", "rollback"):
+            assert go(None, config(tmp_path, f"late-{lag}-{name}", {"nonfinite": name}), task) == wanted
     monkeypatch.undo()
     two = [(config(tmp_path, f"two-{name}", {"nonfinite": name}), task) for name in ("skip", "rollback")]
     assert run(several, 2, two) == [[wanted, wanted]] * 2

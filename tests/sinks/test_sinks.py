@@ -338,3 +338,23 @@ def test_planted_secrets_reach_no_file_and_no_line(tmp_path, monkeypatch, capsys
         assert text
         for secret in (PLANTED, "tok3n-argv", "passw0rd", "query-s3cret"):
             assert secret not in text
+
+
+def test_what_is_logged_while_a_record_is_on_its_way_stands_behind_it(tmp_path):
+    sinks = Sinks([JsonLines(tmp_path / "metrics.jsonl")])
+    there = lambda: [record["n"] for record in read(tmp_path / "metrics.jsonl")]  # noqa: E731
+    sinks.arrived({"n": 0})
+    sinks.expect()
+    sinks.log({"n": 2})
+    sinks.expect()
+    sinks.log({"n": 4})
+    assert there() == [0]
+    sinks.arrived({"n": 1})
+    assert there() == [0, 1, 2]
+    sinks.arrived({"n": 3})
+    sinks.log({"n": 5})
+    assert there() == [0, 1, 2, 3, 4, 5]
+    sinks.expect()
+    sinks.log({"n": 7})
+    sinks.close(None)  # the run failed before it came
+    assert there() == [0, 1, 2, 3, 4, 5, 7]

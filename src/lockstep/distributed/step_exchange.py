@@ -84,6 +84,7 @@ class StepExchange:
              steps step .. stop - 1.
         outlives: the run goes on after the loss of a rank. Where one is lost while the exchange after a step is under
             way, that step comes to its end first.
+        measured: how many steps the busy seconds are of, where a device tells of a step after it; None: of all.
 
     Attributes:
         progress: where this process stands; kept at every step.
@@ -103,10 +104,12 @@ class StepExchange:
         busy: Callable[[], BusySeconds] = BusySeconds,
         further: Callable[[int, int, float], list[float]] = lambda step, stop, waited: [],
         outlives: bool = False,
+        measured: Callable[[], int] | None = None,
     ) -> None:
         self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
         self._further = further
         self._told, self._told_at = BusySeconds(), 0  # busy seconds by the step at which they were told last
+        self._measured, self._said = measured, BusySeconds()
         self._outlives = outlives
         self._failed: PeerError | None = None
         self.progress, self.taken = Progress.of(world.rank), 0
@@ -211,12 +214,15 @@ class StepExchange:
 
     def _busy_seconds(self) -> BusySeconds:
         """Busy seconds per step since this was told last; to wait for the others is no work."""
-        now, step = self._spent(), self.progress.step
+        now = self._spent()  # before the steps that it is of are counted
+        step = self._measured() if self._measured else self.progress.step
+        if self._measured and self._told_at and step == self._told_at:  # no step has come to its end since
+            return self._said
         now = now._replace(data=now.data - self.waited)
         steps = max(1, step - self._told_at)
-        found = BusySeconds(*(max(0.0, new - old) / steps for new, old in zip(now, self._told, strict=True)))
+        self._said = BusySeconds(*(max(0.0, new - old) / steps for new, old in zip(now, self._told, strict=True)))
         self._told, self._told_at = now, step
-        return found
+        return self._said
 
     def close(self) -> None:
         """Lets the exchange under way come to its end and gives the group back; all ranks stand at the same step."""

@@ -6,6 +6,7 @@ for step in reader.rest(): ...                  # before a checkpoint: all that 
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -37,6 +38,9 @@ class _Copy(NamedTuple):
 class Reader:
     """Reads norms and losses: at once where that costs nothing, else one step later, when the copy has arrived.
 
+    On a device a step costs one launch, one copy into pinned memory and an event, and its host is never more than a
+    step ahead. What the guards and the records need of a step is read here alone.
+
     Attributes:
         lag: steps by which it is late; None: 1 on a CUDA device, else 0. Whoever asks it must work with any.
     """
@@ -47,9 +51,15 @@ class Reader:
         self._cuda = device.type == "cuda"
         self._lag = int(self._cuda) if self.lag is None else self.lag
         self._flying: deque[_Copy] = deque()
+        self._free: list[Any] = []  # events that have come to pass
+
+    @property
+    def late(self) -> bool:
+        """Whether a step is read after it."""
+        return self._lag > 0
 
     def add(self, record: StepRecord, micro: list[Any]) -> list[ReadStep]:
-        """Takes a step, and returns those that can be read by now."""
+        """Takes a step, and returns those that can be read by now: how many depends on the number of steps alone."""
         if not self._lag and not self._cuda:
             norm = math.nan if record.norm is None else record.norm.item()
             return [ReadStep(record, micro, norm, [loss.item() for loss in record.losses])]
@@ -57,20 +67,22 @@ class Reader:
         values = torch.stack([tensor.reshape(()) for tensor in tensors]) if tensors else torch.empty(0)
         event = None
         if self._cuda:
-            values = values.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            values = values.to("cpu", non_blocking=True)  # from a device that is into pinned memory
+            event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._flying.append(_Copy(record, micro, values, event))
         return [self._landed()] if len(self._flying) > self._lag else []
 
-    def rest(self) -> list[ReadStep]:
-        """All steps that were not returned yet."""
-        return [self._landed() for _ in range(len(self._flying))]
+    def rest(self) -> Iterator[ReadStep]:
+        """All steps that were not returned yet, one by one."""
+        while self._flying:
+            yield self._landed()
 
     def _landed(self) -> ReadStep:
         record, micro, values, event = self._flying.popleft()
         if event:
             event.synchronize()  # waits for the device, one step behind: it has the next one to do
+            self._free.append(event)
         numbers = values.tolist()
         norm = math.nan if record.norm is None else numbers.pop(0)
         return ReadStep(record, micro, norm, numbers)

@@ -8,9 +8,11 @@ saves = saved_and_evaluated(session, built, ongoing, step, ending)
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
+
+import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
@@ -50,6 +52,8 @@ __all__ = [
     "report",
     "save",
     "saved_and_evaluated",
+    "settle",
+    "taken",
     "works",
 ]
 
@@ -87,7 +91,14 @@ def works(session: Session, built: Built) -> Works:
     constant = (lambda step: each * step_plan.samples(step)) if each else None
     balancing, outlives = Balancing(built, clock), bool(session.member)
     exchange = StepExchange(
-        world, step_loader.items, constant, step_plan.steps, busy, balancing.told, outlives=outlives
+        world,
+        step_loader.items,
+        constant,
+        step_plan.steps,
+        busy,
+        balancing.told,
+        outlives=outlives,
+        measured=lambda: clock.steps,
     )
     exchange.taken = built.start
     session.exchange = exchange
@@ -102,12 +113,17 @@ def works(session: Session, built: Built) -> Works:
 
 def recorded(session: Session, built: Built, works: Works, record: StepRecord) -> Step:
     """The step as the caller gets it, once it has been recorded and looked at."""
-    done = record.step + 1
-    works.meter.add(record)
+    done, late = record.step + 1, works.guards.late
     session.sinks.progress(done)
     works.balancing.after(works.exchange)
+    if late:
+        works.recorder.expect(record)
+    for step in works.guards.read(record):
+        works.meter.add(step)
+        if late:  # on every rank in the same step, whenever its device has told the numbers
+            works.recorder.log(step.record)
     works.guards.after(record)
-    if done % built.config.log_freq == 0:
+    if not late:
         works.recorder.log(record)
     return Step(
         record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_loss
@@ -126,6 +142,7 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
         save(works, done)
     cut_short = ending and done < works.last  # whoever sent a signal waits for no evaluation: the next start makes it
     if "evaluation_due" in state and not cut_short:
+        settle(works)
         del state["evaluation_due"]
         step.evaluation = session.evaluation = works.recorder.evaluate(done)
         session.evaluated = done
@@ -139,8 +156,29 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
 
 def save(works: Works, done: int) -> None:
     if works.recorder.saved != done:
-        works.guards.settle()
+        settle(works)
+        works.guards.keep()
         works.recorder.save(done)
+
+
+def settle(works: Works) -> None:
+    """Looks at every step that was taken, and writes the records that wait for a device. Collective where some do."""
+    for step in works.guards.rest():  # waits for the device, where steps were not read yet
+        works.meter.add(step)
+        works.recorder.log(step.record)
+
+
+def taken(works: Works, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
+    """The steps. Where one fails, the records of those before it are written, unless that takes another rank."""
+    try:
+        yield from records
+    except Exception:
+        if world.size == 1:
+            with suppress(Exception):  # the device itself may have failed
+                for step in works.guards.rest(look=False):
+                    works.meter.add(step)
+                    works.recorder.log(step.record)
+        raise
 
 
 def leave_early(session: Session, works: Works, told: Told | None, now: bool) -> None:
@@ -161,7 +199,9 @@ def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bo
     """What reads a step's loss while its body runs."""
 
     def read(step: Step) -> float:
-        own = math.fsum(float(loss) for loss in step.record.losses)  # waits for the device
+        losses = step.record.losses
+        alone = len(losses) < 2 or losses[0].device.type == "cpu"
+        own = math.fsum(map(float, losses) if alone else torch.stack(losses).tolist())  # waits for the device
         exchange.progress.at(step.record.step, READING)
         try:
             (total,) = exchange.totals([own])  # collective

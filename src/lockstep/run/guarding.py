@@ -2,14 +2,15 @@
 
 guards = Guards(built, exchange, step_loader, seed, clock)
 for record in steps(..., StepControl(..., guards.limit, ..., guards.audit)):
+    for step in guards.read(record): ...    # whose numbers are on the host by now, looked at
     guards.after(record)
     ...
-    guards.settle()                 # before a checkpoint
+    for step in guards.rest(): ...          # before a checkpoint, an evaluation, the end
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -83,8 +84,13 @@ class Guards:
             return -math.inf
         return self._spike.limit(step) if self._config.spike == "skip" else math.inf
 
-    def after(self, record: StepRecord) -> None:
-        """Looks at a step.
+    @property
+    def late(self) -> bool:
+        """Whether a step's numbers come after it, as from a device."""
+        return self._reader.late
+
+    def read(self, record: StepRecord) -> Iterator[ReadStep]:
+        """Takes a step, and gives those whose numbers are on the host by now, each once it has been looked at.
 
         Raises:
             LockstepError: a guard stops the run.
@@ -92,6 +98,21 @@ class Guards:
         """
         for step in self._reader.add(record, self._step_loader.present):
             self._look(step)
+            yield step
+
+    def rest(self, *, look: bool = True) -> Iterator[ReadStep]:
+        """The steps that were taken and not given yet. Raises as `read`.
+
+        Args:
+            look: False where the run ends by another error anyway.
+        """
+        for step in self._reader.rest():
+            if look:
+                self._look(step)
+            yield step
+
+    def after(self, record: StepRecord) -> None:
+        """Looks at the ranks after a step. Raises LockstepError where their replicas differ."""
         slow = self._straggler.after(record.step, self._exchange)
         if slow and self._built.world.is_main:
             _LOG.warning(slow)
@@ -99,12 +120,6 @@ class Guards:
         replicas = freq and self._built.world.size > 1
         if replicas and (done % freq == 0 or done == self._built.last):  # what is kept at the end is compared too
             desync.check(self._built.all_tensors(), self._built.world, done)  # collective
-
-    def settle(self) -> None:
-        """Looks at every step that was taken, before a checkpoint keeps what they did. Raises as `after`."""
-        for step in self._reader.rest():
-            self._look(step)
-        self.keep()
 
     def keep(self) -> None:
         """Puts what is known of the steps that were looked at into the run's state."""

@@ -1,7 +1,7 @@
 """From the steps of a window to one record: what `metrics.jsonl` and the console show.
 
-meter.add(record)
-if (record.step + 1) % log_freq == 0:
+meter.add(step)                 # of a reader: its numbers are on the host
+if (step.record.step + 1) % log_freq == 0:
     sinks.log(meter.read(...))
 """
 
@@ -16,21 +16,21 @@ import torch
 
 from lockstep.clock import Clock
 from lockstep.distributed.step_exchange import StepExchange
-from lockstep.records import StepRecord
+from lockstep.guards.reading import ReadStep
 
 __all__ = ["Meter", "memory"]
 
 
-class _Unread(NamedTuple):
-    """What is kept of a step until it is recorded: numbers on a CPU, 0-dim tensors on a device."""
+class _Kept(NamedTuple):
+    """What is kept of a step until it is recorded. As tensors it would hold the heap apart."""
 
-    losses: list[Any]
-    norm: Any
+    losses: list[float]
+    norm: float
     items: int
 
 
 class Meter:
-    """Keeps the unread losses of the steps since the last record.
+    """Keeps the losses of the steps since the last record. It waits for no device.
 
     Args:
         beat: sums the losses over the ranks.
@@ -45,45 +45,34 @@ class Meter:
     ) -> None:
         self._exchange, self._clock, self._device = exchange, clock, device
         self.running_loss, self.missed = running, missed
-        self._unread: list[_Unread] = []
-        self._at_once = device.type == "cpu"
+        self._kept: list[_Kept] = []
         self.skipped_steps = 0  # since this start
         self._items, self._since = 0, time.perf_counter()
 
-    def add(self, record: StepRecord) -> None:
-        """Takes a step's record; nothing is read that would have to be waited for."""
-        losses: list[Any] = record.losses
-        norm: Any = record.norm
-        if self._at_once:  # as tensors they would hold the heap apart, a step's buffers between each two
-            losses = [float(loss) for loss in losses]
-            norm = None if norm is None else float(norm)
-        self._unread.append(_Unread(losses, norm, record.items))
-        self._items += record.items
-        self.skipped_steps += record.applied is False
+    def add(self, step: ReadStep) -> None:
+        """Takes a step whose numbers have been read."""
+        self._kept.append(_Kept(step.losses, step.norm, step.record.items))
+        self._items += step.record.items
+        self.skipped_steps += step.record.applied is False
 
     def settle(self) -> float:
-        """Adds the unread steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
+        """Adds the kept steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.
 
-        Waits for the device and for all ranks. Each step's sums are formed in float64, where the order of a few
-        float32 terms does not show. A step whose loss is not finite is counted in `missed` instead: the guards name it,
-        and one that is left out should not make the window's mean NaN.
+        Waits for all ranks. Each step's sums are formed in float64, where the order of a few float32 terms does not
+        show. A step whose loss is not finite is counted in `missed` instead: the guards name it, and one that is left
+        out should not make the window's mean NaN.
         """
-        steps, self._unread = self._unread, []
+        steps, self._kept = self._kept, []
         if not steps:
             return math.nan
-        last = steps[-1].norm
-        values = [value for step in steps for value in step.losses] + ([] if last is None else [last])
-        if values and not self._at_once:
-            values = torch.stack([value.double() for value in values]).tolist()  # waits for the device
-        numbers = iter(values)
-        sums = [math.fsum(next(numbers) for _ in step.losses) for step in steps]
+        sums = [math.fsum(step.losses) for step in steps]
         for step, total in zip(steps, self._exchange.totals(sums), strict=True):
             loss = total / max(step.items, 1)
             if math.isfinite(loss):
                 self.running_loss += loss
             else:
                 self.missed += 1
-        return next(numbers, math.nan)
+        return steps[-1].norm
 
     def read(self, log_freq: int) -> dict[str, Any]:
         """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds)."""

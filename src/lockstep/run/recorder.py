@@ -1,8 +1,9 @@
 """What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
 
 books = RunRecorder(built, meter, sinks, exchange)
-if done % config.log_freq == 0:
-    books.log(record)
+books.expect(record)            # where its numbers are still on the device
+...
+books.log(record)               # the window's record, where one ends with this step
 """
 
 import json
@@ -56,22 +57,33 @@ class RunRecorder:
             policy=keep.on_failure,
             failed=partial(exchange.stop, SAVE_FAILED),
         )  # collective
+        sinks.flush()  # of ranks that were left
         self._began = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved = built.start
         self.is_best = False
 
+    def _due(self, record: StepRecord) -> bool:
+        return (record.step + 1) % self._built.config.log_freq == 0
+
+    def expect(self, record: StepRecord) -> None:
+        """The step's numbers come later: what is logged in the meantime stands behind its record."""
+        if self._due(record) and self._built.world.is_main:
+            self._sinks.expect()
+
     def log(self, record: StepRecord) -> None:
-        """One record of the steps since the last."""
+        """One record of the steps since the last, where a window ends with this one; the meter has it. Collective."""
+        if not self._due(record):
+            return
         built = self._built
         place = built.run_plan.place(record.step + 1)
         found = self._meter.read(built.config.log_freq)
         bad = self._troubles()
         if built.balancer:
-            found["shares"] = ",".join(map(str, built.batches.sharing.now.slots))
+            found["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
             names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
-            self._sinks.log({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
+            self._sinks.arrived({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
 
     def _troubles(self) -> dict[str, float]:
         """What went wrong and was put right so far, over all ranks; nothing where nothing did."""

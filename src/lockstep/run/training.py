@@ -35,6 +35,8 @@ from lockstep.run.after_step import (
     report,
     save,
     saved_and_evaluated,
+    settle,
+    taken,
     works,
 )
 from lockstep.run.best import out_of_patience, shown
@@ -247,7 +249,11 @@ def _follow(session: Session, built: Built) -> Training:
             session.save_due = False
             recorder.save(first)
         over = out_of_patience(built.config, built.state)
-        for record in () if over else steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control):
+        for record in (
+            ()
+            if over
+            else taken(ongoing, world, steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control))
+        ):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
             ending = record.step + 1 == ongoing.last or bool(stop_request)
@@ -276,6 +282,7 @@ def _follow(session: Session, built: Built) -> Training:
                     break
                 exchange.stop(STOP)  # others go on: all end after the next exchange
             if regroups:
+                settle(ongoing)
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to be taken in")
         if session.member:

@@ -12,6 +12,7 @@ evaluation/items and further evaluation/NAME.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -53,6 +54,7 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._shows: list[Any] = []
+        self._waiting: deque[dict[str, Any] | None] = deque()  # None: one that is expected
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
@@ -76,12 +78,40 @@ class Sinks:
             self._holds(sink, partial(sink.best, text))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Gives the record to each sink."""
+        """Gives the record to each sink, after those that are expected."""
+        if self._waiting:
+            self._waiting.append(record)
+        else:
+            self._give(record)
+
+    def expect(self) -> None:
+        """A record is on its way from a device: what is logged until it has come stands behind it."""
+        self._waiting.append(None)
+
+    def arrived(self, record: dict[str, Any]) -> None:
+        """Gives the record that was expected first, and what waited for it; where none was, as `log`."""
+        if None not in self._waiting:
+            self.log(record)
+            return
+        self._waiting[self._waiting.index(None)] = record
+        while self._waiting and (first := self._waiting[0]) is not None:
+            self._waiting.popleft()
+            self._give(first)
+
+    def flush(self) -> None:
+        """Expects nothing any more, and gives what waited."""
+        waiting, self._waiting = self._waiting, deque()
+        for record in waiting:
+            if record is not None:
+                self._give(record)
+
+    def _give(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
             self._holds(sink, partial(sink.log, record))
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Closes each sink, in the order in which they were given."""
+        self.flush()
         for sink in self._sinks:
             self._holds(sink, partial(sink.close, summary))
 
