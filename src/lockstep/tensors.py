@@ -7,7 +7,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "local_of"]
+__all__ = ["is_dtensor", "local_of", "sent"]
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -23,3 +23,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             local = tensor.to_local()
     return local.detach() if local.requires_grad else local  # asked first: it stands in each step, for each gradient
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, from pinned memory: a copy from any other would wait for the device."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -10,7 +10,7 @@ collect the results. Bits are equal because every addition has the same two oper
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.tensors import sent
 
 __all__ = ["Exchange", "Parts", "Span", "Subtotals", "Tree", "check_servable", "check_slots", "subtrees"]
 
@@ -175,9 +176,7 @@ class Tree:
         made, self._count = self._count, 0
         check_slots(made, self._owned.slots, self._world)
         if self._world.size > 1:
-            self._exchange = self._exchange or Exchange(
-                [_real(p) for p in self._parameters], self._dtype, self._world.size
-            )
+            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
             sums = self._exchange(self._sums.taken(), self._owned)
         else:
             (sums,) = self._sums.taken()
@@ -211,10 +210,24 @@ class Exchange:
     It keeps a vector of the gradients' length, and one for the pieces that come in, since fresh ones cost more in page
     faults than the sums. In the first each gradient begins at a multiple of 16 numbers, as in memory of its own:
     kernels that add up a norm on a device choose their order by the alignment.
+
+    Which parameters any micro-batch used travels with the sums. On a CPU it is read there. To read it on a device would
+    wait for that in each step, so there it is asked only where it is not known: a rank whose own micro-batches used all
+    parameters knows that all are used, whatever the others did. Where some rank lacked one in the first step, all tell
+    each other theirs in each step, over `control`, which no device is in the way of. Where one is lacking in a later
+    step alone, the ranks that lack it wait for the device.
+
+    Attributes:
+        late: whether numbers come late, as from a device; None: on a CUDA device. A test sets it.
     """
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, ranks: int) -> None:
-        self._ranks = ranks
+    late: ClassVar[bool | None] = None
+
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
+        self._ranks, self._control = world.size, world.control
+        self._late = parameters[0].device.type == "cuda" if self.late is None else self.late
+        self._own = [False] * len(parameters)  # which this rank's micro-batches of the present step used
+        self._told: bool | None = None  # whether the ranks tell each other; None: before the first step
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
@@ -233,10 +246,24 @@ class Exchange:
             parts: which they are, and those of the others.
         """
         once = len(parts.rounds) == 1
+        self._own = [False] * len(self._parts)
         total = piece_of_sum(map(self._flat, mine), lambda pieces: self._room(pieces, once), parts)
         dist.all_gather(list(self._mine.view(self._ranks, -1).unbind()), total)  # collective
-        counts = self._used.tolist()  # waits for the device
-        return [part if count else None for part, count in zip(self._parts, counts, strict=True)]
+        return [part if used else None for part, used in zip(self._parts, self._by_any(), strict=True)]
+
+    def _by_any(self) -> Sequence[float | bool]:
+        """For each parameter, whether a micro-batch of any rank used it in this step; after the sums are known."""
+        if self._late and self._told is not False:
+            mine = torch.tensor([*self._own, not all(self._own)], dtype=torch.int32)
+            dist.all_reduce(mine, group=self._control)  # collective
+            *used, lacking = mine.tolist()
+            if self._told is None:
+                self._told = lacking > 0  # alike on all ranks
+            return used
+        if self._late and all(self._own):
+            return self._own
+        found: list[float] = self._used.tolist()  # waits for the device, where it is one
+        return found
 
     def _room(self, pieces: int, once: bool) -> Tensor:
         """For what comes in. Kept where it is one vector, as with runs that are subtrees: more would be too much."""
@@ -247,7 +274,12 @@ class Exchange:
         return made
 
     def _flat(self, gradients: Gradients) -> Tensor:
-        self._used.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
+        used = [gradient is not None for gradient in gradients]
+        self._own = [one or other for one, other in zip(self._own, used, strict=True)]
+        if all(used):
+            self._used.fill_(1.0)
+        else:
+            self._used.copy_(sent(torch.tensor(used, dtype=self._used.dtype), self._used.device))
         for part, gradient in zip(self._parts, gradients, strict=True):
             part.zero_() if gradient is None else part.copy_(gradient)
         return self._mine
