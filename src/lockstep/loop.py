@@ -54,6 +54,7 @@ class _Unaudited:
 
 
 UNAUDITED = _Unaudited()
+_ANY: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class StepControl:
         audit: sees each micro-batch's loss and backward.
         limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
+        kernels: (step, micro-batch) -> what its forward runs in; see `lockstep.run.kernels`.
         clock: adds up where the time goes.
     """
 
@@ -75,6 +77,7 @@ class StepControl:
     limit: Callable[[int], float] = lambda step: math.inf
     momentum: Callable[[int], float | None] = lambda step: None
     audit: Audits = UNAUDITED
+    kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _ANY
 
 
 def steps(
@@ -94,7 +97,8 @@ def steps(
             control.seed(step, batch.index)
             last = batch is micro[-1]
             with engine.accumulate(last), control.audit.watch(step, batch) as seen:
-                loss = seen(loss_sum(model, batch))
+                with control.kernels(step, batch.index):
+                    loss = seen(loss_sum(model, batch))
                 clock.lap("forward")
                 engine.backward(loss, batch.weight / max(items, 1))
                 clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other

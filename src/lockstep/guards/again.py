@@ -11,9 +11,9 @@ again.bits(step, batch, told.root)      # here, from the same state
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ class Again:
         model: the plain module: its forward takes no other rank.
         loss: the loss of a micro-batch, a sum over its items.
         seed: as in the loop, so that dropout falls as it did.
+        kernels: as in the loop.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Again:
         loss: Callable[[nn.Module, MicroBatch], Tensor],
         seed: Callable[[int, int], None],
         device: torch.device,
+        kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: nullcontext(),
     ) -> None:
         self._model, self._task, self._loss, self._seed, self._device = model, task, loss, seed, device
+        self._kernels = kernels
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._watched: dict[int, _Watched] = {}
         self._begun, self._state = _Moment(model, task), Digests()
@@ -139,7 +142,8 @@ class Again:
             try:
                 self._begun.put_back()
                 self._seed(step, batch.index)
-                loss = self._loss(self._model, batch)
+                with self._kernels(step, batch.index):
+                    loss = self._loss(self._model, batch)
                 found.add(LOSS, loss)
                 for name, gradient in zip(self._trained, self._gradients(loss, told.root), strict=True):
                     if gradient is not None:

@@ -3,7 +3,8 @@
     found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
 The engine has left the step out already, on the device and in the same step. Here the micro-batches are run again,
-without gradients, to find the first module whose output is not finite; the model's buffers are left as they are.
+without gradients and without the compiler, which hooks would break up, to find the first module whose output is not
+finite; the model's buffers are left as they are.
 """
 
 import math
@@ -17,6 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.shared.buffers import unmoved
 from lockstep.guards.reading import ReadStep
+from lockstep.transforms.eager import eager
 
 __all__ = ["origin"]
 
@@ -73,7 +75,7 @@ def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tu
 
     handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _named(plain)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eager():
             loss = float(loss_of(batch))  # waits for the device: the run is stopping or losing a step anyway
     finally:
         for handle in handles:

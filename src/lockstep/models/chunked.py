@@ -1,6 +1,9 @@
-"""Cross entropy over a large vocabulary without the logits of all tokens at once.
+"""Cross entropy over a large vocabulary, inside the forward of a model; without the logits of all tokens at once.
 
     loss = summed_loss(head, hidden, labels, chunk=512)     # head: [tokens, width] -> [tokens, vocab]
+
+A model that computes its loss so has an attribute `ending`, an `Ending`: what follows its blocks up to the loss, as a
+function of the model, so that a compiler may be given it by itself (see `transforms.precision.compiled`).
 
 Logits of `chunk` tokens are made, used and dropped; the backward makes them again, chunk by chunk. What is held is a
 chunk's logits and their gradient, in place of [tokens, vocab] in the products' dtype, in float32 and as a gradient. The
@@ -9,15 +12,19 @@ whole, whatever engine holds the model.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["IGNORED", "chunk_of", "summed_cross_entropy", "summed_loss"]
+__all__ = ["IGNORED", "Ending", "chunk_of", "summed_cross_entropy", "summed_loss"]
 
 IGNORED = -100  # the label of a token that is not predicted
+
+# (model, what its blocks or its head gave, labels int64 [batch, time], chunk) -> the loss, summed
+Ending = Callable[[Any, Tensor, Tensor, int], Tensor]
 
 _LARGE = 512 << 20  # bytes of a micro-batch's float32 logits from which they are made in chunks
 _CHUNK = 128 << 20  # bytes of a chunk's
@@ -35,7 +42,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """`summed_cross_entropy(head(hidden), labels)`, the logits of at most `chunk` tokens at a time.
+    """`summed_cross_entropy(head(hidden), labels)`, the logits of at most `chunk` tokens at a time; 0: of all.
 
     The sum is formed in the order of the chunks, so its bits depend on `chunk` and on nothing else.
 
@@ -44,6 +51,9 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
         hidden: [batch, time, width].
         labels: int64 [batch, time].
     """
+
+    if not chunk:
+        return summed_cross_entropy(head(hidden), labels)
 
     def part(rows: Tensor, wanted: Tensor) -> Tensor:
         return summed_cross_entropy(head(rows), wanted)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.chunked import summed_loss
+from lockstep.models.chunked import Ending, summed_loss
+from lockstep.transforms.eager import eager
 
 __all__ = [
     "GPT",
@@ -153,11 +154,14 @@ class GPT(nn.Module):
     Attributes:
         config: its shape.
         blocks: the layers, the units that engines shard, compile and recompute.
+        ending: what follows them up to the loss; see `models.chunked`.
     """
+
+    ending: Ending
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ending = config, _ended
         self.tokens = nn.Embedding(config.padded_vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
@@ -199,7 +203,7 @@ class GPT(nn.Module):
             positions: int64 [batch, time]; None: 0, 1, 2, ...
             documents: int64 [batch, time]; a token sees those before it with the same number. None: all before it.
             labels: int64 [batch, time]; with them the result is the loss, see `models.chunked.summed_loss`.
-            chunk: tokens whose logits are made together then.
+            chunk: tokens whose logits are made together then; 0: of all.
             past: one a block, of the tokens that stand before these; they are filled. Where they are not empty,
                 `input_ids` are one token.
         """
@@ -210,10 +214,7 @@ class GPT(nn.Module):
         x = self.drop(self.tokens(input_ids) + self.positions(positions))
         for number, block in enumerate(self.blocks):
             x = block(x, mask, past[number]) if past else block(x, mask)
-        x = self.norm(x)
-        if labels is None:
-            return self._head(x)
-        return summed_loss(self._head, x, labels, chunk)
+        return self._head(self.norm(x)) if labels is None else self.ending(self, x, labels, chunk)
 
     def _head(self, x: Tensor) -> Tensor:
         return F.linear(x, self.tokens.weight)
@@ -227,6 +228,10 @@ class GPT(nn.Module):
         """
         multiplied = sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
         return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
+
+
+def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    return summed_loss(model._head, model.norm(x), labels, chunk)
 
 
 def _apart(documents: Tensor) -> Tensor:
@@ -293,22 +298,24 @@ def generate(
         stop: a token after which nothing more is written, once every row has it; -1: there is none. A row that has it
             before others goes on meanwhile.
 
-    The model's train or eval mode is put back. What does not fit the context is cut off at the left.
+    The model's train or eval mode is put back. What does not fit the context is cut off at the left. Nothing is
+    compiled: each length of a text would be compiled anew.
     """
     training, past = model.training, None
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     model.eval()
     try:
-        for _ in range(max_new_tokens):
-            if further is not None and (ids.shape[1] <= config.context or not config.context):
-                logits, past = further(model, ids if past is None else ids[:, -1:], past)
-            else:  # positions move with the window, so nothing of before holds
-                logits = logits_of(model, ids[:, -config.context :])
-            logits = logits[:, -1, : config.vocab_size].float()
-            ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
-            ended |= ids[:, -1] == stop
-            if stop >= 0 and bool(ended.all()):  # waits for the device
-                break
+        with eager():
+            for _ in range(max_new_tokens):
+                if further is not None and (ids.shape[1] <= config.context or not config.context):
+                    logits, past = further(model, ids if past is None else ids[:, -1:], past)
+                else:  # positions move with the window, so nothing of before holds
+                    logits = logits_of(model, ids[:, -config.context :])
+                logits = logits[:, -1, : config.vocab_size].float()
+                ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
+                ended |= ids[:, -1] == stop
+                if stop >= 0 and bool(ended.all()):  # waits for the device
+                    break
     finally:
         model.train(training)
     return ids

@@ -7,12 +7,12 @@ loss = model(input_ids=ids, use_cache=False, summed_labels=labels, chunk=512)   
 import inspect
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.chunked import summed_loss
+from lockstep.models.chunked import summed_cross_entropy, summed_loss
 
 __all__ = [
     "can_chunk",
@@ -69,11 +69,16 @@ def can_chunk(model: Any) -> bool:
     return model.get_output_embeddings() is not None and model.base_model is not model and not scaled
 
 
-def with_loss(model: nn.Module) -> nn.Module:
+def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
     """The model, changed in place: called with `summed_labels` (int64 [batch, time]) and `chunk` it returns the loss,
-    see `models.chunked.summed_loss`."""
-    model.forward = MethodType(_forward, model)
-    return model
+    see `models.chunked.summed_loss`.
+
+    Args:
+        of_logits: the loss of the logits that the model itself gives, whatever makes them; then `chunk` is 0.
+    """
+    model.forward = MethodType(_forward_of_logits if of_logits else _forward, model)
+    model.ending = _ended_of_logits if of_logits else _ended
+    return cast(nn.Module, model)
 
 
 def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **named: Any) -> Any:
@@ -81,7 +86,24 @@ def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk
         return type(self).forward(self, *inputs, **named)
     asked = {name: value for name, value in named.items() if value is not None}  # adapters pass on whatever there is
     hidden = self.base_model(*inputs, **asked).last_hidden_state
-    return summed_loss(partial(_head, self), hidden, summed_labels, chunk)
+    loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
+    return loss
+
+
+def _forward_of_logits(
+    self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **named: Any
+) -> Any:
+    made = type(self).forward(self, *inputs, **named)
+    return made if summed_labels is None else self.ending(self, made.logits, summed_labels, chunk)
+
+
+def _ended(model: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    return summed_loss(partial(_head, model), hidden, labels, chunk)
+
+
+def _ended_of_logits(model: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    assert not chunk
+    return summed_cross_entropy(logits, labels)
 
 
 def _head(model: Any, hidden: Tensor) -> Tensor:

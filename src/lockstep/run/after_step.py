@@ -35,6 +35,7 @@ from lockstep.records import Best, Step, StepRecord
 from lockstep.run.balancing import Balancing
 from lockstep.run.build import Built
 from lockstep.run.guarding import Guards
+from lockstep.run.kernels import kernels_of
 from lockstep.run.meter import Meter
 from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
 from lockstep.run.session import Session
@@ -106,7 +107,8 @@ def works(session: Session, built: Built) -> Works:
     recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=outlives)
     session.saver = recorder.saver
     guards = Guards(built, exchange, step_loader, seed, clock)
-    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum, guards.audit)
+    kernels = kernels_of(config.compile, step_plan)
+    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum, guards.audit, kernels)
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, step_plan)
     return Works(*parts, step_plan.steps, built.last)
 

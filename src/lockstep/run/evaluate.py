@@ -21,6 +21,7 @@ from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task
+from lockstep.transforms.eager import eager
 
 __all__ = ["evaluate", "evaluate_all", "measures", "numbered", "one_step"]
 
@@ -85,7 +86,8 @@ def evaluate(
 
     Every micro-batch is computed alike at every world size, repeats weigh 0, and the sums are formed in float64 by an
     exactly rounded sum, so that neither the number of ranks nor their order shows in the result. What is kept of a
-    micro-batch is a few numbers: on a CPU they are read at once, on a device once, at the end.
+    micro-batch is a few numbers: on a CPU they are read at once, on a device once, at the end. Nothing is compiled: a
+    graph of its own would take longer to make than most evaluations take.
 
     Args:
         progress: told after each micro-batch of this rank: how many are done, and of how many.
@@ -93,7 +95,7 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eager():
             reseed = seeder(seed, "evaluation", world.device)
             own = _own_rows(engine.model, task, batches, reseed, progress)
     finally:

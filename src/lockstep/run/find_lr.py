@@ -27,6 +27,7 @@ from lockstep.errors import ConfigError, said
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.run.build import Built, build
+from lockstep.run.kernels import kernels_of
 from lockstep.run.opening import load_state
 from lockstep.sinks.picture import rates_picture
 from lockstep.sinks.plot import curve
@@ -168,7 +169,8 @@ def _losses(built: Built) -> list[float]:
     constant = (lambda step: each * step_plan.samples(step)) if each else None
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     seed = seeder(built.config.seed, "micro", world.device)
-    control = StepControl(lambda step: rate_of(step) / built.lr, seed, make_clock(world.device))
+    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(world.device)
+    control = StepControl(lambda step: rate_of(step) / built.lr, seed, clock, kernels=kernels)
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):

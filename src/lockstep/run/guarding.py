@@ -33,6 +33,7 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
+from lockstep.run.kernels import kernels_of
 
 __all__ = ["Guards"]
 
@@ -73,7 +74,8 @@ class Guards:
 
     def _audit(self, clock: Clock) -> Audit:
         built = self._built
-        again = Again(built.model, built.task, self._loss, self._seed, built.world.device)
+        kernels = kernels_of(built.config.compile, built.run_plan.step_plan)
+        again = Again(built.model, built.task, self._loss, self._seed, built.world.device, kernels)
         share, seed, folder = self._config.audit, built.config.seed, built.folder.path
         kept = partial(checkpoint.list_steps, folder)
         return Audit(share, seed, built.start, built.world, built.batches, built.model, again, clock, kept)

@@ -10,7 +10,6 @@ the whole batch as a contrastive one does, a collation that draws or that fails 
 import contextlib
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
 from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, has_own
+from lockstep.transforms.eager import eager
 
 __all__ = ["check_task"]
 
@@ -79,7 +79,7 @@ def check_task(
     trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
     norms = _norms(plain, world)  # before eval mode
-    with _as_it_was(model, task, world.device), torch.no_grad(), _eager():
+    with _as_it_was(model, task, world.device), torch.no_grad(), eager():
         reseed = seeder(0, "check", world.device)
         losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
         on_all_ranks(world, lambda: _check_inputs(trial, losses) if refuse_nan else None)
@@ -271,12 +271,6 @@ def _is_whole(value: Any) -> bool:
         return False
     number = float(value)
     return number >= 0 and number.is_integer()
-
-
-def _eager() -> Any:
-    """Nothing is compiled for a single forward. Where torch's compiler is not even loaded, nothing can be."""
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

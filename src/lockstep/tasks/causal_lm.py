@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.models.chunked import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, Further, GPTConfig, Reach, further_logits, generate, plain_logits
@@ -21,7 +22,16 @@ from lockstep.task import Task
 from lockstep.text.documents import Padded
 from lockstep.text.hub_corpus import Samples, TokenCorpus
 
-__all__ = ["IGNORED", "CausalLM", "LanguageModel", "Sampling", "collate_tokens", "count_labels", "pad_tokens"]
+__all__ = [
+    "IGNORED",
+    "CausalLM",
+    "LanguageModel",
+    "Sampling",
+    "collate_tokens",
+    "count_labels",
+    "loss_inside",
+    "pad_tokens",
+]
 
 _SAMPLE = 120  # tokens of a sample of text
 _ROWS = 16  # texts that are written together
@@ -83,6 +93,7 @@ class LanguageModel(Task):
         sources: what came from a hub: name -> revision.
         prompt: how the sample of text at a run's end begins; "": as the data does.
         loss_chunk: tokens whose logits are made together in the loss, see `models.chunked.chunk_of`.
+        inside: the loss is computed in the model's forward, where a compiler sees it; its numbers are the same.
 
     Attributes:
         items_per_sample: labelled tokens of every sample where all have as many: in a stream the sequence length, in
@@ -91,11 +102,13 @@ class LanguageModel(Task):
 
     item_name = "tokens"
 
-    def __init__(self, corpus: TokenCorpus, sources: Mapping[str, str], prompt: str, loss_chunk: int) -> None:
+    def __init__(
+        self, corpus: TokenCorpus, sources: Mapping[str, str], prompt: str, loss_chunk: int, inside: bool
+    ) -> None:
         self.corpus, self.sources = corpus, dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = corpus.train.items_per_sample
-        self._prompt, self._loss_chunk = prompt, loss_chunk
+        self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
 
     def dataset(self, split: str) -> Samples:
         """The samples of "train" or "evaluation". ValueError for any other split."""
@@ -168,7 +181,7 @@ class CausalLM(LanguageModel):
     """The built-in GPT on a prepared corpus.
 
     Args:
-        corpus, sources, prompt, loss_chunk: see `LanguageModel`.
+        corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
         config: the model's shape; its vocabulary and context hold the corpus's.
 
     Attributes:
@@ -188,8 +201,9 @@ class CausalLM(LanguageModel):
         *,
         prompt: str = "",
         loss_chunk: int = -1,
+        inside: bool = False,
     ) -> None:
-        super().__init__(corpus, sources or {}, prompt, loss_chunk)
+        super().__init__(corpus, sources or {}, prompt, loss_chunk, inside)
         seq_len = corpus.train.seq_len
         if seq_len > config.context:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
@@ -209,7 +223,7 @@ class CausalLM(LanguageModel):
         ids, labels = batch["input_ids"], batch["labels"]
         apart = {name: batch[name] for name in ("positions", "documents") if name in batch}
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
-        if chunk:
+        if chunk or self._inside:
             return cast(Tensor, model(ids, **apart, labels=labels, chunk=chunk))
         return summed_cross_entropy(model(ids, **apart), labels)
 
@@ -223,6 +237,14 @@ class CausalLM(LanguageModel):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a model that `model` built, not yet wrapped."""
         return list(cast(GPT, model).blocks)
+
+
+def loss_inside(config: Config) -> bool:
+    """Whether a run's language model computes its loss in its forward: where that is compiled.
+
+    Not where the engine casts what a forward returns, which is meant for logits: a sum needs its float32.
+    """
+    return bool(config.compile) and config.engine_options.output_dtype in ("same", "float32")
 
 
 def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:

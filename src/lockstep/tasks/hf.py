@@ -27,7 +27,7 @@ from lockstep.models.hf_forward import (
     same_head,
     with_loss,
 )
-from lockstep.tasks.causal_lm import LanguageModel, Sampling
+from lockstep.tasks.causal_lm import LanguageModel, Sampling, loss_inside
 from lockstep.text.examples import Tokenizer
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_cache import default_cache
@@ -55,7 +55,7 @@ class HubCausalLM(LanguageModel):
     """A causal language model of `transformers` on a prepared corpus.
 
     Args:
-        corpus, sources, prompt, loss_chunk: see `LanguageModel`.
+        corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
         source: the model's configuration, and where its weights are.
         vocab_size: rows of the token table of a model that is drawn.
         dtype: what pretrained weights are read as; None: as they are stored.
@@ -81,9 +81,10 @@ class HubCausalLM(LanguageModel):
         sources: Mapping[str, str],
         prompt: str = "",
         loss_chunk: int = -1,
+        inside: bool = False,
         other_tokenizer: bool = False,
     ) -> None:
-        super().__init__(corpus, sources, prompt, loss_chunk)
+        super().__init__(corpus, sources, prompt, loss_chunk, inside)
         seq_len, held = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
         if source.context and seq_len > source.context:
             raise ConfigError(
@@ -110,7 +111,7 @@ class HubCausalLM(LanguageModel):
             ConfigError: a loss in chunks was asked for, of an architecture whose logits are more than its head's.
         """
         made = self._build()
-        if can_chunk(made):
+        if can_chunk(made) and self._loss_chunk:
             return with_loss(made)
         if self._loss_chunk > 0:
             raise ConfigError(
@@ -118,7 +119,7 @@ class HubCausalLM(LanguageModel):
                 "out"
             )
         self._loss_chunk = 0
-        return made
+        return with_loss(made, of_logits=True) if self._inside else made
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
@@ -127,7 +128,7 @@ class HubCausalLM(LanguageModel):
             self._try(model, batch)
             self._tried = True
         chunk = chunk_of(self._loss_chunk, ids.numel(), self._vocab_size)
-        if chunk:
+        if chunk or self._inside:
             inside: Tensor = model(input_ids=ids, use_cache=False, **more, summed_labels=labels, chunk=chunk)
             return inside
         return summed_cross_entropy(logits_of(model, ids, **more), labels)
@@ -205,6 +206,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
         prompt=config.data.prompt,
         loss_chunk=asked.loss_chunk,
+        inside=loss_inside(config),
         other_tokenizer=chosen.other_tokenizer,
     )
 

@@ -14,7 +14,7 @@ from lockstep.config.sections import Data
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
 from lockstep.task import Task, load_task
-from lockstep.tasks.causal_lm import CausalLM
+from lockstep.tasks.causal_lm import CausalLM, loss_inside
 from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task
 from lockstep.tasks.options import OWN, TASKS, kind_of
 from lockstep.text.hub_corpus import Trained
@@ -86,4 +86,11 @@ def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     chosen = corpus_for(config, lambda: Trained(config.data.vocab_size), say)
     shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
     sources = {config.dataset_name: chosen.revision} if chosen.revision else None
-    return CausalLM(chosen.corpus, shape, sources, prompt=config.data.prompt, loss_chunk=config.model.loss_chunk)
+    return CausalLM(
+        chosen.corpus,
+        shape,
+        sources,
+        prompt=config.data.prompt,
+        loss_chunk=config.model.loss_chunk,
+        inside=loss_inside(config),
+    )

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.transforms.attention import attention, described
 from lockstep.transforms.batchnorm import recorders, recording, synchronised
 from lockstep.transforms.checkpointing import check_policy, checkpointed
-from lockstep.transforms.determinism import autotuned
+from lockstep.transforms.determinism import autotuned, check_graphs, pin_compiler
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS, autocast, compiled, parameters_in
 
 __all__ = [
@@ -73,8 +73,11 @@ def prepare(
     """
     chosen = chosen or Chosen()
     _check(chosen, blocks)
+    if compile_model:
+        check_graphs()
     if chosen.exact and compile_model:
         _check_compiler()
+        pin_compiler()
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":

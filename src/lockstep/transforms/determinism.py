@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-__all__ = ["autotuned", "check_precision", "pin", "pin_compiler"]
+__all__ = ["autotuned", "check_graphs", "check_precision", "pin", "pin_compiler"]
 
 _AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
 _SHAPES = 64  # of one compiled function
@@ -59,6 +59,16 @@ def pin_compiler() -> None:
 def autotuned() -> list[str]:
     """The variables that tell the compiler to choose kernels by speed, which differs from run to run."""
     return [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
+
+
+def check_graphs() -> None:
+    """Raises ConfigError where the compiler was told to record CUDA graphs: these write each gradient into one place
+    (pytorch#169545), so that accumulating micro-batches would add the last one alone, several times."""
+    if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
+        raise ConfigError(
+            "--compile cannot hold with TORCHINDUCTOR_CUDAGRAPHS=1, which overwrites the gradients that a step "
+            "accumulates; unset it"
+        )
 
 
 def check_precision(precision: str, device: torch.device) -> None:

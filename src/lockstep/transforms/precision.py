@@ -1,11 +1,15 @@
 """In which dtype parameters lie and products are computed, and what is compiled."""
 
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AUTOCAST", "PARAMETERS", "autocast", "compiled", "parameters_in"]
+__all__ = ["AUTOCAST", "HOW", "PARAMETERS", "autocast", "compiled", "parameters_in", "uncompiled"]
+
+HOW: dict[str, Any] = {}  # what torch.compile is told besides; a test that counts graphs has its backend here
 
 # --precision -> dtype of the parameters; dtype of autocast
 PARAMETERS = {
@@ -99,8 +103,24 @@ def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Modul
 def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
     """Each of the `blocks` compiled, or the whole model where there are none; in place, so that names stay plain.
 
-    Blocks of one class share their compiled code, so that a deep model starts as fast as a shallow one.
+    Blocks of one class share their compiled code, so that a deep model starts as fast as a shallow one. What follows
+    them up to the loss is compiled by itself, where the model has that as a function (see `models.chunked`).
     """
     for module in blocks or [model]:
-        module.compile()
+        module.compile(**HOW)
+    for module in _with_ending(model) if blocks else ():
+        module.ending = torch.compile(module.ending, **HOW)
     return model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model as it was before `compiled`."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+    for module in _with_ending(model):
+        module.ending = inspect.unwrap(module.ending)
+    return model
+
+
+def _with_ending(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if "ending" in vars(module)]

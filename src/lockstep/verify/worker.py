@@ -29,6 +29,7 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.run.build import Built, build
 from lockstep.run.evaluate import evaluate_all
+from lockstep.run.kernels import kernels_of
 from lockstep.run.sharing import shares_for
 from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.tasks.named import named_task
@@ -152,7 +153,8 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
-    control = StepControl(built.rate, seed, make_clock(built.world.device), momentum=built.momentum)
+    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(built.world.device)
+    control = StepControl(built.rate, seed, clock, momentum=built.momentum, kernels=kernels)
     return steps(engine, built.task, watched, exchange, control)
 
 
