@@ -14,6 +14,7 @@ from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import NO_RULES, Rules, groups, parse
 from lockstep.optim.muon import MuonAdamW, hidden_matrices
+from lockstep.tensors import is_dtensor
 
 __all__ = ["adam", "adamw", "make_optimizer", "muon", "rules_of", "sgd"]
 
@@ -48,6 +49,7 @@ def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module]
         "rules": rules_of(config, blocks),
     }
     if optim.name == "sgd":
+        decay["fused"] = False if config.exact else None
         return sgd(model, lr=config.lr, momentum=optim.momentum, nesterov=optim.nesterov, **decay)
     adams: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     adams |= {"fused": False if config.exact else None, **decay}
@@ -128,16 +130,17 @@ def sgd(
     weight_decay: float = 1e-4,
     decay_embeddings: bool = False,
     rules: Rules = NO_RULES,
+    fused: bool | None = None,
 ) -> torch.optim.SGD:
     """SGD with momentum over `groups(model)`, as torch has it: the decay is added to the gradient.
-
-    Never fused: where the device leaves a first step out, torch's fused kernel leaves the momentum unset.
 
     Args:
         lr: base learning rate; a schedule multiplies it.
         momentum: 0 keeps none.
         nesterov: Nesterov's form (Sutskever et al., ICML 2013); it needs a momentum.
         weight_decay, decay_embeddings, rules: see `groups`.
+        fused: None takes the fused kernel where every parameter is whole on a CUDA device: no step waits for it then.
+            Only with an engine of lockstep, since where the device leaves a first step out, it leaves momentum unset.
 
     Raises:
         ConfigError: nothing is trainable, or `nesterov` without a momentum.
@@ -146,7 +149,9 @@ def sgd(
         raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
     named: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    return torch.optim.SGD(members, **named, foreach=True)
+    if fused is None:
+        fused = all(p.is_cuda and _fusable(p) and not is_dtensor(p) for group in members for p in group["params"])
+    return torch.optim.SGD(members, **named, **({"fused": True} if fused else {"foreach": True}))
 
 
 _SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them

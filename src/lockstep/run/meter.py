@@ -53,7 +53,8 @@ class Meter:
         """Takes a step whose numbers have been read."""
         self._kept.append(_Kept(step.losses, step.norm, step.record.items))
         self._items += step.record.items
-        self.skipped_steps += step.record.applied is False
+        applied, limit = step.record.applied, step.record.limit
+        self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
 
     def settle(self) -> float:
         """Adds the kept steps to `running_loss` (mean losses, each over all ranks) and returns the last step's norm.

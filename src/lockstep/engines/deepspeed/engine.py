@@ -21,7 +21,8 @@ from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult, 
 from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
 from lockstep.engines.shared.ddp_common import check_launched
-from lockstep.engines.shared.optimizer_step import LossScale, OptimizerStep
+from lockstep.engines.shared.loss_scale import LossScale
+from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
 
@@ -77,11 +78,12 @@ class DeepSpeed:
         result: StepResult = self._finish(factor, limit, momentum)
         return result
 
-    def _factor(self) -> float:
+    def _factor(self) -> float | Tensor:
         """What makes a sum of the mean that DeepSpeed exchanges. A scaled loss is as large as in every other engine:
         there ZeRO gets a scale that is smaller by this, and stage 0 makes up for it after the backward."""
         if self._scaled and not self._split:
-            return float(self._finish.scale)
+            scale: float | Tensor = self._finish.scale
+            return scale
         return float(self._world.size)
 
     def state_dict(self) -> dict[str, Tensor]:

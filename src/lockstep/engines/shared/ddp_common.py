@@ -79,7 +79,7 @@ class ReplicatedEngine:
             return NOTHING
         return self._ddp.no_sync()
 
-    def backward(self, loss: Tensor, scale: float) -> None:
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Adds the gradient of `scale * loss`; after the step's last micro-batch DDP exchanges."""
         if self._tree or self._usage:
             loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]

@@ -1,18 +1,18 @@
 """What every engine does at the end of a step: the norm, clipping, the optimizer's step, float16's loss scale."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from lockstep.config.sections import Fp16
 from lockstep.engines.base import Settings, StepResult, set_momentum
+from lockstep.engines.shared.loss_scale import DeviceLossScale, LossScale, like
 from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
 from lockstep.errors import LockstepError
 
-__all__ = ["LossScale", "OptimizerStep", "combined", "norms_of", "total_norm", "trained"]
+__all__ = ["OptimizerStep", "combined", "norms_of", "total_norm", "trained"]
 
 Norm = Callable[[list[Tensor]], Tensor]
 
@@ -34,8 +34,12 @@ class OptimizerStep:
     Attributes:
         parameters: those that the optimizer has, in the order of the norm.
         blank: the optimizer's state was made only to be loaded into; a first step drops it and makes its own.
-        scale: what a loss must be multiplied by; 1 without loss scaling.
+        scale: what a loss must be multiplied by; 1 without loss scaling; 0-dim where the device decides it.
+        on_device: whether the device decides what becomes of a step; None: where every parameter is on a CUDA device.
+            Whoever sets it must have fused optimizers.
     """
+
+    on_device: ClassVar[bool | None] = None
 
     def __init__(
         self,
@@ -49,14 +53,23 @@ class OptimizerStep:
     ) -> None:
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
-        self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         # torch's fused optimizers leave an update out on the device where `found_inf` is 1, as its GradScaler has it.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
-        self.blank = False
+        self.blank = self._by_kernel = False
         self._groups: list[tuple[dict[str, Any], float]] = []
         self.parameters: list[Tensor] = list(order or [])
         self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
         self._take_groups()
+        self._scaler: LossScale | DeviceLossScale | None = None
+        if settings.loss_scaling and self._decides():
+            self._scaler = DeviceLossScale(settings.loss_scaling, self.parameters[0].device)
+        elif settings.loss_scaling:
+            self._scaler = LossScale(settings.loss_scaling)
+
+    def _decides(self) -> bool:
+        """Whether the device decides: not where parameters are offloaded to the host, or spread over both."""
+        found = bool(self.parameters) and all(parameter.is_cuda for parameter in self.parameters)
+        return found if self.on_device is None else self.on_device
 
     def _take_groups(self) -> None:
         """Takes in the optimizer's groups that are not known yet, each with its present rate as the base."""
@@ -71,14 +84,16 @@ class OptimizerStep:
         self._groups += [(group, float(group["lr"])) for group in fresh]
         self.parameters += added
         self._cleared |= dict.fromkeys(self.parameters)
-        fused = all(group.get("fused") for group, _ in self._groups)
-        self._by_kernel = fused and not self._scaler and any(parameter.is_cuda for parameter in self.parameters)
+        before = self._by_kernel
+        self._by_kernel = self._decides() and _leaves_out(self._kernel, [group for group, _ in self._groups])
+        if before and not self._by_kernel:
+            self._kernel.found_inf = self._kernel.grad_scale = None
 
     def __call__(self, factor: float | None, limit: float, momentum: float | None = None) -> StepResult:
         """One update at base rate times `factor` (None: at the groups' own), left out unless the norm is below `limit`.
 
         On a CPU `applied` says so; with a fused optimizer on a device the device alone knows, and nothing here waits.
-        Loss scaling and an unfused optimizer on a device wait for it.
+        An unfused optimizer on a device waits for it.
         """
         if len(self.optimizer.param_groups) != len(self._groups):
             self._take_groups()
@@ -88,30 +103,48 @@ class OptimizerStep:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self._norm(gradients)
         if self._scaler:
-            norm = norm / self._scaler.scale
-        applied: bool | None = None
-        if self._by_kernel:
-            # Compared on the device: 1.0 where it must be left out, also for a NaN, which is below nothing.
-            self._kernel.found_inf = (~(norm < limit)).to(torch.float32)
-        else:
-            applied = bool(norm < limit)  # waits for the device, where it is one
+            norm = norm / like(self._scaler.scale, norm)
+        below = norm < limit  # not for a NaN
+        applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
-            self._shrink(gradients, norm)
+            if self._by_kernel:
+                self._tell_kernel(gradients, norm, below)
+            else:
+                self._shrink(gradients, norm)
             if factor is not None:
                 for group, rate in self._groups:
                     group["lr"] = rate * factor
             for group, _ in self._groups:
                 set_momentum(group, momentum)
             self.optimizer.step()
-        if self._scaler:
+        if isinstance(self._scaler, DeviceLossScale):
+            self._scaler.learn(norm, below)
+        elif self._scaler:
             self._scaler.learn(norm, bool(applied))
         for parameter in self._cleared:
             parameter.grad = None
         return StepResult(norm, applied)
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float | Tensor:
         return self._scaler.scale if self._scaler else 1.0
+
+    def _tell_kernel(self, gradients: list[Tensor], norm: Tensor, below: Tensor) -> None:
+        """Whether to leave the update out, and what the kernel divides gradients by, while it reads them anyway.
+
+        Hooks of the optimizer see gradients that are neither clipped nor unscaled.
+        """
+        kernel = self._kernel
+        kernel.found_inf = (~below).to(torch.float32)
+        if isinstance(kernel, SGD):
+            _begin_momentum(kernel)
+        if norm.dtype is torch.float64:  # the kernel's divisor is float32
+            self._shrink(gradients, norm)
+        elif self._clip:
+            over = torch.clamp((norm + 1e-6) / self._clip, min=1.0)
+            kernel.grad_scale = over * like(self._scaler.scale, over) if self._scaler else over
+        elif self._scaler:
+            kernel.grad_scale = torch.as_tensor(like(self._scaler.scale, norm))
 
     def _shrink(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Divides by the loss's scale and clips, in one multiplication."""
@@ -120,7 +153,7 @@ class OptimizerStep:
         # Always multiplied: to ask whether the norm is too large would wait for the device.
         by = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
-            by = by / self._scaler.scale
+            by = by / like(self._scaler.scale, by)
         if self._local:
             gradients = [self._local(gradient) for gradient in gradients]
         torch._foreach_mul_(gradients, by.to(gradients[0].device))
@@ -146,58 +179,22 @@ class OptimizerStep:
         return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
 
 
-class LossScale:
-    """Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 3.2).
+def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
+    """Whether the optimizer can leave a step out on the device, as torch's fused ones can.
 
-    The scale is halved by a step whose gradients overflow, which is skipped, and doubled after `loss_scale_window` good
-    ones; powers of two, so that scaling and unscaling round nothing. Of `hysteresis` overflows the last alone halves
-    it, as DeepSpeed's DynamicLossScaler has it (deepspeed/runtime/fp16/loss_scaler.py). What decides is the gradient's
-    global norm, which every rank has alike, so the ranks agree without an exchange. A step that is left out with a
-    finite norm says nothing about the scale.
-
-    Args:
-        how: see `Config.fp16`.
+    Not SGD with a dampening, whose first step is another than the rest.
     """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused") and not (group.get("momentum") and group.get("dampening")) for group in groups)
 
-    def __init__(self, how: Fp16) -> None:
-        self._how, self.scale, self._good = how, 2.0**how.initial_scale_power, 0
-        self._spared = how.hysteresis - 1  # overflows that leave the scale as it is
 
-    def learn(self, norm: Tensor, applied: bool) -> None:
-        """Takes a step's norm, and whether the step was applied."""
-        how = self._how
-        if not applied:
-            if norm.isfinite():  # waits for the device, which the caller did already
-                return
-            self._good = 0
-            if self._spared:
-                self._spared -= 1
-                return
-            if self.scale <= how.min_loss_scale:
-                raise LockstepError(
-                    f"--precision fp16: gradients are not finite even with the loss multiplied by {self.scale:g} "
-                    "(--fp16.min-loss-scale), so this is no overflow; lower --lr, or use --precision bf16 to see where "
-                    "it begins"
-                )
-            self.scale /= 2
-            return
-        self._good += 1
-        grows = self._good == how.loss_scale_window
-        if grows:
-            self.scale, self._good = self.scale * 2, 0
-        if grows or how.consecutive_hysteresis:
-            self._spared = how.hysteresis - 1
-
-    def state_dict(self) -> dict[str, Tensor]:
-        values = {"scaler/scale": self.scale, "scaler/good_steps": float(self._good)}
-        if self._how.hysteresis > 1:
-            values["scaler/spared"] = float(self._spared)
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.scale, self._good = float(state["scaler/scale"]), int(state["scaler/good_steps"])
-        if self._how.hysteresis > 1:
-            self._spared = int(state["scaler/spared"])
+def _begin_momentum(optimizer: SGD) -> None:
+    """Makes momentum that is not there yet, as zeros: the kernel leaves it unset where the first step is left out."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -16,8 +16,10 @@ class ScaledBackward:
     def __init__(self) -> None:
         self._made: dict[tuple[torch.dtype, float], Tensor] = {}
 
-    def __call__(self, loss: Tensor, factor: float) -> Tensor:
-        """A 0-dim tensor like the loss."""
+    def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """A 0-dim tensor like the loss; a factor that is a tensor, 0-dim, is on its device."""
+        if isinstance(factor, Tensor):
+            return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
         found = self._made.get((loss.dtype, factor))
         if found is None:
             if len(self._made) > 16:  # loss scales that are over
