@@ -17,10 +17,19 @@ from lockstep.transforms.determinism import pin
 CPU = torch.device("cpu")
 
 
+def test_convolutions_are_searched_for_on_a_device(monkeypatch):
+    for device, wanted in (("cpu", False), ("cuda", True)):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        pin(exact=False, matmul="highest", device=torch.device(device))
+        assert torch.backends.cudnn.benchmark is wanted
+
+
 def pinned(world, exact, matmul, loaded):
     if loaded:
         __import__("torch._inductor.config")
     torch.set_num_threads(2)
+    if exact:
+        torch.backends.cudnn.benchmark = True
     pin(exact=exact, matmul=matmul, device=world.device)
     inductor = sys.modules.get("torch._inductor.config")
     return {

@@ -104,10 +104,10 @@ class Zero:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
 
     def _materialise(self) -> None:
-        """Makes the optimizer's state where no rank has any. Collective."""
+        """Makes the optimizer's state where no rank has any, of its own parameters on each. Collective."""
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
         if not any(self._world.gather(bool(own))):  # collective
-            self._update.blank = materialise(self._zero, own) or self._update.blank
+            self._update.blank = materialise(self._zero.optim, own) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter's name, key, value) of the states on this rank."""

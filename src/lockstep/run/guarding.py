@@ -69,7 +69,7 @@ class Guards:
         self._fp16 = built.config.precision == "fp16"
         self._loss = loss_of(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
-        if built.start:  # a new run's weights were compared when they were made
+        if built.start and built.world.size > 1:  # a new run's weights were compared when they were made
             desync.check(built.all_tensors(), built.world, built.start)  # collective
 
     def _audit(self, clock: Clock) -> Audit:

@@ -27,6 +27,8 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have a switch of their own, which is on
     if not exact:
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # the fastest convolution for each shape is searched for
         return
     # In evaluation a whole attention layer takes a kernel of its own, and one with hooks or split weights another.
     torch.backends.mha.set_fastpath_enabled(False)

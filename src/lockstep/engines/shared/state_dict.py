@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lockstep.engines.shared.extra import set_extra
 from lockstep.errors import CheckpointError
+from lockstep.tensors import local_of
 
 __all__ = ["begin", "first_step", "forget", "materialise", "named_state", "restore_state"]
 
@@ -19,6 +20,8 @@ _BEGINNINGS: dict[str, dict[str, float | str]] = {
     "NAdam": {"mu_product": 1.0},
     "Rprop": {"step_size": "lr"},
 }
+
+_PARTS = 16  # in which a model's parameters are gone through
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -89,7 +92,10 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
 
 @torch.no_grad()
 def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-    """A step with zero gradients and rates: states as they begin, all else as it is.
+    """A step with zero gradients and rates: states as they begin, all else as it is, whatever the step does.
+
+    Beside parameters and states it holds, of torch's optimizers, gradients and copies of a sixteenth of the parameters
+    at a time (of one, where that is larger); of another one the gradients of all, and their copies in host memory.
 
     Args:
         optimizer: any.
@@ -97,20 +103,53 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
     """
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [(p.grad, p.detach().clone()) for p in parameters]
+    gradients = [p.grad for p in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter, (gradient, values) in zip(parameters, before, strict=True):
+        parameter.grad = None
+    for chunk in _chunks(optimizer, parameters):
+        _step_unmoved(optimizer, chunk)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        parameter.copy_(values)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
         for parameter in group["params"]:
             begin(inner, group, states.get(parameter, {}))
+
+
+def _steps_in_parts(optimizer: Optimizer) -> bool:
+    """Whether a parameter without a gradient is as if it were not there, as torch's own optimizers have it."""
+    return type(optimizer).__module__.startswith(("torch.optim", "lockstep.optim"))
+
+
+def _chunks(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
+    """The parameters in their order, cut where a part would have more than a sixteenth of all bytes."""
+    if not _steps_in_parts(optimizer):
+        return [parameters]
+    sizes = [local_of(parameter).nbytes for parameter in parameters]
+    limit, found, held = sum(sizes) // _PARTS, list[list[Tensor]](), 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if not found or held + size > limit:
+            found.append([])
+            held = 0
+        found[-1].append(parameter)
+        held += size
+    return found
+
+
+def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """A step of these parameters with zero gradients; their values, bit for bit, and no gradients afterwards."""
+    on_host = not _steps_in_parts(optimizer)
+    locals_ = [local_of(parameter) for parameter in parameters]
+    before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]  # waits for the device
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, local, values in zip(parameters, locals_, before, strict=True):
+        parameter.grad = None
+        local.copy_(values)
 
 
 @torch.no_grad()
