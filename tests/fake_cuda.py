@@ -48,6 +48,10 @@ SHAPES = {  # the host must know how large the result is, or what it is
 }
 
 
+# Nothing of the device's: marks for a profiler, and other names for what is there.
+NO_LAUNCH = {"_record_function_enter_new", "_record_function_exit", "detach", "view", "alias"}
+
+
 class Wait(NamedTuple):
     """What would wait for the device, and the line of lockstep, or of the test, that asked for it."""
 
@@ -196,7 +200,7 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         there = any(self.cuda.holds(each) for each in tree_iter((args, kwargs)))
-        if self.cuda.counting:
+        if self.cuda.counting and name not in NO_LAUNCH:
             self.cuda.operations.append(name)
         if there and (name in SHAPES or (name in ("index", "index_put", "index_put_") and _by_mask(args[1]))):
             self.cuda.waited(name)
@@ -272,7 +276,16 @@ class _Called(TorchFunctionMode):
                 target = "cuda" if cuda.holds(each) else "cpu"
         if kwargs.get("device") is not None:
             target, kwargs["device"] = torch.device(kwargs["device"]).type, torch.device("cpu")
-        there = cuda.holds(tensor)
+        if target is None:  # another dtype
+            return func(*args, **kwargs)
+        counting, cuda.counting = cuda.counting, False  # what is done here is no operation
+        try:
+            return self._placed(name, func, tensor, rest, kwargs, target, asks)
+        finally:
+            cuda.counting = counting
+
+    def _placed(self, name, func, tensor, rest, kwargs, target, asks):
+        cuda, there = self.cuda, self.cuda.holds(tensor)
         found = tensor if name != "to" else func(tensor, *rest, **kwargs)
         if target is None or (target == "cuda") == there:
             return found

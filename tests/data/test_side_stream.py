@@ -6,7 +6,7 @@ from fake_cuda import DEVICE, FakeCuda
 from toys import Partial
 
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.device import mover
+from lockstep.data.device import AHEAD, mover
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
 
@@ -39,7 +39,8 @@ COPY = ["pinned", "copy to the device on stream 1"] * 2
 
 
 def taken(number):
-    return [f"stream 0 waits for event {number}", *["memory is used by stream 0"] * 2]
+    uses = ["memory is used by stream 0"] * 2
+    return [f"stream 0 waits for event {2 * number}", *uses, f"event {2 * number + 1} on stream 0"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -59,13 +60,25 @@ def test_each_micro_batch_is_copied_while_the_one_before_it_is_computed(ahead):
     begun = [*COPY, "event 0 on stream 1", *taken(0)]
     for number in range(1, 8):
         step, micro = divmod(number - 1, 2)
-        coming = [*COPY, f"event {number} on stream 1"]
+        coming = [*COPY, f"event {2 * number} on stream 1"]
         computed = [f"computed {step} {micro}"]
         early = micro == 0 or step + 1 < ahead
         begun += [*coming, *computed] if early else [*computed, *coming]
         begun += taken(number)
     assert cuda.log == [*begun, "computed 3 1"]
     assert cuda.waits == []
+
+
+def test_the_host_is_held_back_where_it_is_far_ahead():
+    """Of a step of many micro-batches, or an evaluation, few lie on the device at a time."""
+    with FakeCuda(fast=False) as cuda:
+        for number, (_, batch) in enumerate(batches(64, 4, 64).micro(0)):
+            begun = 2 * (number - AHEAD) + 1
+            batch.data
+            waits = [line for line in cuda.log if line.startswith("wait")]
+            assert waits[-1:] == ([f"wait for event {begun}"] if begun > 0 else [])
+            assert len(waits) == max(0, number + 1 - AHEAD)
+    assert number == 15
 
 
 def test_what_is_asked_for_again_is_copied_again():

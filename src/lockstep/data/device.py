@@ -13,6 +13,7 @@ them, but where the computation needs them.
 import copy
 import dataclasses
 import inspect
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any, final
@@ -20,8 +21,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "mover"]
+__all__ = ["AHEAD", "SideStream", "mover"]
 
+AHEAD = 8  # batches
 Move = Callable[[Any], Any]
 
 
@@ -51,11 +53,16 @@ class SideStream:
     coming = stream.begin(held)     # the copies are under way
     data = coming()                 # what is computed from here on has them; the device waits, the host does not
     data = stream(held)             # both at once
+
+    What is copied takes memory from then on until the device has computed with it. So the host is held back where it is
+    more than `AHEAD` batches ahead of the device, as in an evaluation or a step of many micro-batches; the device then
+    has all of these to compute.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._marks: deque[torch.cuda.Event] = deque()  # where each batch's computation begins
 
     def __call__(self, held: Any) -> Any:
         return self.begin(held)()
@@ -88,6 +95,11 @@ class SideStream:
             present.wait_event(event)
             for each in placed:
                 each.record_stream(present)  # its memory is the side stream's, and must outlast what is computed here
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(present)
+            self._marks.append(mark)
+            if len(self._marks) > AHEAD:
+                self._marks.popleft().synchronize()  # waits for the device, so many batches behind
             return data
 
         return take
