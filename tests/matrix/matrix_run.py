@@ -41,6 +41,7 @@ from shaken import shaken
 import lockstep
 from lockstep.config.config import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
+from lockstep.engines.shared.exact import Exchange
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
@@ -193,6 +194,7 @@ def _one(world, start, folder):
     torch.use_deterministic_algorithms(False)
     task = subject(case.task, case.model, case.fault, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
+    Exchange.late = case.reader == "late"
     try:
         with lockstep.Run(settings(start, folder), task, world) as session:
             average = Average(session.model)
