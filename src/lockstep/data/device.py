@@ -98,6 +98,8 @@ class SideStream:
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record(present)
             self._marks.append(mark)
+            while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
+                self._marks.popleft()
             if len(self._marks) > AHEAD:
                 self._marks.popleft().synchronize()  # waits for the device, so many batches behind
             return data
