@@ -76,9 +76,10 @@ def test_before_it_is_ready_and_after_its_end_nothing_is_forked():
 def test_it_ends_with_its_launcher():
     program = "import sys, time\nfrom lockstep.launch.preloaded import Preloaded\nmade = Preloaded()\n"
     program += "print(made._process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stat = Path(f"/proc/{int(done.stdout.readline())}/stat")
     until = time.monotonic() + 60
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < until:
         time.sleep(0.05)
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert done.communicate()[1] == ""  # of which it has a part

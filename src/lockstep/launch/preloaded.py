@@ -120,10 +120,10 @@ class Preloaded:
 
     def end(self) -> None:
         """Ends the process; its children are ended by whoever started them."""
-        self._socket.close()  # at which it ends by itself
         self._ready = False
         self._process.kill()
         self._process.wait()
+        self._socket.close()
 
     def _hear(self) -> None:
         """Takes in what the process has said."""
@@ -152,7 +152,8 @@ def _lives(pid: int) -> bool:
 
 
 def _serve(own: socket.socket) -> list[str]:
-    """Loads, and forks when asked to. It returns in a child alone: what the child is to run."""
+    """Loads, and forks when asked to. It returns what a child is to run, in the child; [] where it is of no use any
+    more. Raises ConnectionError where the launcher is gone."""
     importlib.import_module("lockstep.commands.train").loaded()
     for module in _LATER:
         importlib.import_module(module)
@@ -223,7 +224,9 @@ def _say(own: socket.socket, said: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    _argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _argv = list[str]()
+    with contextlib.suppress(ConnectionError):  # the launcher was killed
+        _argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _argv:
         sys.argv[1:] = _argv
         runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
