@@ -333,11 +333,11 @@ def contestant(pipe, began, who, name, toy, rank, world, port, folder, log):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="gpt2")
+    parser.add_argument("--model", choices=["gpt2", "gpt2-xl"], default="gpt2")
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=280, help="after which no further round begins")
+    parser.add_argument("--seconds", type=float, default=240, help="after which no further round begins")
     arguments = given(parser)
     rounds, steps = (2, 2) if arguments.toy else (arguments.rounds, arguments.steps)
     shape = TOY if arguments.toy else SIZES[arguments.model]
@@ -367,12 +367,9 @@ def main():
 
 
 def report(arguments, shape, found):
-    from parts import counted
-
-    model = counted(shape)
     for name, each in found.items():
         tokens = shape.batch * shape.time / (each["microseconds"] * 1e-6)
-        utilisation = None if arguments.toy else mfu(tokens, model, shape.time, arguments.device)
+        utilisation = mfu(tokens, shape, arguments.device)
         aim = {"aim": {"gpt2": 0.45, "gpt2-xl": 0.52}[arguments.model]} if name == "lockstep" else {}
         title = f"{arguments.model}: {name}, MFU"
         figure(title, utilisation, "", **aim, tokens_per_second=tokens, loss=each["loss"], first_s=each["first_step"])

@@ -55,6 +55,15 @@ def test_a_stage_that_hangs_or_fails_ends_nothing_else(tmp_path, monkeypatch):
     assert "| a | 2 s | <= 1 | no |  |" in run.document([failed], False)
 
 
+def test_all_stages_together_take_25_minutes_at_most(monkeypatch):
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    import run
+
+    assert sum(limit for limit, _ in run.STAGES.values()) <= 1500
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert all(f"| {name} | {limit} s |" in page for name, (limit, _) in run.STAGES.items())
+
+
 @pytest.mark.slow
 def test_all_of_it_is_rehearsed_compiled_and_beside_the_others(tmp_path):
     found, said = rehearse(tmp_path, "parts", "contest", "exact", "large", compiled=True)

@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
-from lockstep.models.gpt import PRESETS, GPTConfig  # noqa: E402
+from lockstep.models.gpt import GPT, PRESETS, GPTConfig  # noqa: E402
 from lockstep.tasks.causal_lm import CausalLM  # noqa: E402
 from lockstep.text.hub_corpus import TokenCorpus  # noqa: E402
 from lockstep.text.written import Packing  # noqa: E402
@@ -32,10 +32,36 @@ PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12, "B2
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is trained: a GPT, sequences of `time` tokens, `micro` of them in a forward and `batch` in a step."""
+class Llama:
+    """The shape of a Llama, which `transformers` builds; by default Llama-3.2-1B's, a tied head among it."""
 
-    model: GPTConfig
+    vocab_size: int = 128256
+    width: int = 2048
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    inner: int = 8192
+
+    def config(self, time):
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.inner,
+            max_position_embeddings=time,
+            tie_word_embeddings=True,
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained: a model, sequences of `time` tokens, `micro` of them in a forward and `batch` in a step."""
+
+    model: GPTConfig | Llama
     time: int
     micro: int
     batch: int
@@ -44,8 +70,10 @@ class Sizes:
 SIZES = {
     "gpt2": Sizes(PRESETS["builtin:gpt2"], 1024, 16, 32),
     "gpt2-xl": Sizes(PRESETS["builtin:gpt2-xl"], 1024, 4, 16),
+    "llama-1b": Sizes(Llama(), 2048, 4, 16),
 }
 TOY = Sizes(GPTConfig(layers=2, heads=2, width=64, vocab_size=512, context=32), 32, 2, 4)
+TOY_LLAMA = replace(TOY, model=Llama(512, 64, 2, 4, 2, 128))
 
 
 def given(parser=None):
@@ -64,7 +92,8 @@ def given(parser=None):
 
 
 def sizes(name, arguments, **changed):
-    return replace(TOY if arguments.toy else SIZES[name], **changed)
+    toy = TOY_LLAMA if name.startswith("llama") else TOY
+    return replace(toy if arguments.toy else SIZES[name], **changed)
 
 
 def synchronize(device):
@@ -96,8 +125,30 @@ def corpus(folder, shape, rows=1024):
 
 
 def language_model(folder, shape, rows=1024):
-    """The built-in language model's task on it, as `lockstep train` has it."""
-    return CausalLM(corpus(folder, shape, rows), shape.model)
+    """The language model's task on it, as `lockstep train --compile` has it."""
+    made = corpus(folder, shape, rows)
+    if not isinstance(shape.model, Llama):
+        return CausalLM(made, shape.model, inside=True)
+    from lockstep.models.hf import HubModel
+    from lockstep.tasks.hf import HubCausalLM
+
+    place = Path(folder) / "model"
+    shape.model.config(shape.time).save_pretrained(place)
+    source = HubModel(str(place), cache=Path(folder), say=print)
+    size = shape.model.vocab_size
+    return HubCausalLM(made, source, vocab_size=size, dtype=None, pretrained=False, sources={}, inside=True)
+
+
+def counted(shape):
+    """(parameters, FLOPs of a token's forward and backward), as `GPT.num_flops_per_token` counts them."""
+    with torch.device("meta"):
+        if not isinstance(shape.model, Llama):
+            model = GPT(shape.model)
+            return sum(p.numel() for p in model.parameters()), model.num_flops_per_token(shape.time)
+        from transformers import AutoModelForCausalLM
+
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape.model.config(shape.time)).parameters())
+    return count, 6 * count + 12 * shape.model.layers * shape.model.width * shape.time
 
 
 def figure(name, value, unit="", aim=None, better="more", **more):
@@ -114,13 +165,13 @@ def failed(name, error):
     print(json.dumps({"failed": name, "why": f"{type(error).__name__}: {lines[0]}"}), file=sys.__stdout__, flush=True)
 
 
-def mfu(tokens_per_second, model, time, device):
+def mfu(tokens_per_second, shape, device):
     """Model FLOPs utilisation (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B); None for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     peak = next((rate for part, rate in PEAKS.items() if part in name), None)
-    return None if peak is None else tokens_per_second * model.num_flops_per_token(time) / peak
+    return None if peak is None else tokens_per_second * counted(shape)[1] / peak
 
 
 def timed(work, device, *, warm=3, turns=10, each=1):

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 import lockstep
 from lockstep.config import options
 from lockstep.config.config import Config
-from lockstep.models.gpt import GPT
 
 MIB = 2**20
 
@@ -121,7 +120,7 @@ def main():
             with tempfile.TemporaryDirectory() as folder, running(folder, "r", each, **where, **changed) as records:
                 spent, first, peak = measured(records, device, *((1, 2) if arguments.toy else (5, 15)))
                 tokens = each.batch * each.time / spent
-                flops = None if arguments.toy else mfu(tokens, counted(each), each.time, device)
+                flops = mfu(tokens, each, device)
                 figure(
                     f"{arguments.model}, {title}",
                     1e3 * spent * each.micro / each.batch,
@@ -135,12 +134,6 @@ def main():
                     profiled(records, device)
         except Exception as error:
             failed(title, error)
-
-
-def counted(shape):
-    """The model on the meta device, for its number of parameters."""
-    with torch.device("meta"):
-        return GPT(shape.model)
 
 
 if __name__ == "__main__":

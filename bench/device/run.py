@@ -21,14 +21,14 @@ ROOT = HERE.parent.parent
 
 # name: (seconds, what to run)
 STAGES = {
-    "machine": (90, "bench/device/machine.py"),
-    "tests": (300, "-m pytest -m gpu -q --no-header -p no:cacheprovider"),
-    "probe": (180, "bench/device/probe.py"),
-    "parts": (300, "bench/device/parts.py"),
-    "waits": (120, "bench/device/waits.py"),
-    "contest": (330, "bench/gpu.py"),
-    "exact": (180, "bench/device/exact.py"),
-    "large": (180, "bench/device/large.py"),
+    "machine": (60, "bench/device/machine.py"),
+    "tests": (240, "-m pytest -m gpu -q --no-header -p no:cacheprovider"),
+    "probe": (150, "bench/device/probe.py"),
+    "parts": (240, "bench/device/parts.py"),
+    "waits": (90, "bench/device/waits.py"),
+    "contest": (300, "bench/gpu.py"),
+    "exact": (150, "bench/device/exact.py"),
+    "large": (210, "bench/device/large.py"),
 }
 
 
