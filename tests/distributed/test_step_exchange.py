@@ -344,3 +344,19 @@ def test_the_group_is_given_back_once_and_after_what_is_under_way(wire):
         exchange.close()
     assert len(wire.phases) == waited + 1
     assert wire.ended == ["own"]
+
+
+def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
+    """It tells of a step after it: by then the host is further, by one step or by two."""
+    spent, known = [0.0], [0]
+    exchange = StepExchange(
+        *(World(), lambda step: 1, None),
+        busy=lambda: BusySeconds(computing=spent[0]),
+        measured=lambda: known[0],
+    )
+    found = []
+    for step, done in enumerate((0, 1, 1, 3, 4, 4, 6)):
+        exchange.progress.at(step, COMPUTING)
+        spent[0], known[0] = 0.5 * done, done
+        found.append(exchange._busy_seconds().computing)
+    assert found == [0.0, *[0.5] * 6]  # by the host's steps it would be 0, 0.5, 0, 1, 0.5, 0, 1

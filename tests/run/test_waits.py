@@ -1,5 +1,7 @@
 """A whole run on a CUDA device that is not there: what its host waits for, with guards, records and audits."""
 
+import contextlib
+
 import pytest
 import torch
 from fake_cuda import DEVICE, FakeCuda
@@ -57,6 +59,20 @@ def test_the_records_are_those_of_a_cpu(tmp_path):
     list(lockstep.Run(config(tmp_path / "cpu", **given), Ragged(dropout=0.1, dtype=torch.float32)))
     found = watched(tmp_path / "cuda", log_freq=3, exact=True)[2]
     assert own(found) == own(read(tmp_path / "cpu" / "r" / "metrics.jsonl"))
+
+
+def test_what_the_loops_body_asks_for_is_waited_for_once_and_right(tmp_path):
+    given = {"max_steps": 4, "ckpt_freq": 0, "precision": "float32", "exact": True}
+    task, found = Ragged(dropout=0.1, dtype=torch.float32), {}
+    for name, world in (("cpu", World()), ("cuda", World(device=DEVICE))):
+        with FakeCuda(fast=False) if name == "cuda" else contextlib.nullcontext(FakeCuda()) as cuda:
+            found[name] = []
+            for step in lockstep.Run(config(tmp_path / name, **given), task, world):
+                cuda.waits.clear()
+                found[name].append((step.loss, step.norm, step.applied, step.lr))
+                waits = [(wait.what, wait.function) for wait in cuda.waits]
+    assert found["cuda"] == found["cpu"]
+    assert waits == [("tolist", "read"), ("_local_scalar_dense", "norm")]
 
 
 class Planted(Ragged):
