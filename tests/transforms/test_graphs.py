@@ -1,5 +1,6 @@
 """What is compiled: the loss with the model, one graph for a whole training, none for what is computed once."""
 
+import copy
 import warnings
 
 import counting
@@ -284,6 +285,19 @@ def test_a_resume_goes_on_with_the_same_bits(tmp_path):
         lockstep.train(settings(tmp_path, "parted", compile=True, exact=True), language())
     prints = [checkpoint.fingerprint(checkpoint.newest(tmp_path / name, say=print)) for name in ("whole", "parted")]
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("scope", ["whole", "blocks"])
+def test_modules_of_torch_itself_are_compiled_too(scope):
+    """An nn.Sequential, which has no frame of its own to begin with; two alike share their graph."""
+    with counting.counted() as seen:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
+        plain, names = copy.deepcopy(model), list(model.state_dict())
+        chosen = Chosen(compile_scope=scope)
+        prepare(model, precision="float32", compile_model=True, device=CPU, chosen=chosen, blocks=list(model))
+        x = torch.ones(2, 4, requires_grad=True)
+        torch.testing.assert_close(model(x), plain(x))
+        assert (seen.captured, seen.breaks, list(model.state_dict())) == (1, 0, names)
 
 
 def test_blocks_and_the_loss_are_what_is_taken_back():

@@ -91,16 +91,26 @@ class Config:
     min_delta: float = option(0.0, "by how much an evaluation must be better than the best to count as better")
     engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
-        "float32", "bf16, fp16: autocast over float32 parameters", "float32", "bf16", "fp16", "bf16-true", "float64"
+        "auto",
+        "bf16, fp16: autocast over float32 parameters; auto: bf16 on a GPU of sm80 or newer, else float32",
+        *("auto", "float32", "bf16", "fp16", "bf16-true", "float64"),
     )
     matmul_precision: str = option(
         "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
+    )
+    residual_dtype: str = option(
+        "float32",
+        "dtype of the built-in GPT's residual stream; bf16: with --precision bf16, less to move",
+        *("float32", "bf16"),
+        builtin=True,
     )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
     shares: str = option(
         "equal", "micro-batches of a step by rank: 5,3; auto: by measured speed; equal: as many on each (ddp, zero)"
     )
-    compile: bool = option(False, "compile the model with torch.compile")
+    compile: bool = auto(
+        None, "compile model and loss with torch.compile; auto: on such a GPU, and eager goes on where that fails"
+    )
     compile_scope: str = option(
         "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"
     )
@@ -300,7 +310,7 @@ def _check_types(config: Config) -> None:
             value, wanted = getattr(owner, spec.name), cast(type, spec.type)
             if spec.metadata.get("span") and is_span(value):
                 continue
-            if value == "auto" and spec.metadata.get("auto"):
+            if spec.metadata.get("auto") and (value == "auto" or value is spec.default):
                 object.__setattr__(owner, spec.name, spec.default)
             elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
                 object.__setattr__(owner, spec.name, float(value))

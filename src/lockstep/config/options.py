@@ -213,7 +213,7 @@ _GROUPS = {
         *("lr", "seed", "preset"),
     ),
     "how it is computed": (
-        *("engine", "device", "precision", "matmul_precision", "exact", "batchnorm", "attention"),
+        *("engine", "device", "precision", "matmul_precision", "residual_dtype", "exact", "batchnorm", "attention"),
         *("compile", "compile_scope", "activation_checkpointing", "timeout"),
     ),
     "evaluation": (
@@ -259,7 +259,7 @@ def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: Entry | N
     auto = bool(spec.metadata.get("auto"))
     if auto or default != "":
         text += f" (default: {'auto' if auto else default})"
-    settings: dict[str, Any] = {"action": _Switch}
+    settings: dict[str, Any] = {"action": _AutoSwitch if auto else _Switch}
     if spec.type is not bool:
         kind = cast(type, spec.type)
         span = bool(spec.metadata.get("span"))
@@ -285,6 +285,24 @@ class _Switch(argparse.BooleanOptionalAction):
 
     def format_usage(self) -> str:
         return self.option_strings[0]
+
+
+class _AutoSwitch(_Switch):
+    """`--compile`, `--no-compile`, `--compile auto`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.nargs, self.metavar = "?", "auto"
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        name = str(option_string)
+        if values not in (None, []) and (values != "auto" or name.startswith("--no-")):
+            parser.error(
+                f"argument {name}: '{values}' does not go with it: {name} alone, or {self.option_strings[0]} auto"
+            )
+        setattr(namespace, self.dest, "auto" if values == "auto" else not name.startswith("--no-"))
 
 
 _DESTINATIONS = {*option_list(), "config", *LAUNCHER_FLAGS}

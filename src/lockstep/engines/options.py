@@ -20,6 +20,8 @@ class Entry(NamedTuple):
         one_process: whether it is a single process, whatever the world.
         everywhere: whether it needs no further package and no GPU.
         float64: whether it can update in float64.
+        plain: whether it takes models that are neither compiled nor under autocast alone, or is at its best with them:
+            what is automatic on a new GPU is off there.
     """
 
     module: str
@@ -27,6 +29,7 @@ class Entry(NamedTuple):
     one_process: bool = False
     everywhere: bool = True
     float64: bool = True
+    plain: bool = False
 
 
 # Imported when asked for, so that an engine's package is loaded only where it is used.
@@ -35,8 +38,10 @@ ENGINES = {
     "ddp": Entry("lockstep.engines.ddp", "DDP"),
     "fsdp": Entry("lockstep.engines.fsdp.engine", "FSDP"),
     "zero": Entry("lockstep.engines.zero", "Zero"),
-    "deepspeed": Entry("lockstep.engines.deepspeed.engine", "DeepSpeed", everywhere=False, float64=False),
-    "data-parallel": Entry("lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False),
+    "deepspeed": Entry("lockstep.engines.deepspeed.engine", "DeepSpeed", everywhere=False, float64=False, plain=True),
+    "data-parallel": Entry(
+        "lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False, plain=True
+    ),
 }
 PLAIN = "single"  # the one that splits nothing: what all others have to agree with
 

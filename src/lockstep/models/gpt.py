@@ -155,9 +155,11 @@ class GPT(nn.Module):
         config: its shape.
         blocks: the layers, the units that engines shard, compile and recompute.
         ending: what follows them up to the loss; see `models.chunked`.
+        residual: dtype of the residual stream; None: the embedding's, which autocast leaves alone.
     """
 
     ending: Ending
+    residual: torch.dtype | None = None
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -212,6 +214,7 @@ class GPT(nn.Module):
             positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
         mask = None if documents is None else _apart(documents)
         x = self.drop(self.tokens(input_ids) + self.positions(positions))
+        x = x if self.residual is None else x.to(self.residual)
         for number, block in enumerate(self.blocks):
             x = block(x, mask, past[number]) if past else block(x, mask)
         return self._head(self.norm(x)) if labels is None else self.ending(self, x, labels, chunk)

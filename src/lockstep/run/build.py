@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.config import options
-from lockstep.config.config import Config, lookup
+from lockstep.config.config import Config, is_auto, lookup
 from lockstep.data.batches import Batches
 from lockstep.data.fetch import check_dataset
 from lockstep.distributed.balance import Balancer
@@ -32,7 +32,9 @@ from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
 from lockstep.run.auditing import check_auditable
 from lockstep.run.best import JUDGED, check_evaluated, judges
+from lockstep.run.compiling import compiled_or_not
 from lockstep.run.defaults import settled
+from lockstep.run.device_defaults import on_device
 from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.folder import RunFolder
@@ -221,6 +223,10 @@ def build(
     asked = config = _agreed(config, world)
     if steps:
         config = dataclasses.replace(config, max_steps=steps, stop_at=0)
+    folder = RunFolder(config.save_dir, config.experiment_name)
+    source, state = _found(folder, world) if resume and not joins else (None, _new_state())
+    state |= _glimpsed(folder) if joins else {}
+    config = on_device(config, state, world, notify(world))
     check_auditable(config, world)
     same_kernels = config.exact or bool(config.guards.audit)
     pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)
@@ -229,14 +235,11 @@ def build(
     if cut_known:
         check_cut(config, world, notify(world))
     on_all_ranks(world, lambda: check(config))
-    folder = RunFolder(config.save_dir, config.experiment_name)
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
     world.check_same("source", dict(task.sources))
     training, evaluation = on_all_ranks(world, lambda: _datasets(task))
     plain, training = training, _guarded(config, training, world)
     samples = on_all_ranks(world, lambda: _size(training))
-    source, state = _found(folder, world) if resume and not joins else (None, _new_state())
-    state |= _glimpsed(folder) if joins else {}
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config))
@@ -263,6 +266,14 @@ def build(
         stops = config.guards.nonfinite == "stop"
         metrics = check_task(made.model, model, task, stream, held_out, world, refuse_nan=stops)  # collective
         check_evaluated(config, metrics)
+    if config.compile and not joins:
+        may_fail = is_auto(asked, "compile")
+        reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective
+        if reason:
+            notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
+            config = dataclasses.replace(config, compile=False)
+            run_plan = dataclasses.replace(run_plan, config=config)
+    state["compile"] = config.compile
     built = Built(
         config,
         world,

@@ -14,6 +14,7 @@ from lockstep.config.config import Config
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.make import model_init
 from lockstep.engines.shared.blocks import find_blocks
+from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
@@ -46,6 +47,7 @@ def model_of(config: Config, task: Task, world: World, state: dict[str, Any], sa
     model = on_all_ranks(world, make)
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
+    _check_residual(config, model)
     has_base = adapt(config, task, model, world, state, say)
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
@@ -68,3 +70,15 @@ def model_of(config: Config, task: Task, world: World, state: dict[str, Any], sa
         as_made=base,
         say=say,
     )
+
+
+def _check_residual(config: Config, model: nn.Module) -> None:
+    """Has the built-in GPT keep its residual stream as --residual-dtype says; ConfigError for any other model."""
+    if config.residual_dtype == "float32":
+        return
+    if not isinstance(model, GPT) or config.precision != "bf16":
+        raise ConfigError(
+            f"--residual-dtype {config.residual_dtype} is of the built-in GPT with --precision bf16, and this is "
+            f"{type(model).__name__} with {config.precision}; leave it out"
+        )
+    model.residual = torch.bfloat16

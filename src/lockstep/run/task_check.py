@@ -29,7 +29,7 @@ from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, has_own
 from lockstep.transforms.eager import eager
 
-__all__ = ["check_task"]
+__all__ = ["as_it_was", "check_task"]
 
 _PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
 _BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
@@ -79,7 +79,7 @@ def check_task(
     trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
     norms = _norms(plain, world)  # before eval mode
-    with _as_it_was(model, task, world.device), torch.no_grad(), eager():
+    with as_it_was(model, task, world.device), torch.no_grad(), eager():
         reseed = seeder(0, "check", world.device)
         losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
         on_all_ranks(world, lambda: _check_inputs(trial, losses) if refuse_nan else None)
@@ -274,14 +274,16 @@ def _is_whole(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, task: Task, device: torch.device) -> Iterator[None]:
-    """In eval mode; afterwards modes, buffers, the task's own tensors and the generators are what they were."""
+def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
+    """In eval mode, or as it is for `training`; afterwards modes, buffers, the task's tensors and the generators are
+    what they were."""
     modes = [(module, module.training) for module in model.modules()]
     own: Iterable[Tensor] = task.state_dict().values()
     held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    model.eval()
+    if not training:
+        model.eval()
     try:
         yield
     finally:

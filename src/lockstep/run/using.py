@@ -25,6 +25,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.run.adapters import left_out
 from lockstep.run.build import notify
+from lockstep.run.device_defaults import on_device
 from lockstep.run.environment import sources_of
 from lockstep.run.model import model_of
 from lockstep.run.weights import chosen, fill
@@ -114,6 +115,7 @@ def config_of(path: Path, wanted: Wanted) -> Config:
 
 def _made(path: Path, config: Config, wanted: Wanted, world: World) -> Used:
     """The task and the model, the weights in it. Collective."""
+    config = on_device(config, {}, world, notify(world))
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))

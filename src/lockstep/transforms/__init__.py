@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.transforms.attention import attention, described
+from lockstep.transforms.attention import attention, described, facts_of, order_of
 from lockstep.transforms.batchnorm import recorders, recording, synchronised
 from lockstep.transforms.checkpointing import check_policy, checkpointed
 from lockstep.transforms.determinism import autotuned, check_graphs, pin_compiler
@@ -83,10 +83,11 @@ def prepare(
     elif chosen.batchnorm == "sync":
         model = synchronised(model, device, say)
     dtype = PARAMETERS[precision]
-    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, masked=chosen.masked)
+    order = order_of(facts_of(device), masked=chosen.masked)
+    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
     if line:
         say(line)
-    model = attention(model, chosen.attention, blocks)
+    model = attention(model, chosen.attention, blocks, order)
     model = checkpointed(model, chosen.activation_checkpointing, blocks)
     model = parameters_in(model, dtype, as_made=as_made, mixes=precision in AUTOCAST, say=say)
     if move:
@@ -102,6 +103,11 @@ def _check(chosen: Chosen, blocks: Sequence[nn.Module]) -> None:
     if chosen.exact and chosen.batchnorm != "replay":
         raise ConfigError(
             f"--exact cannot hold with --batchnorm {chosen.batchnorm}, which depends on the world size; use replay"
+        )
+    if chosen.attention == "cudnn" and (chosen.exact or torch.are_deterministic_algorithms_enabled()):
+        raise ConfigError(
+            "--attention cudnn cannot hold with --exact or --guards.audit: torch refuses cuDNN's attention where "
+            "kernels must be deterministic; leave it out"
         )
     twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm != "replay"
     norms = nn.modules.batchnorm._BatchNorm

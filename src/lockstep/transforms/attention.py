@@ -1,13 +1,18 @@
 """Which kernel computes `scaled_dot_product_attention`, and why not another.
 
-model = attention(model, "flash", model.blocks)
-line = described(model, "auto", torch.bfloat16, device)
+order = order_of(facts_of(device), masked=False)             # what "auto" comes to
+model = attention(model, "auto", model.blocks, order)
+line = described(model, "auto", torch.bfloat16, device, order)
 # "attention: flash (12 heads of 64, bfloat16, causal, no mask); not cudnn: ..."
+
+What "auto" means is torch's own order but where cuDNN is concerned, whose attention is the fastest on Hopper (1.7 to
+2.3 times, huggingface/transformers#48163) and has had faults: see `order_of`.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.errors import ConfigError
 
-__all__ = ["attention", "described"]
+__all__ = ["AS_TORCH", "Facts", "Order", "attention", "described", "facts_of", "order_of"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -27,25 +32,98 @@ _BACKENDS = {
 _NAMES = {int(backend.value): name for name, backend in _BACKENDS.items()}
 
 
-def attention(model: nn.Module, choice: str, blocks: Sequence[nn.Module] = ()) -> nn.Module:
-    """The model whose attention is computed by one kernel alone, changed in place; "auto" leaves it to torch.
+_PREFERS = 91500  # above this version of cuDNN torch puts it first on Hopper; it read out of bounds (pytorch#171627)
+_MASKS = 92600  # from this one on its backward beside a mask gives no NaN on Hopper (pytorch#196678)
+
+
+class Facts(NamedTuple):
+    """What decides about kernels.
+
+    Attributes:
+        capability: of the CUDA device; (0, 0) of any other.
+        cudnn: its version as torch says it, 91500 for 9.15.0; 0 where there is none.
+        deterministic: torch is to use deterministic algorithms.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int
+    deterministic: bool
+
+
+class Order(NamedTuple):
+    """The kernels that attention may take, the first that can is taken; () as torch has it.
+
+    Attributes:
+        without: kernel -> why it is left out, or why torch does not take it first.
+    """
+
+    names: tuple[str, ...] = ()
+    without: tuple[tuple[str, str], ...] = ()
+
+
+AS_TORCH = Order()
+
+
+def facts_of(device: torch.device) -> Facts:
+    """Of this process's device."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda" or torch.version.hip:
+        return Facts((0, 0), 0, deterministic)
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return Facts(torch.cuda.get_device_capability(device), int(version), deterministic)
+
+
+def order_of(facts: Facts, *, masked: bool) -> Order:
+    """What `--attention auto` comes to on a device.
+
+    It takes cuDNN first on Hopper (sm90) where its version is above 9.15.0: torch does so itself, but in builds for
+    older CUDA. It is left out under deterministic algorithms, which refuse it, and beside a mask on Hopper before 9.26.
+
+    Args:
+        masked: attention gets a mask.
+    """
+    if facts.capability == (0, 0):
+        return AS_TORCH
+    plain, hopper = tuple(name for name in _BACKENDS if name != "cudnn"), facts.capability[0] == 9
+    if facts.deterministic:
+        return Order(plain, (("cudnn", "deterministic algorithms refuse it"),))
+    if masked and hopper and facts.cudnn < _MASKS:
+        return Order(plain, (("cudnn", "beside a mask it gives NaN before 9.26"),))
+    if hopper and facts.cudnn > _PREFERS and _TAKES_ORDER:
+        return Order(("cudnn", *plain))
+    return Order((), (("cudnn", "torch takes it first only above 9.15.0"),) if hopper else ())
+
+
+def attention(model: nn.Module, choice: str, blocks: Sequence[nn.Module] = (), order: Order = AS_TORCH) -> nn.Module:
+    """The model whose attention is computed by one kernel alone, or by those of `order` for "auto"; changed in place.
 
     Args:
         blocks: those that may be computed again in the backward, outside the model's own forward.
     """
-    if choice == "auto":
+    names = order.names if choice == "auto" else (choice,)
+    if not names:
         return model
     for module in dict.fromkeys((*blocks, model)):
-        module.forward = _within(module.forward, _BACKENDS[choice])
+        module.forward = _within(module.forward, names)
     return model
 
 
-def _within(forward: Callable[..., Any], backend: SDPBackend) -> Callable[..., Any]:
+def _within(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     def chosen(*inputs: Any, **named: Any) -> Any:
-        with sdpa_kernel(backend):
+        with _only(names):
             return forward(*inputs, **named)
 
     return chosen
+
+
+def _only(names: tuple[str, ...]) -> AbstractContextManager[Any]:
+    backends = [_BACKENDS[name] for name in names]
+    if len(names) > 1 and names[0] == "cudnn":
+        return sdpa_kernel(backends, set_priority=True)
+    return sdpa_kernel(backends)
+
+
+_TAKES_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters
 
 
 class Shape(NamedTuple):
@@ -57,7 +135,13 @@ class Shape(NamedTuple):
 
 
 def described(
-    model: nn.Module, choice: str, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+    model: nn.Module,
+    choice: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    order: Order = AS_TORCH,
+    *,
+    masked: bool = False,
 ) -> str | None:
     """One line: the kernel that will run and, for each other, why it does not. None for a model without heads.
 
@@ -66,6 +150,7 @@ def described(
     Args:
         choice: "auto" or the name of a kernel.
         dtype: in which attention is computed.
+        order: what "auto" comes to.
         masked: attention stays inside documents that are packed, which is said by a mask.
 
     Raises:
@@ -77,10 +162,12 @@ def described(
     query = torch.zeros(1, shape.heads, 16, shape.size, dtype=dtype, device=device, requires_grad=True)
     mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16) if masked else None
     reasons = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
+    reasons = {name: reason or dict(order.without).get(name, "") for name, reason in reasons.items()}
     if reasons.get(choice):
         fits = ", ".join(name for name in (*reasons, "math") if not reasons.get(name))
         raise ConfigError(f"--attention {choice} cannot run here: {reasons[choice]}; use auto, or one of {fits}")
-    with nullcontext() if choice == "auto" else sdpa_kernel(_BACKENDS[choice]):
+    names = order.names if choice == "auto" else (choice,)
+    with _only(names) if names else nullcontext():
         runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
     what = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
     what += "a mask for each document" if masked else "no mask"
@@ -89,7 +176,13 @@ def described(
         for name in _BACKENDS
         if name != runs
     ]
-    return f"attention: {runs} ({what}); {'; '.join(others)}"
+    version = f"; cuDNN {_dotted(facts_of(device).cudnn)}" if facts_of(device).cudnn else ""
+    return f"attention: {runs} ({what}); {'; '.join(others)}{version}"
+
+
+def _dotted(version: int) -> str:
+    """91501 -> 9.15.1, as from cuDNN 9 on."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def heads_of(model: nn.Module) -> Shape | None:

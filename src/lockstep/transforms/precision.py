@@ -107,10 +107,21 @@ def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
     them up to the loss is compiled by itself, where the model has that as a function (see `models.chunked`).
     """
     for module in blocks or [model]:
+        if "forward" not in vars(module) and type(module).forward.__module__.startswith("torch."):
+            module.forward = _in_a_frame(module.forward)
         module.compile(**HOW)
     for module in _with_ending(model) if blocks else ():
         module.ending = torch.compile(module.ending, **HOW)
     return model
+
+
+def _in_a_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler begins with a function that is none of torch's: without one an nn.Sequential would stay eager."""
+
+    def framed(*inputs: Any, **named: Any) -> Any:
+        return forward(*inputs, **named)
+
+    return framed
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

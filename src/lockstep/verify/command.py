@@ -92,7 +92,7 @@ def _request(own: argparse.Namespace, config: Config, **changes: Any) -> Request
         "world_sizes": own.world_sizes,
         "steps": own.steps,
         "resume_at": own.resume_at,
-        "compile": config.compile,
+        "compile": bool(config.compile),
         "plant": own.plant,
         "plant_at": own.plant_at,
         "skip_unavailable": own.skip_unavailable,

@@ -89,7 +89,8 @@ class Request:
         """The same with its defaults filled in, and without what a proof leaves alone: the sinks, an end in between."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
-        precision = self.precision or ("float64" if wide else self.config.precision)
+        given, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
+        precision = given or ("float64" if wide else own or "float32")  # not the device's default: name what to prove
         plain = dataclasses.replace(self.config, wandb=False, tensorboard=False, stop_at=0, resume_anyway=False)
         config = dataclasses.replace(plain, precision=precision)
         return dataclasses.replace(self, config=config, engines=engines, precision=precision)
