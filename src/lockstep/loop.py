@@ -65,6 +65,7 @@ class StepControl:
         factor: step -> what the base learning rate is multiplied by.
         momentum: step -> that of every parameter group; None: as it is.
         audit: sees each micro-batch's loss and backward.
+        before_update: called before what an engine changes in a step is changed.
         limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
         kernels: (step, micro-batch) -> what its forward runs in; see `lockstep.run.kernels`.
@@ -78,6 +79,7 @@ class StepControl:
     momentum: Callable[[int], float | None] = lambda step: None
     audit: Audits = UNAUDITED
     kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _ANY
+    before_update: Callable[[], None] = lambda: None
 
 
 def steps(
@@ -109,6 +111,7 @@ def steps(
         clock.lap("data")
         factor = control.factor(step)
         limit = control.limit(step)
+        control.before_update()
         result = engine.step(factor, limit, control.momentum(step))
         exchange.taken = step + 1
         clock.lap("update")

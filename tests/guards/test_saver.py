@@ -1,19 +1,27 @@
 """Saving beside the training: what is saved is what was, and errors reach all ranks."""
 
+import gc
 import threading
 import time
+from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import run
+from small_runs import config
+from toys import Ragged
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import write as writing
 from lockstep.checkpoint.layout import share_out
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
+from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.run import recorder
 
 
 def save(saver, folder, step, tensors, gate=None):
@@ -165,27 +173,186 @@ class OnDevice(torch.Tensor):
 
     is_cuda = True
 
+    def record_stream(self, stream):
+        stream.order.append("kept")
 
-def test_copies_from_a_device_are_pinned_and_waited_for_by_one_event_after_the_last(monkeypatch):
-    made, order, empty = [], [], torch.empty
 
-    class Event:
-        def __init__(self):
-            made.append(self)
+class Cuda:
+    """What stands in for torch.cuda: streams and events that note what is asked of them, and the driver's locks."""
 
-        def record(self):
-            order.append([name for name, held in saver._buffers.items() if held.any()])
+    def __init__(self, monkeypatch, code=0):
+        self.order, self.locked, self.code = [], {}, code
+        self.stream_now = Lane(self, "compute")
+        for name, value in {
+            "Event": lambda: Happening(self),
+            "Stream": lambda device: Lane(self, "beside"),
+            "current_stream": lambda device=None: self.stream_now,
+            "stream": self.on,
+            "cudart": lambda: self,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        copy = torch.Tensor.copy_
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: order.append(pin_memory) or empty(*a, **k).zero_())
+        def copied(held, local, non_blocking=False):
+            if getattr(local, "is_cuda", False):
+                assert non_blocking
+                assert self.code or any(s <= held.data_ptr() < s + size for s, size in self.locked.items()), "locked"
+                self.order.append(f"copy on {self.stream_now.name}")
+            return copy(held, local.as_subclass(torch.Tensor))
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.stream_now = self.stream_now, stream
+        yield
+        self.stream_now = before
+
+    def cudaHostRegister(self, start, size, flags):
+        if not self.code:
+            self.locked[start] = size
+        return self.code
+
+    def cudaHostUnregister(self, start):
+        del self.locked[start]
+
+
+class Lane:
+    def __init__(self, cuda, name):
+        self.order, self.name = cuda.order, name
+
+    def wait_stream(self, other):
+        self.order.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.order.append(f"{self.name} waits for the copies")
+
+
+class Happening:
+    def __init__(self, cuda):
+        self.order = cuda.order
+
+    def record(self, stream):
+        self.order.append(f"noted on {stream.name}")
+
+    def synchronize(self):
+        self.order.append("the thread waits")
+
+
+def on_device(tensor):
+    return tensor.as_subclass(OnDevice)
+
+
+STATES = {
+    "model/a": on_device(torch.ones(3)),
+    "model/c": torch.ones(1),
+    "optimizer/a/exp_avg": on_device(torch.ones(3)),
+    "optimizer/a/step": torch.ones(()),
+}
+RESTING = {name for name in STATES if name.startswith("optimizer/")}
+
+
+def test_what_rests_is_copied_beside_and_the_next_update_waits(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    saver, update = checkpoint.Saver(World()), lambda: cuda.order.append("update")
+    share, ready = saver._copied(share_out(STATES, World()), RESTING)
+    cuda.order.append("forward")
+    for _ in range(2):
+        saver.order()
+        update()
+    assert cuda.order == [
+        "copy on compute",
+        "beside waits for compute",
+        "copy on beside",
+        "kept",
+        "noted on beside",
+        "forward",
+        "compute waits for the copies",
+        "update",
+        "update",
+    ]
+    assert {piece.name: piece.local.tolist() for piece in share.pieces} == {
+        "model/a": [1.0] * 3,
+        "model/c": [1.0],
+        "optimizer/a/exp_avg": [1.0] * 3,
+        "optimizer/a/step": 1.0,
+    }
+    saver._world = World(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cuda.order.append(device))
+    del cuda.order[:]
+    saver._work(share, ready, lambda share, own: cuda.order.append("written"))
+    assert cuda.order == [torch.device("cuda", 1), "the thread waits", "written"]
+    assert checkpoint.Saver(World())._copied(share_out({"model/a": torch.ones(3)}, World()))[1] is None
+
+
+def test_the_next_save_comes_after_the_copies_of_the_one_before(monkeypatch):
+    """They go into the same memory."""
+    cuda = Cuda(monkeypatch)
     saver = checkpoint.Saver(World())
-    tensors = {"model/a": torch.ones(3), "model/b": torch.ones(2).as_subclass(OnDevice), "model/c": torch.ones(1)}
-    tensors["model/d"] = torch.ones(2).as_subclass(OnDevice)
-    share, ready = saver._copied(share_out(tensors, World()))
-    assert made == [ready]
-    assert order[:-1] == [piece.name[-1] in "bd" for piece in share.pieces]
-    assert sorted(order[-1]) == list(tensors)
-    assert saver._copied(share_out({"model/a": torch.ones(3)}, World()))[1] is None
+    for _ in range(2):
+        saver._copied(share_out(STATES, World()), RESTING)
+    assert cuda.order.count("compute waits for the copies") == 1
+    assert len(cuda.locked) == 1
+
+
+def test_a_run_orders_updates_bodies_and_evaluations_after_the_copies(monkeypatch, tmp_path):
+    seen, begin = [], checkpoint.Saver.begin
+    update, evaluate = OptimizerStep.__call__, recorder.evaluate_all
+
+    def noted(name, call):
+        return lambda *args, **settings: seen.append(name) or call(*args, **settings)
+
+    def begun(saver, tensors, write, step, resting):
+        seen.append("save")
+        assert resting == {name for name in tensors if name.startswith(("optimizer/", "average/"))}
+        assert len(resting) < len(tensors)
+        begin(saver, tensors, write, step, resting)
+
+    monkeypatch.setattr(checkpoint.Saver, "order", lambda saver: seen.append("order"))
+    monkeypatch.setattr(checkpoint.Saver, "begin", begun)
+    monkeypatch.setattr(OptimizerStep, "__call__", noted("update", update))
+    monkeypatch.setattr(recorder, "evaluate_all", noted("evaluate", evaluate))
+    how = {"max_steps": 2, "ckpt_freq": 1, "optim": {"ema": 0.5}}
+    lockstep.train(config(tmp_path, **how), Ragged())
+    kept = seen[:]
+    del seen[:]
+    seen.extend("body" for _ in lockstep.Run(config(tmp_path, experiment_name="loop", **how), Ragged()))
+    for found in (kept, seen):
+        for before, call in pairwise(call for call in found if call != "save"):
+            assert call == "order" or before == "order", found
+    assert {"update", "evaluate", "save"} <= set(kept)
+    assert "body" in seen
+
+
+def test_no_more_is_locked_than_is_copied_and_it_is_given_back(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    sizes = [50257 * 3, 1025, 700, 3, 4097, 5]  # which a power of two for each would nearly double
+    tensors = {f"model/{place}": on_device(torch.ones(size)) for place, size in enumerate(sizes)}
+    tensors["model/half"] = on_device(torch.ones(3, 5, dtype=torch.bfloat16))
+    tensors["model/number"] = on_device(torch.ones((), dtype=torch.float64))
+    saver = checkpoint.Saver(World())
+    share, _ = saver._copied(share_out(tensors, World()))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert list(cuda.locked.values()) == [saver._pinned.nbytes]
+    assert total <= saver._pinned.nbytes <= 1.1 * total
+    for piece in share.pieces:
+        assert torch.equal(piece.local, torch.Tensor(tensors[piece.name]).as_subclass(torch.Tensor))
+    places = [piece.local.data_ptr() for piece in share.pieces]
+    again, _ = saver._copied(share_out(tensors, World()))
+    assert [piece.local.data_ptr() for piece in again.pieces] == places
+    del tensors["model/0"]
+    saver._copied(share_out(tensors, World()))
+    assert list(cuda.locked.values()) == [saver._pinned.nbytes]
+    del saver, share, again
+    gc.collect()
+    assert not cuda.locked
+
+
+def test_memory_that_the_driver_does_not_lock_is_used_all_the_same(monkeypatch, caplog):
+    Cuda(monkeypatch, code=2)
+    share, _ = checkpoint.Saver(World())._copied(share_out(STATES, World()))
+    assert "does not lock 128 bytes" in caplog.text
+    assert share.pieces[0].local.tolist() == [1.0] * 3
 
 
 def test_the_seconds_that_the_caller_waited_are_counted(monkeypatch):

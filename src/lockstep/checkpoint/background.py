@@ -2,24 +2,28 @@
 
     saver = Saver(world, background=True, policy="continue")
     saver.begin(tensors, write)         # returns as soon as the copy is made, or, on a device, ordered
+    saver.order()                       # before an update: on a device it comes after the copies; the host does not wait
     saver.settle()                      # waits for the save before; raises what the policy says
 
 The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
 copied is this rank's share alone, in buffers that are kept, and the next save waits for the one before: there are never
-two. On a device the copies are ordered on the stream that computes, so that no later step can be in them.
+two. On a device a stream of its own copies what an update alone changes, beside the next step's forward and backward:
+whoever is about to change it calls `order` first, so that no later step can be in it. The rest is copied on the stream
+that computes.
 """
 
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.layout import Piece, Share, share_out
+from lockstep.checkpoint.pinned import Pinned
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
 
@@ -60,14 +64,24 @@ class Saver:
         if background and world.size > 1:
             self._own = dataclasses.replace(world, control=world.new_group())  # collective
         self._buffers: dict[str, Tensor] = {}
+        self._pinned = Pinned()
+        self._beside: torch.cuda.Stream | None = None
+        self._copying: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._pending, self._row, self._step = False, 0, 0
         self._left = False
         self.blocked = self.writing = 0.0
 
-    def begin(self, tensors: dict[str, Tensor], write: Write, step: int = 0) -> None:
-        """Copies this rank's share of `tensors` and has `write` called with it. Collective. `step` is for messages.
+    def begin(
+        self, tensors: dict[str, Tensor], write: Write, step: int = 0, resting: Container[str] = frozenset()
+    ) -> None:
+        """Copies this rank's share of `tensors` and has `write` called with it. Collective.
+
+        Args:
+            write: called in the thread.
+            step: for messages.
+            resting: names of tensors that nobody changes before the next call of `order`.
 
         Raises:
             LockstepError: an earlier save failed, and the policy ends the run.
@@ -77,7 +91,7 @@ class Saver:
         began = time.perf_counter()
         share = share_out(tensors, self._world)
         if self._background:
-            share, ready = self._copied(share)
+            share, ready = self._copied(share, resting)
             self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")
             self._thread.daemon = True  # a process that must end does not wait for a disk
             self._pending = True
@@ -131,21 +145,49 @@ class Saver:
         self._own, self._left = self._world, True
         return group
 
-    def _copied(self, share: Share) -> tuple[Share, "torch.cuda.Event | None"]:
+    def order(self) -> None:
+        """What the device is given from now on comes after the copies of the save before. The host does not wait."""
+        if self._copying is not None:
+            torch.cuda.current_stream(self._world.device).wait_event(self._copying)
+            self._copying = None
+
+    def _copied(self, share: Share, resting: Container[str] = frozenset()) -> tuple[Share, "torch.cuda.Event | None"]:
         """The share in host memory, and what to wait for before it is there; None: it is there."""
-        pieces, ready = [], None
+        self.order()
+        places = iter(self._pinned.places([piece.local for piece in share.pieces if piece.local.is_cuda]))
+        pieces, later = [], []
         for piece in share.pieces:
-            local, held = piece.local, self._buffers.get(piece.name)
-            if held is None or held.shape != local.shape or held.dtype != local.dtype:
-                held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._buffers[piece.name] = held
-            held.copy_(local, non_blocking=True)  # in the order of the stream: before the next step's update
-            if local.is_cuda:
-                ready = ready or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            local = piece.local
+            held = next(places) if local.is_cuda else self._held(piece)
+            if local.is_cuda and piece.name in resting:
+                later.append((held, local))
+            else:
+                held.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
             pieces.append(Piece(piece.name, piece.shape, piece.offsets, held))
-        if ready:
-            ready.record()
+        on_device = any(piece.local.is_cuda for piece in share.pieces)
+        ready = self._copied_beside(later) if on_device else None
         return Share(pieces, share.aliases, share.summary), ready
+
+    def _held(self, piece: Piece) -> Tensor:
+        """Where a piece that lies in host memory is copied to."""
+        held = self._buffers.get(piece.name)
+        if held is None or held.shape != piece.local.shape or held.dtype != piece.local.dtype:
+            held = self._buffers[piece.name] = torch.empty(piece.local.shape, dtype=piece.local.dtype)
+        return held
+
+    def _copied_beside(self, pairs: list[tuple[Tensor, Tensor]]) -> "torch.cuda.Event":
+        """Copies the second of each pair into the first on a stream of its own, after all that was ordered so far."""
+        device = self._world.device
+        beside = self._beside = self._beside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(device))
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(beside):
+            for held, local in pairs:
+                held.copy_(local, non_blocking=True)
+                local.record_stream(beside)  # whose memory may be given back meanwhile
+            ready.record(beside)
+        self._copying = ready
+        return ready
 
     def _work(self, share: Share, ready: "torch.cuda.Event | None", write: Write) -> None:
         began = time.perf_counter()

@@ -107,8 +107,16 @@ def works(session: Session, built: Built) -> Works:
     recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=outlives)
     session.saver = recorder.saver
     guards = Guards(built, exchange, step_loader, seed, clock)
-    kernels = kernels_of(config.compile, step_plan)
-    control = StepControl(built.rate, seed, clock, guards.limit, built.momentum, guards.audit, kernels)
+    control = StepControl(
+        built.rate,
+        seed,
+        clock,
+        guards.limit,
+        built.momentum,
+        guards.audit,
+        before_update=recorder.saver.order,
+        kernels=kernels_of(config.compile, step_plan),
+    )
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, step_plan)
     return Works(*parts, step_plan.steps, built.last)
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from lockstep import checkpoint
 from lockstep.checkpoint.layout import Share
+from lockstep.checkpoint.read import AVERAGE
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.world import World
@@ -99,6 +100,7 @@ class RunRecorder:
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
+        self.saver.order()  # the averaged weights take the place of the others
         with averaged(built.engine):
             found = evaluate_all(
                 built.engine,
@@ -136,7 +138,10 @@ class RunRecorder:
             "world_size": built.world.size,
         }
         state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
-        self.saver.begin(built.tensors(), partial(self._write, done, state), done)  # collective
+        tensors = built.tensors()
+        # Parameters, buffers, and what is the task's or the caller's, a forward may write.
+        resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
+        self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
         self.saved = done
         self._meter.pause(time.perf_counter() - began)
 

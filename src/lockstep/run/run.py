@@ -113,6 +113,7 @@ class Run:
 
     def __call__(self) -> Result:
         """Trains to the end. Raises as the loop does."""
+        self._session.has_body = False
         for _ in self:
             pass
         return self.result

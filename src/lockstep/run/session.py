@@ -41,6 +41,7 @@ class Session:
         kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
         present: the step whose body runs, and `reader`, which reads its loss.
         wants_stop: the caller asked for the end in the present body.
+        has_body: the caller has a loop of their own around the steps.
         joined: the present world.
         member: this process as a member of a run that outlives the loss of a rank; None: a loss ends the run.
         exchange, saver: those of the present ranks, while there are any.
@@ -65,6 +66,7 @@ class Session:
     present: Step | None = None
     reader: Callable[[Step], float] | None = None
     wants_stop: bool = False
+    has_body: bool = True
     is_main: bool = True
     global_step: int = 0
     evaluation: EvaluationRecord | None = None

@@ -261,6 +261,8 @@ def _follow(session: Session, built: Built) -> Training:
             if record.step == first and world.is_first:
                 report(built)
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
+            if session.has_body:  # which may write what is being copied
+                recorder.saver.order()
             exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
