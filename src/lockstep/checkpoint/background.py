@@ -2,7 +2,7 @@
 
     saver = Saver(world, background=True, policy="continue")
     saver.begin(tensors, write)         # returns as soon as the copy is made, or, on a device, ordered
-    saver.order()                       # before an update: on a device it comes after the copies; the host does not wait
+    saver.order()                       # before an update: a device makes it after the copies; the host does not wait
     saver.settle()                      # waits for the save before; raises what the policy says
 
 The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
