@@ -138,7 +138,8 @@ def tolerance_of(config: Config, world_size: int, coarsest: str, *, other_kernel
     if config.matmul_precision != "highest" and config.device != "cpu":
         inner = max(inner, 2.0**-11)  # TF32
     terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
-    return Tolerance(terms, unit_roundoff(str(PARAMETERS[config.precision])), inner, other_kernels)
+    precision = "float32" if config.precision == "auto" else config.precision  # see Request.resolved
+    return Tolerance(terms, unit_roundoff(str(PARAMETERS[precision])), inner, other_kernels)
 
 
 def unit_roundoff(name: str) -> float:
