@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.optim.torch_schedule import torch_schedule
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run.find_lr import find_lr
+    from lockstep.run.find_micro_batch import find_micro_batch
     from lockstep.run.load import load
     from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
@@ -32,6 +33,7 @@ _MODULES = {
     "lockstep.engines.options": ("EngineOptions",),
     "lockstep.optim.torch_schedule": ("torch_schedule",),
     "lockstep.run.find_lr": ("find_lr",),
+    "lockstep.run.find_micro_batch": ("find_micro_batch",),
     "lockstep.run.load": ("load",),
     "lockstep.records": ("Best", "EvaluationRecord", "Step"),
     "lockstep.run.run": ("Result", "Run", "train"),
@@ -59,6 +61,7 @@ __all__ = [
     "World",
     "engine",
     "find_lr",
+    "find_micro_batch",
     "load",
     "torch_schedule",
     "train",

@@ -29,6 +29,9 @@ def command(argv: list[str]) -> int:
     if given["find_lr"]:
         importlib.import_module("lockstep.run.find_lr").show(config)
         return 0
+    if given["find_micro_batch"]:
+        importlib.import_module("lockstep.run.find_micro_batch").show(config)
+        return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
     run = loaded().Run(config)
@@ -47,6 +50,7 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
     add(
         "--find-lr", action="store_true", help="try 100 rates, print the curve of the loss and a rate, and keep nothing"
     )
+    add("--find-micro-batch", action="store_true", help="try sizes of a forward on a CUDA device, and keep nothing")
     return parser
 
 
