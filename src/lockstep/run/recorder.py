@@ -30,6 +30,7 @@ from lockstep.run.evaluate import evaluate_all, numbered
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
 from lockstep.sinks import Sinks
+from lockstep.transforms.eager import eager
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
 
@@ -183,7 +184,8 @@ class RunRecorder:
             built.folder.write_state(built.state)
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
-            text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+            with eager():  # an own task's too
+                text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
             at_rest(built.engine.model)
         self._sinks.close(
             {
