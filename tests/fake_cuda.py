@@ -92,7 +92,8 @@ class Event:
         return self.cuda.fast or self.at <= self.cuda.reached
 
     def synchronize(self):
-        self.cuda.log.append(f"wait for event {self.number}")
+        if not self.query():
+            self.cuda.log.append(f"wait for event {self.number}")
         self.cuda.reached = max(self.cuda.reached, self.at)
 
     def elapsed_time(self, other):
