@@ -24,9 +24,9 @@ from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.shared.oom import explained
 from lockstep.errors import ConfigError, said
-from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.run.build import Built, build
+from lockstep.run.joined import joined
 from lockstep.run.kernels import kernels_of
 from lockstep.run.opening import load_state
 from lockstep.sinks.picture import rates_picture
@@ -104,31 +104,17 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Fou
         UsageError: what was asked for cannot be done.
         LockstepError: the steps failed.
     """
-    tie()
-    joined = world or World.join(config.device, config.timeout)
-    try:
-        found = _found(config, task, joined)
-    except BaseException:
-        if world is None:
-            joined.abandon()  # the others may have met no error
-        raise
-    if world is None:
-        joined.leave()
-    return found
+    with joined(config, world) as ranks:
+        return _found(config, task, ranks)
 
 
 def show(config: Config) -> None:
     """`lockstep train --find-lr`: prints what was found and writes the picture beside the run's folder, on rank 0."""
-    world = World.join(config.device, config.timeout)
-    try:
+    with joined(config) as world:
         found = find_lr(config, None, world)
         if world.is_main:
             print(found, flush=True)
             _write(found, config)
-    except BaseException:
-        world.abandon()
-        raise
-    world.leave()
 
 
 def _write(found: FoundRates, config: Config) -> None:

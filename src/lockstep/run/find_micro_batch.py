@@ -22,9 +22,9 @@ from lockstep.distributed.world import World
 from lockstep.engines.make import SHARING, name_of
 from lockstep.engines.shared.oom import explained
 from lockstep.errors import ConfigError, LockstepError, said
-from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import loss_of, seeder
 from lockstep.run.build import Built, build
+from lockstep.run.joined import joined
 from lockstep.run.stream import stream_of
 from lockstep.sinks.waiting import waiting
 from lockstep.units import bytes_text
@@ -97,30 +97,16 @@ def find_micro_batch(
         UsageError: what was asked for cannot be done; no CUDA device; an engine whose forward takes all ranks.
         LockstepError: the model failed.
     """
-    tie()
-    joined = world or World.join(config.device, config.timeout)
-    try:
-        found = _found(config, task, joined, measure, total)
-    except BaseException:
-        if world is None:
-            joined.abandon()
-        raise
-    if world is None:
-        joined.leave()
-    return found
+    with joined(config, world) as ranks:
+        return _found(config, task, ranks, measure, total)
 
 
 def show(config: Config) -> None:
     """`lockstep train --find-micro-batch`: prints what was found, on rank 0."""
-    world = World.join(config.device, config.timeout)
-    try:
+    with joined(config) as world:
         found = find_micro_batch(config, None, world)
         if world.is_main:
             print(found, flush=True)
-    except BaseException:
-        world.abandon()
-        raise
-    world.leave()
 
 
 def _found(config: Config, task: Any, world: World, measure: Measure | None, total: int) -> FoundSizes:

@@ -22,11 +22,11 @@ from lockstep.config.config import Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launch.exit_with_launcher import tie
 from lockstep.run.adapters import left_out
 from lockstep.run.build import notify
 from lockstep.run.device_defaults import on_device
 from lockstep.run.environment import sources_of
+from lockstep.run.joined import joined
 from lockstep.run.model import model_of
 from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, load_task, written
@@ -86,14 +86,8 @@ def opened(wanted: Wanted) -> Iterator[Used]:
     """
     path = Path(wanted.run).expanduser()
     config = config_of(path, wanted)
-    tie()
-    world = World.join(config.device, config.timeout)
-    try:
+    with joined(config) as world:
         yield _made(path, config, wanted, world)
-    except BaseException:
-        world.abandon()  # the others may have met no error
-        raise
-    world.leave()
 
 
 def config_of(path: Path, wanted: Wanted) -> Config:
