@@ -337,7 +337,7 @@ def test_the_scale_of_the_loss_is_the_files(tmp_path):
         ),
         ({"fp16": {"enabled": True, "min_loss_scale": 3}}, [], "--fp16.min-loss-scale is 3: it must be a power of two"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, [], "take out fp16.loss_scale 128"),
-        ({}, ["--fp16.hysteresis", "2"], "--fp16.hysteresis is of --precision fp16, and it is float32: leave it out"),
+        ({}, ["--fp16.hysteresis", "2"], "--fp16.hysteresis is of --precision fp16, and it is auto: leave it out"),
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             parsed(tmp_path, content, *argv)

@@ -71,6 +71,8 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
         eval_workers=1,
         optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2),
         max_steps=100,
+        precision="float32",
+        compile=False,
     )
     assert chosen(given, Language(), NORMED).config == given
     (tmp_path / "a.toml").write_text('lr = "auto"\nmicro_batch_size = 8\n[optim]\nwarmup_steps = "auto"\nbeta2 = 0.5\n')

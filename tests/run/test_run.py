@@ -44,7 +44,8 @@ def test_the_folder_of_a_run(tmp_path):
         "optim.floor": 0.1,
         "eval_micro_batch_size": settings.micro_batch_size,
         "eval_workers": 0,
-    }  # which are chosen by the task and the plan
+        "compile": False,
+    }  # which are chosen by the task, the plan and the device
     state = json.loads((path / "state.json").read_text())
     saved = checkpoint.read_state(checkpoint.newest(path, say=print))  # before the evaluation that it tells of as due
     assert saved.pop("evaluation_due")
