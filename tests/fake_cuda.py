@@ -176,6 +176,7 @@ class FakeCuda:
             "get_rng_state": lambda device=None: torch.empty(0),
             "set_rng_state": lambda state, device=None: None,
             "set_device": lambda device: None,
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
             "default_generators": (torch.Generator(),),
         }
         for name, stub in stubs.items() if self.lies else ():
