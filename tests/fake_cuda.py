@@ -106,6 +106,9 @@ class Stream:
         self.cuda, self.number = cuda, cuda.streams
         cuda.streams += 1
 
+    def wait_stream(self, other):
+        self.cuda.log.append(f"stream {self.number} waits for stream {other.number}")
+
     def wait_event(self, event):
         self.cuda.log.append(f"stream {self.number} waits for event {event.number}")
 
