@@ -42,7 +42,15 @@ AIMS = {"host_ms": 0.3, "record_ms": 0.2, "operations": 16, "synchronisations": 
 def run_of(folder, name, task, world, **changes):
     given = {"batch_size": 32, "micro_batch_size": 32, "max_steps": 1_000_000, "ckpt_freq": 0, "log_freq": 100}
     optim = Optim(clip=task.clip, warmup_steps=20)
-    config = Config(experiment_name=name, save_dir=folder, lr=1e-3, optim=optim, **given | changes)
+    config = Config(
+        experiment_name=name,
+        save_dir=folder,
+        lr=1e-3,
+        optim=optim,
+        compile=False,
+        precision="float32",
+        **given | changes,
+    )
     return lockstep.Run(config, task, world)
 
 

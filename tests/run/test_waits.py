@@ -24,7 +24,7 @@ def unsaved(monkeypatch):
 
 def watched(folder, task=None, **changes):
     """What the watched steps waited for, what they asked of streams and events, and the run's records."""
-    given = {"max_steps": 12, "ckpt_freq": 0, "precision": "float32", "guards": {"spike": "skip"}}
+    given = {"max_steps": 12, "ckpt_freq": 0, "precision": "float32", "compile": False, "guards": {"spike": "skip"}}
     with FakeCuda(fast=False) as cuda:
         task = task or Ragged(dropout=0.1, dtype=torch.float32)
         for step in lockstep.Run(config(folder, **given | changes), task, World(device=DEVICE)):
@@ -62,7 +62,7 @@ def test_the_records_are_those_of_a_cpu(tmp_path):
 
 
 def test_what_the_loops_body_asks_for_is_waited_for_once_and_right(tmp_path):
-    given = {"max_steps": 4, "ckpt_freq": 0, "precision": "float32", "exact": True}
+    given = {"max_steps": 4, "ckpt_freq": 0, "precision": "float32", "compile": False, "exact": True}
     task, found = Ragged(dropout=0.1, dtype=torch.float32), {}
     for name, world in (("cpu", World()), ("cuda", World(device=DEVICE))):
         with FakeCuda(fast=False) if name == "cuda" else contextlib.nullcontext(FakeCuda()) as cuda:
