@@ -1,4 +1,4 @@
-"""What each engine holds per rank, counted on live tensors: python bench/memory.py [--sizes 1,2,4] [--evaluation]
+"""What each engine holds per rank, counted on live tensors: python bench/memory.py [--sizes 1,2,4]
 
 A GPT of 5.8 million parameters with AdamW at accumulation 1. Gradients are counted between the backward and the
 update, parameters and optimizer states after it. The aims: fsdp (full) within 5% of 1/N in all three; zero's states
@@ -6,14 +6,23 @@ within 5% of max(1/N, the largest parameter's share).
 
 --evaluation: how the resident memory of a process grows over the micro-batches of an evaluation on a CPU, in a process
 of its own. The aim: by no more than a tenth of one micro-batch's logits each.
+
+--peaks: bytes a parameter over all storages on a CPU, with 16 equal layers in float32, AdamW and one row a micro-batch:
+after model, engine and states are made, and at the peaks of that, of forward and backward, and of the update. The aim:
+16 at the start, which ddp's buffers of gradients take by themselves.
 """
 
 import argparse
+import gc
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 from group import together
+from held import Held
 from loop import SmallGpt
 from torch import nn
 from torch.nn import functional as F
@@ -100,19 +109,57 @@ def report_evaluation():
     print(json.dumps({"bench": "evaluation memory", "grown_mib": grown, "logits_mib": logits, "met": met}))
 
 
+def peaks(world, name, exact=0):
+    """Bytes a parameter: after the start, and the peaks of the start, of forward and backward, and of the update."""
+    torch.manual_seed(0)
+    found = {}
+    with Held() as held:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+        count = sum(p.numel() for p in model.parameters())
+        blocks = list(model) if name == "fsdp" else ()
+        options = {"blocks": blocks, "exact_micro_batches": exact}
+        made = engine(name, model, lambda each: adamw(each, lr=1e-3, fused=not exact), world, **options)
+        state = made.state_dict()
+        gc.collect()
+        found["after"], found["start"] = held.now, held.peak
+        del state
+        for _ in range(3):  # the first exchanges by hand
+            gc.collect()
+            held.peak = held.now
+            for _ in range(exact or 1):
+                with made.accumulate(last=True):
+                    made.backward(made.model(torch.ones(1, 64)).sum())
+            found["backward"], held.peak = held.peak, held.now
+            made.step(1.0)
+            found["update"] = held.peak
+    return {where: size / count for where, size in found.items()}
+
+
+def report_peaks():
+    rows = {"single": together(1, peaks, "single"), "single --exact, 4 micro-batches": together(1, peaks, "single", 4)}
+    rows |= {f"{name} on 2 ranks": together(2, peaks, name) for name in ("ddp", "zero", "fsdp")}
+    print(f"{'engine':<34} {'after':>7} {'start':>7} {'forward and backward':>21} {'update':>7}")
+    for name, found in rows.items():
+        after, start, backward, update = found.values()
+        print(f"{name:<34} {after:>7.1f} {start:>7.1f} {backward:>21.1f} {update:>7.1f}")
+        print(json.dumps({"bench": "peaks", "engine": name, **found}))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="1,2,4")
     parser.add_argument("--evaluation", action="store_true")
+    parser.add_argument("--peaks", action="store_true")
     given = parser.parse_args()
+    if given.peaks:
+        report_peaks()
+        return
     if given.evaluation:
         report_evaluation()
         return
     sizes = [int(size) for size in given.sizes.split(",")]
     whole = None
-    print(
-        print(f"{'ranks':>5} {'engine':<14} {'parameters':>12} {'gradients':>12} {'states':>12}   parts of the whole")
-    )
+    print(f"{'ranks':>5} {'engine':<14} {'parameters':>12} {'gradients':>12} {'states':>12}   parts of the whole")
     for size in sizes:
         found, share = together(size, measure)
         for case, ranks in found.items():

@@ -38,6 +38,16 @@ def test_stages_are_rehearsed_without_a_gpu_and_write_their_page(tmp_path):
     assert "## probe: done" in page
 
 
+def test_without_a_gpu_it_ends_before_anything_is_written(tmp_path):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(RUN), "--only", "machine", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert "torch sees no CUDA device; name a Python that has both" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_that_hangs_or_fails_ends_nothing_else(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RUN.parent))
     import run

@@ -123,12 +123,25 @@ def document(results, toy):
     return "\n".join(lines)
 
 
+def check():
+    """Ends here, before anything is written, where this Python has no GPU to measure."""
+    asked = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    if found.returncode:
+        why = (found.stderr.strip().splitlines() or ["torch sees no CUDA device"])[-1]
+        way = "name a Python that has both, make gpu PYTHON=..., or rehearse: make gpu ARGS=--toy"
+        print(f"make gpu: {sys.executable}: {why}; {way}")
+        raise SystemExit(2)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: a rehearsal")
     parser.add_argument("--only", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu")
     given = parser.parse_args()
+    if not given.toy:
+        check()
     given.out.mkdir(parents=True, exist_ok=True)
     for name, (limit, command) in STAGES.items():
         if name not in given.only:

@@ -73,6 +73,26 @@ def test_before_it_is_ready_and_after_its_end_nothing_is_forked():
     assert made.start(["-m", "lockstep", "--version"], os.environ) is None
 
 
+def test_one_that_is_forked_too_late_never_begins(ready, tmp_path, monkeypatch):
+    """Its place has been taken by a process that was started in another way."""
+    script = tmp_path / "late.py"
+    script.write_text(f"import os\nopen({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w')\n")
+    command = ["-m", "lockstep", "train", "--task", f"{script}:T", "--save-dir", str(tmp_path)]
+    before = set(ready._codes)
+    monkeypatch.setattr("lockstep.launch.preloaded._ANSWER", -1.0)
+    assert ready.start(command, os.environ | {"RANK": "0"}) is None
+    monkeypatch.undo()
+    process = ready.start(command, os.environ | {"RANK": "1"})
+    assert process.wait(30) == 2  # there is no class T
+    until = time.monotonic() + 10
+    while len(ready._codes.keys() - before) < 2 and time.monotonic() < until:
+        ready._hear()
+        time.sleep(0.05)
+    assert [ready._codes[pid] for pid in ready._codes.keys() - before - {process.pid}] == [0]
+    assert not (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+
+
 def test_it_ends_with_its_launcher():
     program = "import sys, time\nfrom lockstep.launch.preloaded import Preloaded\nmade = Preloaded()\n"
     program += "print(made._process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"

@@ -42,6 +42,7 @@ import lockstep
 from lockstep.config.config import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
 from lockstep.engines.shared.exact import Exchange
+from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
@@ -195,6 +196,7 @@ def _one(world, start, folder):
     task = subject(case.task, case.model, case.fault, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     Exchange.late = case.reader == "late"
+    OptimizerStep.on_device = True if case.reader == "late" else None  # which decides there what becomes of a step
     try:
         with lockstep.Run(settings(start, folder), task, world) as session:
             average = Average(session.model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import run
 from small_runs import config
 from toys import Ragged
 
@@ -58,3 +59,40 @@ def called(**taken):
 )
 def test_whose_state_all_take_over(taken, best):
     assert recovery._furthest(called(**taken)) == best
+
+
+def state_of(rank):
+    """Tensors of all kinds; those of rank 1 are what all are to have."""
+    torch.manual_seed(rank)
+    drawn = torch.randn(4, 6)
+    return {
+        "model/image": drawn.view(1, 4, 2, 3).contiguous(memory_format=torch.channels_last),
+        "model/turned": drawn.t(),
+        "model/flag": drawn[0] > 0,
+        "model/odd": (drawn[0, :3] * 100).to(torch.int16),
+        "model/small": drawn.to(torch.float8_e4m3fn),
+        "model/wave": torch.view_as_complex(drawn.view(4, 3, 2).contiguous()).conj(),
+        "optimizer/step": torch.tensor(float(rank)),
+        "model/none": drawn[:0],
+        **({"model/late": drawn * 2} if rank == 1 else {}),
+    }
+
+
+def handed_out(world, together):
+    recovery._TOGETHER = together
+    mine = state_of(world.rank)
+    found = recovery._handed_out(mine, 1, world)
+    wanted = state_of(1)
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert found[name].stride() == tensor.stride() or name not in mine
+        assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128)), name
+        assert found[name] is mine.get(name, found[name])  # in place
+    return True
+
+
+@pytest.mark.parametrize("together", [1 << 26, 40])
+def test_the_state_of_one_rank_comes_to_all_whatever_it_is_made_of(together):
+    assert run(handed_out, 2, together) == [True, True]

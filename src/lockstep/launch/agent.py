@@ -181,7 +181,8 @@ class _Agent(LocalElasticAgent):
     def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
         """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
         would end all for one that has failed since."""
-        if self._preloaded is None and time.monotonic() - self._started > _SETTLED:
+        settled = time.monotonic() - self._started > _SETTLED
+        if settled and self._preloaded is None and Preloaded.serves(self._job.command):
             self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}

@@ -5,7 +5,8 @@
 
 Loading torch takes seconds of a processor, in which those who wait for a new rank compute what would be its work, and
 which they lack where all processors are busy. The process has one thread and has computed nothing, so that a fork of it
-is safe; it is asked over a socket, makes its children, and says how they ended.
+is safe; it is asked over a socket, makes its children, and says how they ended. A child begins when the launcher has
+heard of it and still wants it: one that came too late, when another way was taken, must not be there twice.
 """
 
 import contextlib
@@ -89,27 +90,35 @@ class Preloaded:
         theirs.close()
         self._socket.setblocking(False)
         self._rest, self._codes = b"", dict[int, int]()
-        self._ready, self._pid = False, 0
+        self._ready, self._pid, self._asked, self._wanted = False, 0, 0, 0
+
+    @staticmethod
+    def serves(command: Sequence[str]) -> bool:
+        """Whether `python COMMAND` can be started here: a command of lockstep's own, and no script."""
+        return tuple(command[:2]) == _MODULE
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Forked | None:
-        """Starts `python COMMAND`; None where it is no command of lockstep's, or where nothing is loaded yet."""
+        """Starts `python COMMAND`; None where it is not served, nothing is loaded yet, or no answer comes in time."""
         self._hear()
-        if not self._ready or tuple(command[:2]) != _MODULE:
+        if not self._ready or not self.serves(command):
             return None
-        self._pid = 0
-        try:
-            line = json.dumps({"argv": list(command[2:]), "environment": dict(environment)}).encode() + b"\n"
-            self._socket.setblocking(True)
-            self._socket.sendall(line)
-            self._socket.setblocking(False)
-        except OSError:
-            self._ready = False
-            return None
+        self._asked += 1
+        self._pid, self._wanted = 0, self._asked
+        self._say({"number": self._asked, "argv": list(command[2:]), "environment": dict(environment)})
         until = time.monotonic() + _ANSWER
         while not self._pid and self._ready and time.monotonic() < until:
             select.select([self._socket], [], [], 0.05)
             self._hear()
+        self._wanted = 0
         return Forked(self._pid, self) if self._pid else None
+
+    def _say(self, said: Mapping[str, object]) -> None:
+        try:
+            self._socket.setblocking(True)
+            _say(self._socket, said)
+            self._socket.setblocking(False)
+        except OSError:
+            self._ready = False
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a child; None while it runs. A child whose end nobody can tell any more counts as killed."""
@@ -138,7 +147,9 @@ class Preloaded:
             elif "code" in said:
                 self._codes[said["pid"]] = said["code"]
             else:
-                self._pid = said["pid"]
+                wanted = said["number"] == self._wanted
+                self._pid = said["pid"] if wanted else self._pid
+                self._say({"number": said["number"], "begins": wanted})
         if self._process.poll() is not None:
             self._ready = False
 
@@ -166,7 +177,7 @@ def _serve(own: socket.socket) -> list[str]:
     if len(os.listdir("/proc/self/task")) > 1:
         return []  # a fork would not be safe
     _say(own, _READY)
-    heard = b""
+    heard, waiting = b"", dict[int, int]()  # by number, what tells a child that waits
     while True:
         readable, _, _ = select.select([own.fileno(), wakes], [], [])
         if wakes in readable:
@@ -182,17 +193,24 @@ def _serve(own: socket.socket) -> list[str]:
         while b"\n" in heard:
             line, _, heard = heard.partition(b"\n")
             asked: dict[str, Any] = json.loads(line)
-            waits, begun = os.pipe()
+            if "begins" in asked:
+                with contextlib.suppress(BrokenPipeError), open(waiting.pop(asked["number"]), "wb") as child:
+                    child.write(b"+" if asked["begins"] else b"-")
+                continue
+            ready, begun = os.pipe()
+            begins, waiting[asked["number"]] = os.pipe()
             pid = os.fork()
             if not pid:
                 _be_new(asked["environment"])
-                for descriptor in (own.detach(), wakes, wake, waits, begun):
+                for descriptor in (own.detach(), wakes, wake, ready, begun, *waiting.values()):
                     os.close(descriptor)
-                return list(asked["argv"])
+                with open(begins, "rb") as told:
+                    return list(asked["argv"]) if told.read(1) == b"+" else []
             os.close(begun)
-            os.read(waits, 1)  # until it has a session of its own, by which it is ended
-            os.close(waits)
-            _say(own, {"pid": pid})
+            os.close(begins)
+            os.read(ready, 1)  # until it has a session of its own, by which it is ended
+            os.close(ready)
+            _say(own, {"number": asked["number"], "pid": pid})
 
 
 def _ended() -> tuple[int, int] | None:

@@ -80,10 +80,10 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
         "optim.floor": _FLOORS.get(shape, _FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
-        "compile": False,  # these two depend on the device too: see run/device_defaults.py
+        "compile": False,  # this, and the precision, where no device has settled them: see run/device_defaults.py
     }
-    chosen |= {"precision": "float32"} if config.precision == "auto" else {}
-    values = {name: value for name, value in chosen.items() if is_auto(config, name) or name == "precision"}
+    values = {name: value for name, value in chosen.items() if is_auto(config, name)}
+    values |= {"precision": "float32"} if config.precision == "auto" else {}
     values |= _in_steps(run_plan)
     return dataclasses.replace(run_plan, config=options.build({**options.flat(run_plan.config), **values}))
 

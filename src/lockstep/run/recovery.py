@@ -240,7 +240,8 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
 def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:
     """The state of one rank on all: in place, where a rank has a tensor of that name. Collective.
 
-    Tensors of one dtype that follow each other are sent together: most are small, and each sending has its own delay.
+    They are sent as bytes, many together: most are small, each sending has its own delay, and gloo does not know each
+    dtype.
     """
     mine = [[name, list(tensor.shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
     theirs = world.gather(mine if world.rank == source else None)[source]  # collective
@@ -248,7 +249,7 @@ def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str
     for name, shape, dtype in theirs:
         held = state.get(name)
         held = torch.empty(shape, dtype=getattr(torch, dtype)) if held is None else held
-        if together and (held.dtype is not together[0].dtype or size + held.nbytes > _TOGETHER):
+        if together and size + held.nbytes > _TOGETHER:
             _send(together, source, world)
             together, size = [], 0
         together.append(held)
@@ -261,16 +262,16 @@ def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str
 
 @torch.no_grad()
 def _send(tensors: list[Tensor], source: int, world: World) -> None:
-    """One rank's values of tensors of one dtype on all. Collective."""
+    """One rank's values on all. Collective."""
     if world.rank == source:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([tensor.resolve_conj().reshape(-1).view(torch.uint8) for tensor in tensors])
     else:
-        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+        flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
     dist.broadcast(flat, src=source)  # collective
     if world.rank != source:
-        parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+        parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # in memory that is aligned for it
 
 
 def _stand(session: Session, built: Built, best: Report) -> None:

@@ -249,11 +249,8 @@ def _follow(session: Session, built: Built) -> Training:
             session.save_due = False
             recorder.save(first)
         over = out_of_patience(built.config, built.state)
-        for record in (
-            ()
-            if over
-            else taken(ongoing, world, steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control))
-        ):
+        trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
+        for record in () if over else taken(ongoing, world, trained):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
             ending = record.step + 1 == ongoing.last or bool(stop_request)
