@@ -46,6 +46,7 @@ from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
 from lockstep.guards.reading import Reader
+from lockstep.transforms import precision
 
 __all__ = ["NAME", "Start", "begins", "folder_of", "play", "shares", "starts"]
 
@@ -197,6 +198,9 @@ def _one(world, start, folder):
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     Exchange.late = case.reader == "late"
     OptimizerStep.on_device = True if case.reader == "late" else None  # which decides there what becomes of a step
+    precision.HOW = {"backend": "eager"}  # traced and guarded as for a device, without a C++ compiler's seconds
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     try:
         with lockstep.Run(settings(start, folder), task, world) as session:
             average = Average(session.model)
@@ -211,6 +215,8 @@ def _one(world, start, folder):
                     torch.save(buffers, folder / f"buffers-{world.rank}.pt")
     except LockstepError as problem:
         error = f"{type(problem).__name__}: {problem}"
+    if taken and _compiles(case) and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        error = error or "nothing was compiled"
     return {"taken": taken, "error": error, "seconds": time.monotonic() - began}
 
 
@@ -259,6 +265,11 @@ def _audit(start: Start) -> float:
     return 0.2 if start.case.task in ("options", "muon") and start.engine in ("single", "ddp", "zero") else 0.0
 
 
+def _compiles(case: Case) -> bool:
+    """With the task "plateau", so that a compiled model meets each other part."""
+    return case.task == "plateau"
+
+
 def _more(case: Case) -> dict[str, object]:
     if case.task == "adapters":
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
@@ -286,6 +297,7 @@ def settings(start: Start, folder: Path) -> Config:
         engine=start.engine,
         precision=case.precision,
         exact=case.exact,
+        compile=_compiles(case),
         timeout=_SECONDS,
         data=Data(workers=case.workers, drop_last=case.task == "options"),
         optim=Optim(
