@@ -1,43 +1,45 @@
-"""An engine in a loop of your own: torchrun --standalone --nproc-per-node 2 examples/own_loop.py
+"""A loop of your own on any number of processes: torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 
-The five lines that matter are marked: right accumulation, a loss per item over all ranks, clipping, any engine by name.
+The loop has a loss per item over all ranks, accumulation with one exchange a step, clipping, a scheduler, checkpoints
+and a resume on any number of processes: run it again with more --epochs.
 """
 
 import argparse
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep
 
-SIZE, MICRO = 32, 4  # samples in a step over all ranks, and in one forward
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--folder", default="outputs/own-loop")
+given = parser.parse_args()
+x = torch.randn(1280, 8, generator=torch.Generator().manual_seed(0))
+y = x.square().sum(1, keepdim=True)
+train, held_out = TensorDataset(x[:1024], y[:1024]), TensorDataset(x[1024:], y[1024:])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
 
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="auto")
-    parser.add_argument("--steps", type=int, default=200)
-    given = parser.parse_args()
-    world = lockstep.World.join()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)).to(world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine = lockstep.engine(given.engine, model, optimizer, world, clip=1.0)  # 1
-
-    x = torch.randn(1024, 8, device=world.device)
-    y = x.square().sum(1, keepdim=True)
-    for step in range(given.steps):
-        rows = torch.arange(step * SIZE, (step + 1) * SIZE, device=world.device) % len(x)
-        mine = rows.tensor_split(world.size)[world.rank].split(MICRO)
-        total = torch.zeros(())
-        for batch in mine:
-            with engine.accumulate(last=batch is mine[-1]):  # 2
-                loss = F.mse_loss(engine.model(x[batch]), y[batch], reduction="sum")  # 3
-                engine.backward(loss, 1 / SIZE)  # 4
-            total += loss.detach().cpu()
-        result = engine.step(factor=min(1.0, (step + 1) / 20))  # 5
-        if world.is_main and step % 50 == 49:
-            print(f"step {step + 1}: loss of this rank {total / len(rows) * world.size:.3f}, norm {result.norm:.3f}")
-    del engine
-    world.leave()
+world = lockstep.World.join()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
+engine = lockstep.engine("auto", model.to(world.device), optimizer, world, clip=1.0)
+loader = lockstep.loader(train, world, batch_size=32, micro_batch_size=4, epochs=given.epochs)
+parts = {"engine": engine, "scheduler": scheduler, "loader": loader}
+lockstep.load_state(given.folder, world, **parts)
+for step in loader:
+    for batch in step:
+        with engine.accumulate(batch.last):
+            engine.backward(nn.functional.mse_loss(engine.model(batch.data[0]), batch.data[1]), batch.weight)
+    engine.step()
+    scheduler.step()
+    if (step.number + 1) % 64 == 0:
+        lockstep.save_state(given.folder, world, step.number + 1, **parts)
+for step in lockstep.loader(held_out, world, batch_size=256, micro_batch_size=32, shuffle=False):
+    with torch.no_grad():
+        off, target = lockstep.gather_for_metrics(step, [(engine.model(b.data[0]), b.data[1]) for b in step])
+    world.print(f"after {loader.steps} steps: error {nn.functional.mse_loss(off, target):.4f} on {len(off)} samples")
+del engine, parts
+world.leave()

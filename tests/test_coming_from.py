@@ -20,6 +20,12 @@ def test_our_lines_train(tmp_path, monkeypatch):
     assert checkpoint.newest(tmp_path / "outputs" / "mine", say=print).name == "step-00000020"
 
 
+def test_the_kept_loop_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS["shared"] + "import lockstep\n" + BLOCKS["kept"], "coming-from.md", "exec"), {})
+    assert checkpoint.newest(tmp_path / "model", say=print).name == "step-00000024"
+
+
 @pytest.mark.parametrize("name", sorted(BLOCKS))
 def test_a_block_is_short_python(name):
     ast.parse(BLOCKS[name])

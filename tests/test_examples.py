@@ -32,12 +32,15 @@ def test_own_task_has_the_same_bits_alone_and_on_two(tmp_path):
     assert inspected(tmp_path / "0" / "spirals") == inspected(tmp_path / "2" / "spirals")
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_own_loop(processes):
-    shown = go("own_loop.py", "--steps", "100", processes=processes)
-    losses = [float(line.split("rank ")[1].split(",")[0]) for line in shown.splitlines()]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
+def test_own_loop_is_the_same_alone_on_two_and_after_a_resume(tmp_path):
+    alone = go("own_loop.py", "--epochs", "4", "--folder", str(tmp_path / "alone"))
+    go("own_loop.py", "--epochs", "2", "--folder", str(tmp_path / "two"))
+    assert go("own_loop.py", "--epochs", "4", "--folder", str(tmp_path / "two"), processes=2) == alone
+    assert 2 < numbers(alone, "error")[0] < 8  # 16 before training
+    loop = (
+        (EXAMPLES / "own_loop.py").read_text().partition("world = ")[2].partition("for step in lockstep.loader(held")[0]
+    )
+    assert len(loop.splitlines()) <= 20
 
 
 def test_segmentation_has_the_same_bits_alone_and_on_two(tmp_path):

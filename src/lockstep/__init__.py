@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.engines.make import engine
     from lockstep.engines.options import EngineOptions
     from lockstep.optim.torch_schedule import torch_schedule
+    from lockstep.own_loop.gather import autocast, gather_for_metrics
+    from lockstep.own_loop.loader import loader
+    from lockstep.own_loop.states import load_state, save_state
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run.find_lr import find_lr
     from lockstep.run.find_micro_batch import find_micro_batch
@@ -32,6 +35,9 @@ _MODULES = {
     "lockstep.engines.make": ("engine",),
     "lockstep.engines.options": ("EngineOptions",),
     "lockstep.optim.torch_schedule": ("torch_schedule",),
+    "lockstep.own_loop.gather": ("autocast", "gather_for_metrics"),
+    "lockstep.own_loop.loader": ("loader",),
+    "lockstep.own_loop.states": ("load_state", "save_state"),
     "lockstep.run.find_lr": ("find_lr",),
     "lockstep.run.find_micro_batch": ("find_micro_batch",),
     "lockstep.run.load": ("load",),
@@ -59,10 +65,15 @@ __all__ = [
     "Step",
     "Task",
     "World",
+    "autocast",
     "engine",
     "find_lr",
     "find_micro_batch",
+    "gather_for_metrics",
     "load",
+    "load_state",
+    "loader",
+    "save_state",
     "torch_schedule",
     "train",
     "verify",

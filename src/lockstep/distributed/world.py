@@ -201,6 +201,11 @@ class World:
         """Whether this is rank 0, which alone writes what is written once."""
         return self.rank == 0
 
+    def print(self, *values: object) -> None:
+        """Prints on rank 0 alone."""
+        if self.is_main:
+            print(*values, flush=True)
+
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order. Values travel as JSON, never as pickles. Two small collectives."""
         if self.size == 1:

@@ -1,0 +1,289 @@
+"""Loops of one's own: the bits of lockstep.train at any world size and after a resume, exact sums, every row once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.config.sections import Guards, Optim
+from lockstep.data.order import Shuffled
+from lockstep.distributed.world import World
+from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.own_loop.states import _plain, _whole
+
+SIZE, BATCH, MICRO = 61, 12, 3
+
+
+def samples(ragged=False):
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(SIZE, 6, generator=drawn, dtype=torch.float32)
+    y = torch.randint(4, (SIZE,), generator=drawn)
+    if ragged:
+        y[torch.rand(SIZE, generator=drawn, dtype=torch.float32) < 0.4] = -100
+    return TensorDataset(x, y)
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Dropout(0.2), nn.GELU(), nn.Linear(10, 4))
+
+
+def labelled(batch):
+    return int((batch[1] != -100).sum())
+
+
+def trained(world, folder, *, stop=0, name="auto", exact=True, ragged=False, workers=0, how="mean"):
+    """A whole training, or up to a step; its parameters, and the epochs' samples in the order they came."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    loader = lockstep.loader(
+        samples(ragged),
+        world,
+        batch_size=BATCH,
+        micro_batch_size=MICRO,
+        epochs=2,
+        seed=5,
+        count=labelled if ragged else None,
+        reduction=how,
+        workers=workers,
+    )
+    engine = lockstep.engine(name, model, optimizer, world, clip=1.0, exact_micro_batches=loader.micro_batches * exact)
+    done = lockstep.load_state(folder, world, engine=engine, scheduler=scheduler, loader=loader)
+    assert done == loader.steps - len(loader)
+    for step in loader:
+        for batch in step:
+            x, y = batch.data
+            with engine.accumulate(batch.last):
+                engine.backward(F.cross_entropy(engine.model(x), y, reduction=how), batch.weight)
+        engine.step()
+        scheduler.step()
+        if step.number + 1 in (3, stop):
+            lockstep.save_state(folder, world, step.number + 1, engine=engine, scheduler=scheduler, loader=loader)
+        if step.number + 1 == stop:
+            break
+    found = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    del engine
+    return found, optimizer.param_groups[0]["lr"]
+
+
+def test_bits_are_those_of_any_world_size_and_of_a_resume_on_another(tmp_path):
+    torch.use_deterministic_algorithms(False)
+    alone = trained(World(), tmp_path / "1")
+    assert run(trained, 2, tmp_path / "2") == [alone, alone]
+    trained(World(), tmp_path / "3", stop=7, workers=1)
+    assert run(trained, 2, tmp_path / "3") == [alone, alone]
+    assert checkpoint.list_steps(tmp_path / "3") == [3, 7]
+
+
+class _Same(lockstep.Task):
+    def model(self):
+        return net()
+
+    def dataset(self, split):
+        return samples() if split == "train" else None
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    def optimizer(self, model, config):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def schedule(self, step, steps):
+        return 0.5 ** (step // 4)
+
+
+def test_a_loop_of_ones_own_has_the_bits_of_the_built_in_one(tmp_path):
+    mine, _ = trained(World(), tmp_path / "mine", how="sum")
+    config = lockstep.Config(
+        experiment_name="theirs",
+        save_dir=str(tmp_path),
+        batch_size=BATCH,
+        micro_batch_size=MICRO,
+        num_epochs=2,
+        seed=5,
+        exact=True,
+        optim=Optim(clip=1.0),
+        guards=Guards(straggler=0.0),
+    )
+    with lockstep.Run(config, _Same(), World()) as going:
+        for _ in going:
+            pass
+        theirs = {name: tensor.tolist() for name, tensor in going.model.state_dict().items()}
+    assert mine == theirs
+
+
+def one_step(world, ragged):
+    """The gradient of a first step, and what the mean over all of the step's items gives."""
+    torch.set_default_dtype(torch.float64)
+    data = samples(ragged)
+    data.tensors = (data.tensors[0].double(), data.tensors[1])
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    engine = lockstep.engine("auto", model, torch.optim.SGD(model.parameters(), lr=1.0), world)
+    before = model.weight.detach().clone()
+    loader = lockstep.loader(data, world, batch_size=BATCH, micro_batch_size=4, steps=1, count=labelled)
+    for step in loader:
+        for batch in step:
+            x, y = batch.data
+            with engine.accumulate(batch.last):
+                engine.backward(F.cross_entropy(engine.model(x), y, reduction="mean"), batch.weight)
+        engine.step()
+    torch.set_default_dtype(torch.float32)
+    return (before - model.weight.detach()).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_gradient_is_that_of_the_mean_over_all_items(world_size):
+    found = run(one_step, world_size, True)
+    data, order = samples(True), Shuffled(SIZE, 0).at(0, BATCH)[1]
+    x, y = data.tensors[0][order].double(), data.tensors[1][order]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = nn.Linear(6, 4)
+    torch.set_default_dtype(torch.float32)
+    F.cross_entropy(model(x), y).backward()
+    for each in found:
+        torch.testing.assert_close(torch.tensor(each, dtype=torch.float64), model.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def evaluated(world):
+    data = TensorDataset(torch.arange(SIZE), torch.arange(SIZE).double().exp())
+    rows, wide = [], []
+    for step in lockstep.loader(data, world, batch_size=12, micro_batch_size=3, shuffle=False, workers=0):
+        found = [
+            {"index": batch.data[0], "wide": (batch.data[1][:, None].expand(-1, 2).to(torch.complex128),)}
+            for batch in step
+        ]
+        both = lockstep.gather_for_metrics(step, found)
+        rows += both["index"].tolist()
+        wide += both["wide"][0][:, 1].real.log().tolist()
+    return rows, wide
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_row_comes_once_in_the_order_of_the_data(world_size):
+    for rows, wide in run(evaluated, world_size):
+        assert rows == list(range(SIZE))
+        assert wide == pytest.approx(list(range(SIZE)))
+
+
+def refused(world):
+    data = TensorDataset(torch.zeros(4, 1))
+    found = []
+    for what in (
+        lambda: lockstep.loader(data, world, batch_size=0, micro_batch_size=1),
+        lambda: lockstep.loader(data, world, batch_size=4, micro_batch_size=4),
+        lambda: lockstep.loader(data, world, batch_size=4, micro_batch_size=3),
+        lambda: lockstep.loader(data, world, batch_size=4, micro_batch_size=1, reduction="max"),
+        lambda: lockstep.loader(data, world, batch_size=4, micro_batch_size=1, steps=-1),
+        lambda: lockstep.loader(iter([]), world, batch_size=4, micro_batch_size=1),
+        lambda: lockstep.autocast(world, "fp8"),
+    ):
+        with pytest.raises(lockstep.errors.LockstepError) as error:
+            what()
+        found.append(str(error.value))
+    return found
+
+
+def test_bad_input_is_one_line():
+    found = run(refused, 2)[0]
+    assert all("\n" not in line for line in found)
+    for line, part in zip(
+        found,
+        (
+            "batch_size is 0",
+            "fewer than the 2 ranks",
+            "no multiple",
+            "'mean' or 'sum'",
+            "cannot be negative",
+            "has no __len__",
+            "float32",
+        ),
+        strict=True,
+    ):
+        assert part in line
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    world = World()
+    make = lambda **more: lockstep.loader(samples(), world, **{"batch_size": 12, "micro_batch_size": 3, **more})  # noqa: E731
+    lockstep.save_state(tmp_path, world, 1, loader=make())
+    with pytest.raises(ConfigError, match=r"another batch_size \(12 before, 6 now\)"):
+        lockstep.load_state(tmp_path, world, loader=make(batch_size=6))
+    with pytest.raises(CheckpointError, match="holds loader besides an engine, not loader, metric"):
+        lockstep.load_state(tmp_path, world, loader=make(), metric=net())
+    with pytest.raises(UsageError, match="loader/what is a object, which cannot be kept without pickles"):
+        lockstep.save_state(tmp_path, world, 2, loader=_Odd())
+    for step in make():
+        with pytest.raises(UsageError, match="1 were given for the 4 micro-batches"):
+            lockstep.gather_for_metrics(step, [torch.zeros(1)])
+        with pytest.raises(UsageError, match="different forms"):
+            lockstep.gather_for_metrics(step, [torch.zeros(1), (torch.zeros(1),)] * 2)
+        with pytest.raises(UsageError, match="no rows"):
+            lockstep.gather_for_metrics(step, [torch.zeros(())] * 4)
+        break
+    assert lockstep.load_state(tmp_path / "nothing", world, loader=make()) == 0
+
+
+class _Odd:
+    def state_dict(self):
+        return {"what": object()}
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers(-3, 3) | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+@settings(deadline=None)
+def test_any_plain_state_comes_back_as_it_was(value):
+    tensors = {}
+    kept = _plain([value, torch.arange(3), math.inf], "name/", tensors)
+    back, tensor, most = _whole(kept, tensors)
+    assert (back, type(back), most) == (value, type(value), math.inf)
+    assert tensor is tensors["name/1"]
+
+
+def test_a_torch_optimizer_and_a_metric_without_an_engine(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model(torch.randn(8, 6)).sum().backward()
+    optimizer.step()
+    lockstep.save_state(tmp_path, World(), 1, optimizer=optimizer, model=model)
+    other = net()
+    fresh = torch.optim.Adam(other.parameters(), lr=1.0)
+    assert lockstep.load_state(tmp_path, World(), optimizer=fresh, model=other) == 1
+    assert fresh.param_groups[0]["lr"] == 1e-2
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"])
+
+
+def test_leaving_the_loop_and_going_on_takes_no_sample_twice():
+    loader = lockstep.loader(samples(), World(), batch_size=12, micro_batch_size=3, shuffle=False)
+    seen = []
+    for step in loader:
+        seen += [row for batch in step if batch.weight for row in batch.data[0].tolist()]
+        if step.number == 2:
+            break
+    assert len(loader) == 3
+    for step in loader:
+        seen += [row for batch in step if batch.weight for row in batch.data[0].tolist()]
+    assert seen == samples().tensors[0].tolist()
+    assert len(loader) == 0
