@@ -71,6 +71,7 @@ class Zero:
         rates = {id(group["params"][0]): group["lr"] for group in self._plain.param_groups if group["params"]}
         for group in self._zero.param_groups:
             group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]
+        self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
