@@ -187,6 +187,10 @@ def lightning(setting, turns):
             optimizer = s.optimizer(s.model)
             return [optimizer], [{"scheduler": s.schedule(optimizer), "interval": "step"}]
 
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            # Lightning's own refuses a fused optimizer under mixed precision, bf16 too, which has nothing to unscale.
+            torch.nn.utils.clip_grad_norm_(s.model.parameters(), gradient_clip_val)
+
         def on_train_start(self):
             turns.ready(s.model)
 
