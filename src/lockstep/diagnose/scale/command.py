@@ -1,0 +1,103 @@
+"""What `lockstep scale` does with its flags, which are in commands/scale.py."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from lockstep.diagnose.scale import report
+from lockstep.diagnose.scale.findings import Row, rows_of
+from lockstep.diagnose.scale.machine import Machine, machine_for
+from lockstep.diagnose.scale.request import Request, Setting, order
+from lockstep.diagnose.scale.runs import RunFailed, Sample, measure, micro_batch_of
+from lockstep.diagnose.scale.why import grown, profiled, slowest
+from lockstep.errors import ConfigError, LockstepError
+
+__all__ = ["run"]
+
+
+def run(request: Request, *, as_json: bool) -> int:
+    """Measures what is asked for, prints it and returns 0.
+
+    Raises:
+        ConfigError: it cannot be measured here; nothing was started but for one short run.
+        LockstepError: runs failed; what the others gave is printed before.
+    """
+    machine = machine_for(request.config.device, request.sizes, exact=request.config.exact)
+    with _removing():
+        size = _micro_batch(request, machine)
+        samples, failures = _measured(request, machine, size)
+        rows = rows_of(request, machine, samples, failures, size)
+        outcome = report.Outcome(request, machine, size, rows, verdict=_verdict(request, machine, size, rows, samples))
+    outcome.show(as_json=as_json)
+    if failures:
+        told = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())
+        raise LockstepError(f"not every size could be measured: {told}")
+    return 0
+
+
+def _micro_batch(request: Request, machine: Machine) -> int:
+    """How a step is cut, settled by a run of two steps; what `train` refuses is refused here."""
+    _say(f"a run of 2 steps on {request.base} rank{'s' * (request.base > 1)}, to prepare")
+    try:
+        size = micro_batch_of(request, machine)
+    except RunFailed as error:
+        kind = ConfigError if error.exit_code == ConfigError.exit_code else LockstepError
+        raise kind(f"train on {request.base} rank{'s' * (request.base > 1)}: {error}") from error
+    request.check(size)
+    return size
+
+
+def _measured(request: Request, machine: Machine, size: int) -> tuple[list[Sample], dict[Setting, str]]:
+    """The samples of all rounds, and the first error of each setting that failed, which is not tried again."""
+    samples: list[Sample] = []
+    failures: dict[Setting, str] = {}
+    runs = order(request.settings(), request.rounds)
+    for place, (number, setting) in enumerate(runs, 1):
+        if setting in failures:
+            continue
+        _say(f"run {place} of {len(runs)}: {report.named(setting)}")
+        try:
+            samples.append(measure(request, setting, machine, size, number))
+        except RunFailed as error:
+            failures[setting] = str(error)
+            _say(f"failed: {error}")
+    return samples, failures
+
+
+def _verdict(
+    request: Request, machine: Machine, size: int, rows: list[Row], samples: list[Sample]
+) -> dict[str, Any] | None:
+    """Why the first slow size is slow; None where none is."""
+    slow = slowest(rows)
+    if slow is None:
+        return None
+    base = next(row for row in rows if row.mode == slow.mode)
+    _say(f"{slow.ranks} ranks are below 80 %: looking for what takes the time")
+    found = profiled(request, slow, machine, size)
+    said = found["sentence"] if found else grown(slow, base, samples)
+    return {"mode": slow.mode, "ranks": slow.ranks, "sentence": said, "profile": found}
+
+
+def _say(line: str) -> None:
+    print(f"scale: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _removing() -> Iterator[None]:
+    """Within it SIGTERM (`timeout`, a scheduler) ends the present run and removes its files, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,161 @@
+"""What `lockstep scale` prints: a table a mode, what must be known of this machine, why a size is slow; or JSON."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.config.secrets import printable
+from lockstep.diagnose.scale.findings import Row
+from lockstep.diagnose.scale.machine import Machine
+from lockstep.diagnose.scale.request import STRONG, Request, Setting
+
+__all__ = ["Outcome", "named"]
+
+_WIDE = 200  # columns where no terminal sets them
+_ABOVE, _WIDE_SPREAD = 1.05, 0.1  # an efficiency, and a difference between rounds, that are said to be doubtful
+_TITLES = {
+    STRONG: "strong scaling: the same batch on more ranks",
+    "weak": "weak scaling: the batch grows with the ranks, the micro-batch stays",
+}
+
+
+def named(setting: Setting) -> str:
+    """`4 ranks, 16 samples a step`."""
+    return f"{setting.ranks} rank{'s' * (setting.ranks > 1)}, {setting.batch_size} samples a step"
+
+
+@dataclass
+class Outcome:
+    """All that was found.
+
+    Attributes:
+        micro_batch_size: samples in one forward.
+        verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None where none is.
+        fits: by mode, what the fit says; see `extrapolated`.
+    """
+
+    request: Request
+    machine: Machine
+    micro_batch_size: int
+    rows: list[Row]
+    verdict: dict[str, Any] | None = None
+    fits: dict[str, Any] = field(default_factory=dict)
+
+    def show(self, *, as_json: bool) -> None:
+        """Prints it: tables and lines, or one JSON object."""
+        if as_json:
+            print(json.dumps(self.plain(), indent=1, allow_nan=False))
+            return
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _WIDE
+        for mode in self.request.modes:
+            console.print(Text(_TITLES[mode]))
+            console.print(_table([row for row in self.rows if row.mode == mode]))
+        for line in self.notes():
+            console.print(Text(printable(line)))
+
+    def plain(self) -> dict[str, Any]:
+        """The same as names and numbers; null for what was not measured."""
+        rows = [asdict(row) | {"of_cores": row.of_cores} for row in self.rows]
+        found: dict[str, Any] = _finite(
+            {
+                "world_sizes": self.request.sizes,
+                "flags": self.request.flags,
+                "rounds": self.request.rounds,
+                "steps": self.request.steps,
+                "micro_batch_size": self.micro_batch_size,
+                "machine": asdict(self.machine),
+                "rows": rows,
+                "verdict": self.verdict,
+                "fits": self.fits,
+                "notes": self.notes(),
+            }
+        )
+        return found
+
+    def notes(self) -> list[str]:
+        """What has to be known to read the tables, a line each."""
+        found = [*_of_machine(self.machine, self.rows)]
+        found += _of_spread(self.rows)
+        uneven = sorted({row.ranks for row in self.rows if row.full < 1})
+        if uneven:
+            parts = next(row.micro_batches for row in self.rows if row.full < 1)
+            sizes = ", ".join(map(str, uneven))
+            found.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
+        if self.verdict:
+            why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would tell more"
+            found.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
+        return found
+
+
+def _of_machine(machine: Machine, rows: list[Row]) -> list[str]:
+    if machine.devices:
+        return []
+    cores = f"{machine.cores:g} core{'s' * (machine.cores != 1)}"
+    found = [
+        f"no CUDA device: the ranks talk by gloo and compute on the {cores} of this machine, {machine.threads} "
+        f"thread{'s' * (machine.threads > 1)} each; that says nothing of how GPUs would scale"
+    ]
+    shared = [row for row in rows if row.allowed is not None]
+    if shared:
+        most = max(shared, key=lambda row: row.ranks)
+        sizes = ", ".join(str(size) for size in sorted({row.ranks for row in shared}))
+        found.append(
+            f"{sizes} ranks share {cores}: {most.ranks} can be {most.allowed:.3g} times as fast as the smallest "
+            "size at best, whatever the training does; read the last column"
+        )
+    return found
+
+
+def _of_spread(rows: list[Row]) -> list[str]:
+    """What speaks against the numbers themselves."""
+    measured = [row for row in rows if row.rounds]
+    above = sorted({row.ranks for row in measured if row.efficiency > _ABOVE})
+    wide = [(max(row.rounds) / min(row.rounds) - 1, row) for row in measured]
+    spread, worst = max(wide, key=lambda pair: pair[0], default=(0.0, None))
+    found = []
+    if worst and spread > _WIDE_SPREAD:
+        found.append(
+            f"the runs on {worst.ranks} rank{'s' * (worst.ranks > 1)} differ by {spread:.0%}: something else used this "
+            "machine; wait until it is quiet, or give more --rounds"
+        )
+    if above:
+        found.append(
+            f"{', '.join(map(str, above))} ranks are above 100 %: where no cache explains it, the smallest size was "
+            "disturbed; give more --rounds"
+        )
+    return found
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    titles = ["ranks", "batch", "items/s", "step ms", "speed-up", "efficiency", "least to most", "the source expects"]
+    shared = any(row.allowed is not None for row in rows)
+    for title in [*titles, *["of what the cores allow"] * shared]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [str(row.ranks), str(row.batch_size)]
+        if row.error or math.isnan(row.rate):
+            table.add_row(*(Text(printable(cell)) for cell in [*cells, "failed" if row.error else "no base"]))
+            continue
+        cells += [f"{row.rate:.4g}", f"{row.step_ms:.4g}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}"]
+        cells += [f"{row.low:.0%} to {row.high:.0%}", f"{row.band[0]:.0%} to {row.band[1]:.0%}" if row.band else "-"]
+        table.add_row(*(Text(cell) for cell in [*cells, *[f"{row.of_cores:.0%}"] * shared]))
+    return table
+
+
+def _finite(value: Any) -> Any:
+    """The same with None in the place of numbers that JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
