@@ -242,6 +242,8 @@ def test_nothing_but_training_loads_torch(code):
         ["export", "run", "out", "--tipo"],
         ["runs", "--tipo"],
         ["runs", "nowhere"],
+        ["goodput", "--tipo"],
+        ["goodput", "nowhere"],
         ["evaluate", "run", "--tipo"],
         ["generate", "run", "--tipo"],
         ["generate", "run", "--temperature", "-1"],

@@ -34,6 +34,7 @@ from harness import (
 )
 
 from lockstep import checkpoint
+from lockstep.report.goodput import goodput
 from lockstep.sinks.jsonl import read
 
 WRITE = "lockstep.checkpoint.write:write_file"
@@ -65,6 +66,11 @@ def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tm
     assert "restart 1 of 1" in run.said
     assert run.mark() == whole
     assert run.state["restarts"] == 1
+    spent = goodput(run.folder / "timeline.jsonl")
+    first, second = spent.starts
+    assert (first.ended, second.ended, second.last) == ("", "finished", 14)
+    assert spent.seconds["lost"] > 0  # from the kill, which the launcher saw, to the new processes
+    assert spent.wall <= run.seconds
 
 
 def recovered(data, out, rank=1, step=7):

@@ -16,6 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import BEAT, Run, arguments, end, launch, preloaded, start, until_step, workers
 
+from lockstep.report.goodput import goodput
+
 WRITE = "lockstep.checkpoint.write:write_file"
 UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
 BLOCK = "lockstep.models.gpt:Block.forward"
@@ -76,6 +78,11 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     lost = Run(0, said, 0.0, tmp_path / "lost" / "default")
     assert lost.mark()[:3] == alone.mark()[:3]
     assert lost.state["losses"] == 1
+    spent = goodput(lost.folder / "timeline.jsonl")  # begun by the process that was killed, ended by another
+    (once,) = spent.starts
+    assert (once.first, once.last, once.ended, once.losses) == (0, taken, "preempted", 2)
+    assert spent.seconds["recovery"] > 0
+    assert 0 < spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
 
 
 def test_the_new_process_is_forked_from_one_that_has_loaded_everything(data, tmp_path):

@@ -39,6 +39,7 @@ from lockstep.launch.losses import Losses
 from lockstep.launch.memory import kills
 from lockstep.launch.preloaded import Preloaded
 from lockstep.launch.rendezvous import local_address, meeting
+from lockstep.report.timeline import ENDED_VARIABLE
 
 __all__ = ["run"]
 
@@ -266,6 +267,7 @@ class _Agent(LocalElasticAgent):
             processes[local].wait()
         found = [self._failed(local, code, when, group) for local, (code, when) in seen.items()]
         self._failure = first(found)
+        os.environ[ENDED_VARIABLE] = str(min(when for _, when in seen.values()))  # for the timeline, after a restart
         if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.follows and "lost the other ranks" in self._failure.message:

@@ -104,7 +104,8 @@ def works(session: Session, built: Built) -> Works:
     exchange.taken = built.start
     session.exchange = exchange
     meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
-    recorder = RunRecorder(built, meter, session.sinks, exchange, outlives=outlives)
+    session.timeline.measures(lambda: clock.spent().get("data", 0.0))
+    recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives)
     session.saver = recorder.saver
     guards = Guards(built, exchange, step_loader, seed, clock)
     control = StepControl(

@@ -1,7 +1,8 @@
 """One experiment's folder: `save_dir/experiment_name`.
 
     outputs/EXPERIMENT/
-      config.toml  environment.json  state.json  metrics.jsonl  logs/rank-00000.log  run.lock  ended.json
+      config.toml  environment.json  state.json  metrics.jsonl  timeline.jsonl  run.lock  ended.json
+      logs/rank-00000.log
       checkpoints/step-00000500/
 
 Only rank 0 writes here, but for logs and the shards of checkpoints. One process at a time owns the folder.
@@ -34,6 +35,7 @@ class RunFolder:
         self.path = Path(save_dir).expanduser() / experiment_name
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.cleared = ""  # the owner whose lock was found without its process

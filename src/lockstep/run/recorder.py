@@ -1,6 +1,6 @@
 """What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
 
-books = RunRecorder(built, meter, sinks, exchange)
+books = RunRecorder(built, meter, sinks, exchange, timeline)
 books.expect(record)            # where its numbers are still on the device
 ...
 books.log(record)               # the window's record, where one ends with this step
@@ -24,6 +24,7 @@ from lockstep.errors import PeerError
 from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
+from lockstep.report.timeline import EVALUATION, SAVES, Timeline
 from lockstep.run.best import JUDGED, brief, judged_by, noted, out_of_patience, shown
 from lockstep.run.build import Built
 from lockstep.run.evaluate import evaluate_all, numbered
@@ -48,8 +49,16 @@ class RunRecorder:
     """
 
     def __init__(
-        self, built: Built, meter: Meter, sinks: Sinks, exchange: StepExchange, *, outlives: bool = False
+        self,
+        built: Built,
+        meter: Meter,
+        sinks: Sinks,
+        exchange: StepExchange,
+        timeline: Timeline,
+        *,
+        outlives: bool = False,
     ) -> None:
+        self._timeline = timeline
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
         self._outlives = outlives  # the run goes on where a rank is lost
         keep = built.config.checkpoint
@@ -102,7 +111,7 @@ class RunRecorder:
             return None
         self._exchange.progress.at(done, EVALUATING)
         self.saver.order()  # the averaged weights take the place of the others
-        with averaged(built.engine):
+        with self._timeline.during(EVALUATION), averaged(built.engine):
             found = evaluate_all(
                 built.engine,
                 built.task,
@@ -129,8 +138,15 @@ class RunRecorder:
         Raises:
             LockstepError: saves fail, and --checkpoint.on-failure ends the run.
         """
-        built, began = self._built, time.perf_counter()
+        began = time.perf_counter()
         self._exchange.progress.at(done, SAVING)
+        with self._timeline.during(SAVES):
+            self._begin_save(done)
+        self.saved = done
+        self._meter.pause(time.perf_counter() - began)
+
+    def _begin_save(self, done: int) -> None:
+        built = self._built
         self._meter.settle()
         built.state |= built.run_plan.place(done) | {
             "running_loss": self._meter.running_loss,
@@ -143,8 +159,6 @@ class RunRecorder:
         # Parameters, buffers, and what is the task's or the caller's, a forward may write.
         resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
         self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
-        self.saved = done
-        self._meter.pause(time.perf_counter() - began)
 
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
         """In the saver's thread, with its own group."""

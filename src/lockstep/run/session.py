@@ -14,6 +14,7 @@ from lockstep.distributed.step_exchange import CONTINUE, StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.records import Best, EvaluationRecord, Step
+from lockstep.report.timeline import Timeline
 from lockstep.run.build import Built
 from lockstep.sinks import Sinks
 
@@ -51,6 +52,7 @@ class Session:
         evaluated: the step after which the last evaluation was made.
         tries: how often new groups were formed since the last step.
         save_due: the checkpoint of the present step, or one before it, was lost with a rank.
+        timeline: where the time goes.
     """
 
     config: Config
@@ -81,6 +83,7 @@ class Session:
     evaluated: int = -1
     tries: int = 0
     save_due: bool = False
+    timeline: Timeline = field(default_factory=Timeline)
 
     def note_first(self, own: dict[str, Tensor]) -> None:
         """Notes what the task's tensors, or those of what is kept, begin with, where a run may go back to its start."""

@@ -24,6 +24,7 @@ from lockstep.launch import failure
 from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import steps
 from lockstep.records import Step
+from lockstep.report.timeline import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.run import extending
 from lockstep.run.after_step import (
     end_of,
@@ -75,6 +76,7 @@ def training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
     tie()
+    session.timeline.begin()
     session.member = member_of(session.world)
     joins = session.member is not None and session.member.is_new
     join = World.alone if joins else World.join
@@ -178,9 +180,11 @@ def _going_on(session: Session, built: Built) -> Training:
                 if not is_lost(error):
                     raise
                 note_lost(session, error)
+                session.timeline.enter(RECOVERY)
             if session.member.is_new:  # once it takes part, its loss need not end the others either
                 session.member.ready("", built.config.experiment_name)
             regroup(session, built, session.member)
+            _note_regrouped(session, built)
 
 
 def _drop(session: Session) -> None:
@@ -203,19 +207,24 @@ def _in_folder(session: Session, built: Built) -> Training:
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
         if world.is_main:
             session.sinks = open_sinks(built)
+            session.timeline.open(built.folder.timeline, built.start, world.size)
         load_state(built)
         if session.status == "new":
             session.status = "running"
+            session.timeline.enter(BODY)
             yield None
+            session.timeline.enter(START)
         yield from _going_on(session, built)
 
 
 @contextmanager
 def _left_in_order(session: Session, built: Built) -> Iterator[None]:
     """Whatever happens within, sinks, log and folder are closed after it, and what went wrong is in them."""
+    left: BaseException | None = None
     try:
         yield
     except BaseException as error:
+        left = error
         session.sinks.close(None)
         if not isinstance(error, Rollback | Anew):
             _note_left(session, built, error)
@@ -226,6 +235,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
             _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
         raise
     finally:
+        session.timeline.close(_ended(session, left))
         close_log()
         built.folder.release()
 
@@ -233,6 +243,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
 def _follow(session: Session, built: Built) -> Training:
     """The run itself: after each step, in this order, the record, the checkpoint, the evaluation, the caller's body."""
     first, world, ongoing = built.start, built.world, works(session, built)  # a save moves the start
+    timeline = session.timeline
     exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
     watchdog = HangWatchdog(world, exchange, built.folder.path, failure.note, session.member)
     signals = Preemption(exchange)
@@ -249,24 +260,30 @@ def _follow(session: Session, built: Built) -> Training:
             session.save_due = False
             recorder.save(first)
         over = out_of_patience(built.config, built.state)
+        timeline.enter(TRAINING)
         trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         for record in () if over else taken(ongoing, world, trained):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
             ending = record.step + 1 == ongoing.last or bool(stop_request)
             step, session.tries = recorded(session, built, ongoing, record), 0
+            timeline.at(step.global_step)
             if record.step == first and world.is_first:
                 report(built)
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
             if session.has_body:  # which may write what is being copied
                 recorder.saver.order()
             exchange.progress.at(record.step, IN_BODY)
+            if session.has_body:
+                timeline.enter(BODY)
             try:
                 yield step
             except GeneratorExit:
+                timeline.enter(ENDING)
                 leave_early(session, ongoing, told, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
+            timeline.enter(TRAINING)
             if saves:
                 save(ongoing, step.global_step)
             if ending:
@@ -284,10 +301,26 @@ def _follow(session: Session, built: Built) -> Training:
                 settle(ongoing)
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to be taken in")
+        timeline.enter(ENDING)
         if session.member:
             session.member.ends()
         session.status, session.exit_code = end_of(built, stop_request, recorder.saved)
         recorder.close(session.exit_code)
+
+
+def _note_regrouped(session: Session, built: Built) -> None:
+    """In the timeline, which goes on; a process that is rank 0 now goes on with it."""
+    if built.world.is_main and not session.timeline.is_open:
+        session.timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
+    else:
+        session.timeline.regrouped(built.start, built.world.size)
+
+
+def _ended(session: Session, left: BaseException | None) -> str:
+    """How this start of the run ended, for the timeline."""
+    if isinstance(left, Rollback | Anew):
+        return "rolled back" if isinstance(left, Rollback) else "built anew"
+    return session.status if left is None or isinstance(left, GeneratorExit) else "failed"
 
 
 def _note_left(session: Session, built: Built, error: BaseException) -> None:
