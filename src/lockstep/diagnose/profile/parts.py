@@ -1,0 +1,229 @@
+"""Where the time of the traced steps went, rank by rank: parts that do not overlap and sum to the whole.
+
+ranks = parted(traces)
+ranks[3].parts["exposed_communication"]         # milliseconds a step
+
+On a CPU the training's thread is looked at: outside lockstep's own parts it computes, or waits for an exchange, or is in
+Python. On a CUDA device the device is looked at: where it has nothing to do, it waits for what the host does meanwhile.
+
+An exchange begins when the last rank has come to it. What a rank waits for before that is imbalance, not communication.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.diagnose.profile.intervals import NONE, Spans, common, length, minus, union
+from lockstep.diagnose.profile.reading import Trace
+
+__all__ = ["PARTS", "Parted", "parted"]
+
+PARTS = (
+    *("compute", "hidden_communication", "exposed_communication", "data", "host"),
+    *("update", "checkpoint", "evaluation", "imbalance"),
+)
+_NEAR = 50.0  # microseconds between the end of a wait and what follows from it
+_PAIRED = 2e5  # microseconds by which the ends of one exchange may differ between ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """One rank's share of the verdict. Milliseconds a step.
+
+    Attributes:
+        step: the whole: the sum of the parts but `hidden_communication`.
+        parts: by PARTS' names.
+        own: what it did by itself: the whole without exchanges and waiting for other ranks.
+        forward, backward: of `compute`, on a CPU.
+        record, waits, allocates, passes: of `host`: writing records, what follows waits of the host for the device,
+            asking the driver for memory, and within forwards and backwards.
+    """
+
+    trace: Trace
+    step: float
+    parts: dict[str, float]
+    forward: float = 0.0
+    backward: float = 0.0
+    record: float = 0.0
+    waits: float = 0.0
+    allocates: float = 0.0
+    passes: float = 0.0
+
+    @property
+    def own(self) -> float:
+        return self.step - self.parts["exposed_communication"] - self.parts["imbalance"]
+
+
+def parted(traces: Sequence[Trace]) -> list[Parted]:
+    """The parts of each rank's time, in the order of the traces."""
+    waiting = _waiting(traces)
+    make = {True: _of_cpu, False: _of_device}
+    return [make[trace.on_cpu](trace, late) for trace, late in zip(traces, waiting, strict=True)]
+
+
+def _of_cpu(trace: Trace, late: Spans) -> Parted:
+    whole = union([trace.window])
+    mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
+    evaluation = mark.get("evaluate", NONE)
+    checkpoint = minus(mark.get("save", NONE), evaluation)
+    record = minus(mark.get("record", NONE), union(evaluation, checkpoint))
+    rest = minus(whole, union(evaluation, checkpoint, record))
+    data = common(union(mark.get("data", NONE), mark.get("load", NONE)), rest)
+    rest = minus(rest, data)
+    busy, exchanges = common(trace.works[""], rest), common(_all(trace), rest)
+    exposed = minus(exchanges, busy)
+    imbalance = common(exposed, late)
+    update = minus(common(mark.get("update", NONE), rest), exposed)
+    compute = minus(busy, update)
+    host = minus(rest, union(exposed, update, compute))
+    passes = {name: mark.get(name, NONE) for name in ("forward", "backward")}
+    per_step = _per_step(trace)
+    return Parted(
+        trace,
+        per_step(whole),
+        {
+            "compute": per_step(compute),
+            "hidden_communication": per_step(common(exchanges, busy)),
+            "exposed_communication": per_step(minus(exposed, imbalance)),
+            "data": per_step(data),
+            "host": per_step(host) + per_step(record),
+            "update": per_step(update),
+            "checkpoint": per_step(checkpoint),
+            "evaluation": per_step(evaluation),
+            "imbalance": per_step(imbalance),
+        },
+        forward=per_step(common(compute, passes["forward"])),
+        backward=per_step(common(compute, passes["backward"])),
+        record=per_step(record),
+        passes=per_step(common(host, union(*passes.values()))),
+    )
+
+
+def _of_device(trace: Trace, late: Spans) -> Parted:
+    whole = union([trace.window])
+    mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
+    work = {name: common(spans, whole) for name, spans in trace.works.items()}
+    apart = [work.get(name, NONE) for name in ("update", "evaluate", "save")]
+    compute = union(*(spans for name, spans in work.items() if name not in ("update", "evaluate", "save")))
+    update, evaluated, saved = _in_turn(compute, *apart)
+    busy, exchanges = union(compute, *apart), common(_all(trace), whole)
+    exposed = minus(exchanges, busy)
+    imbalance = common(exposed, late)
+    copies = minus(common(trace.copies, whole), union(busy, exchanges))
+    idle = minus(whole, union(busy, exchanges, copies))
+    places = (mark.get("evaluate", NONE), mark.get("save", NONE), mark.get("record", NONE))
+    loading = union(mark.get("data", NONE), mark.get("load", NONE))
+    evaluation, checkpoint, record, data = (common(idle, each) for each in _in_turn(NONE, *places, loading))
+    rest = minus(idle, union(evaluation, checkpoint, record, data))
+    reach = trace.waits + np.array([-_NEAR, _NEAR]) if len(trace.waits) else NONE
+    after = _beginning_in(rest, union(reach))
+    per_step = _per_step(trace)
+    return Parted(
+        trace,
+        per_step(whole),
+        {
+            "compute": per_step(compute),
+            "hidden_communication": per_step(common(exchanges, busy)),
+            "exposed_communication": per_step(minus(exposed, imbalance)),
+            "data": per_step(data) + per_step(copies),
+            "host": per_step(rest) + per_step(record),
+            "update": per_step(update),
+            "checkpoint": per_step(saved) + per_step(checkpoint),
+            "evaluation": per_step(evaluated) + per_step(evaluation),
+            "imbalance": per_step(imbalance),
+        },
+        forward=per_step(work.get("forward", NONE)),
+        backward=per_step(work.get("backward", NONE)),
+        record=per_step(record),
+        waits=per_step(after),
+        allocates=per_step(common(rest, trace.allocates)),
+        passes=per_step(common(rest, union(mark.get("forward", NONE), mark.get("backward", NONE)))),
+    )
+
+
+def _per_step(trace: Trace) -> Callable[[Spans], float]:
+    """Spans -> milliseconds a step."""
+    return lambda spans: length(spans) / trace.steps / 1e3
+
+
+def _in_turn(taken: Spans, *given: Spans) -> list[Spans]:
+    """Each of the given without what is taken already, by `taken` and by those before it."""
+    found = []
+    for spans in given:
+        found.append(minus(spans, taken))
+        taken = union(taken, spans)
+    return found
+
+
+def _beginning_in(gaps: Spans, places: Spans) -> Spans:
+    """The gaps that begin within one of the places."""
+    edges = places.reshape(-1)
+    return gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
+
+
+def _all(trace: Trace) -> Spans:
+    return union([(begin, end) for _, begin, end in trace.exchanges])
+
+
+def _waiting(traces: Sequence[Trace]) -> list[Spans]:
+    """By rank, when it had come to an exchange that another rank had not come to yet.
+
+    Which exchanges of two ranks are the same one is told by their ends, which no rank reaches long before another.
+    """
+    clocks = _clocks(traces)
+    kinds = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
+    found = []
+    for rank, clock in enumerate(clocks):
+        late = []
+        for kind, own in kinds[rank].items():
+            begins = [own[:, 0]]
+            for other, theirs in enumerate(kinds):
+                if other != rank and kind in theirs:
+                    begins.append(_begin_of_the_same(own, theirs[kind]))
+            late.append(np.stack([own[:, 0], np.minimum(np.max(begins, axis=0), own[:, 1])], axis=1) + clock)
+        found.append(union(*late))
+    return found
+
+
+def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
+    """When another rank came to each exchange; -inf where it has none that could be the same."""
+    order = np.argsort(theirs[:, 1])
+    ends = theirs[order, 1]
+    after = np.clip(np.searchsorted(ends, own[:, 1]), 1, max(1, len(ends) - 1))
+    near = np.where(
+        np.abs(ends[after - 1] - own[:, 1]) <= np.abs(ends[np.minimum(after, len(ends) - 1)] - own[:, 1]),
+        after - 1,
+        np.minimum(after, len(ends) - 1),
+    )
+    begins = theirs[order[near], 0]
+    fits = (np.abs(ends[near] - own[:, 1]) < _PAIRED) & (begins < own[:, 1])
+    found: NDArray[np.float64] = np.where(fits, begins, -np.inf)
+    return found
+
+
+def _kinds(trace: Trace, clock: float) -> dict[str, Spans]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for kind, begin, end in trace.exchanges:
+        found.setdefault(kind, []).append((begin - clock, end - clock))
+    return {kind: np.array(spans, dtype=np.float64) for kind, spans in found.items()}
+
+
+def _clocks(traces: Sequence[Trace]) -> list[float]:
+    """By rank, by how much its host's clock is ahead of the first rank's: all leave a step's last exchange at once."""
+    ends = [_ends(trace) for trace in traces]
+    first, host = ends[0], traces[0].about.get("host")
+    return [
+        float(np.median(own - first)) if len(own) == len(first) and trace.about.get("host") != host else 0.0
+        for own, trace in zip(ends, traces, strict=True)
+    ]
+
+
+def _ends(trace: Trace) -> NDArray[np.float64]:
+    """Of each step the end of its last exchange, or of the step itself."""
+    ends = np.array([end for _, _, end in trace.exchanges])
+    return np.array(
+        [max(ends[(ends > begin) & (ends <= end)], default=end) for begin, end in trace.marks["step"]],
+        dtype=np.float64,
+    )

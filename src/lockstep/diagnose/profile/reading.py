@@ -1,0 +1,296 @@
+"""One rank's trace, read into sets of times. All times in microseconds, by the clock of the rank's host.
+
+trace = read(Path("outputs/a/profile/100-110/rank-3.json.gz"))
+traces = read_all(Path("outputs/a/profile/100-110"))        # every rank's
+
+A trace is what torch.profiler writes (Kineto's Chrome format), with lockstep's own marks and a word `lockstep` beside
+the events that says what was traced. On a CPU the thread with the marks computes, and gloo's work stands on threads of
+its own as `gloo:all_reduce`. On a CUDA device kernels compute, and exchanges are kernels whose names begin with nccl.
+"""
+
+import bisect
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.diagnose.profile.intervals import NONE, Spans, minus, union
+from lockstep.errors import ConfigError
+
+__all__ = ["MARK", "PHASES", "Trace", "TraceError", "read", "read_all", "understood"]
+
+MARK = "lockstep:"
+PHASES = ("data", "forward", "backward", "exchange", "update", "save", "evaluate", "record", "step", "load")
+_NAME = re.compile(r"rank-(\d+)\.json\.gz")
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
+_ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
+# Operations that hold others, or begin an exchange, which goes on elsewhere.
+_NO_WORK = ("autograd::engine::", "c10d::", "torch.distributed.ddp.reducer::", "torch::autograd::AccumulateGrad")
+
+
+class TraceError(ConfigError):
+    """A trace that is missing, damaged, or not one of lockstep's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank did in the traced steps.
+
+    Attributes:
+        about: what the run said of itself: rank, world_size, steps, device, options; see `lockstep.run.profiling`.
+        window: begin and end of the traced steps.
+        marks: of lockstep's own parts, on the host, by PHASES' names.
+        works: when it computed: by the phase in which that was asked for, on a CUDA device; on a CPU under "".
+        exchanges: (kind, begin, end) of each exchange, by their begins.
+        copies: when batches were copied to the device.
+        waits: when the host waited for the device, but for lockstep's own reading of a step.
+        allocates: when the host asked the driver for memory, or gave it back.
+        count: operations (CPU) or kernels (CUDA) of the forwards and backwards.
+        floor: what the shortest of these take, their 10th percentile.
+        names: of the operations of the update.
+    """
+
+    about: dict[str, Any]
+    window: tuple[float, float]
+    marks: dict[str, Spans]
+    works: dict[str, Spans]
+    exchanges: list[tuple[str, float, float]]
+    copies: Spans = field(default_factory=lambda: NONE)
+    waits: Spans = field(default_factory=lambda: NONE)
+    allocates: Spans = field(default_factory=lambda: NONE)
+    count: int = 0
+    floor: float = 0.0
+    names: frozenset[str] = frozenset()
+
+    @property
+    def rank(self) -> int:
+        return int(self.about["rank"])
+
+    @property
+    def steps(self) -> int:
+        """How many were traced."""
+        first, last = self.about["steps"]
+        return int(last) - int(first) + 1
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self.about["device"] == "cpu")
+
+
+def read_all(folder: Path) -> list[Trace]:
+    """The traces of all ranks, by rank.
+
+    Raises:
+        TraceError: there are none, one is missing, damaged, foreign, or of other steps than the others.
+    """
+    try:
+        found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    except OSError as error:
+        raise TraceError(f"{folder}: {error.strerror or error}; give a folder such as RUN/profile/100-110") from error
+    if not found:
+        raise TraceError(f"{folder} has no rank-R.json.gz; give a folder such as RUN/profile/100-110")
+    traces = [read(found[rank]) for rank in sorted(found)]
+    world, steps = int(traces[0].about["world_size"]), traces[0].about["steps"]
+    for rank, trace in zip(sorted(found), traces, strict=True):
+        said = (trace.rank, trace.about["world_size"], trace.about["steps"])
+        if said != (rank, world, steps):
+            raise TraceError(f"{found[rank]} is of another profile (rank, world size, steps: {said}); profile again")
+    missing = sorted(set(range(world)) - found.keys())
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise TraceError(f"{folder}: of {world} ranks the trace of {ranks} is missing; copy it there, or profile again")
+    return traces
+
+
+def read(path: Path) -> Trace:
+    """One rank's trace. Raises TraceError where it is damaged, or was not written by lockstep."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(f"{path} is damaged: {why}; profile these steps again") from error
+    try:
+        return understood(found)
+    except TraceError as error:
+        raise TraceError(f"{path} {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TraceError(f"{path} is damaged: {type(error).__name__} {error}; profile these steps again") from error
+
+
+def understood(found: Any) -> Trace:
+    """A trace from its JSON. Raises TraceError for one that is not lockstep's."""
+    about = found.get("lockstep") if isinstance(found, dict) else None
+    if not isinstance(about, dict) or not isinstance(found.get("traceEvents"), list):
+        raise TraceError("is no trace of lockstep's: make one with train --profile FIRST:LAST, or lockstep profile")
+    base = float(found.get("baseTimeNanoseconds", 0)) / 1e3
+    events = [event for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    marks, thread = _marks(events, base)
+    steps = marks.get("step", NONE)
+    if thread is None or not len(steps):
+        raise TraceError("has no step of lockstep's in it; profile these steps again")
+    window = (float(steps[0, 0]), float(steps[-1, 1]))
+    if about["device"] == "cpu":
+        return _of_cpu(about, window, marks, events, base, thread)
+    return _of_device(about, window, marks, events, base)
+
+
+def _span(event: dict[str, Any], base: float) -> tuple[float, float]:
+    begin = float(event["ts"]) + base
+    return begin, begin + float(event["dur"])
+
+
+def _spans(events: Iterable[dict[str, Any]], base: float) -> Spans:
+    return union([_span(event, base) for event in events])
+
+
+def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans], Any]:
+    """Of the phases, and the thread that they stand on. Marks that touch stay one set of times, but for the steps."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    thread = None
+    for event in events:
+        name = str(event.get("name", ""))
+        if name.startswith(MARK) and event.get("cat") == "user_annotation":
+            phase = name.removeprefix(MARK).split()[0]
+            if phase in PHASES:
+                thread = event.get("tid") if phase == "step" else thread
+                found.setdefault(phase, []).append(_span(event, base))
+    return {phase: _sorted(spans) if phase == "step" else union(spans) for phase, spans in found.items()}, thread
+
+
+def _sorted(spans: list[tuple[float, float]]) -> Spans:
+    return np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
+
+
+def _of_cpu(
+    about: dict[str, Any],
+    window: tuple[float, float],
+    marks: dict[str, Spans],
+    events: list[dict[str, Any]],
+    base: float,
+    thread: Any,
+) -> Trace:
+    own = [event for event in events if event.get("cat") == "cpu_op" and event.get("tid") == thread]
+    working = [event for event in own if _works(str(event["name"]))]
+    sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
+    busy = minus(_spans(working, base), sending)
+    passes = union(marks.get("forward", NONE), marks.get("backward", NONE))
+    inside, durations = _within(passes, base), _within(marks.get("update", NONE), base)
+    lengths = [float(event["dur"]) for event in working if inside(event)]
+    names = frozenset(str(event["name"]) for event in own if durations(event))
+    return Trace(
+        about,
+        window,
+        marks,
+        {"": busy},
+        _by_gloo(events, base, thread),
+        count=len(lengths),
+        floor=float(np.percentile(lengths, 10)) if lengths else 0.0,
+        names=names,
+    )
+
+
+def _works(name: str) -> bool:
+    if name.startswith(_NO_WORK):
+        return False
+    return "::" in name or name.startswith(("Torch-Compiled", "CompiledFunction", "## Call CompiledFxGraph"))
+
+
+def _within(spans: Spans, base: float) -> Callable[[dict[str, Any]], bool]:
+    """event -> whether it begins within the spans."""
+    edges = spans.reshape(-1).tolist()
+    return lambda event: bisect.bisect_right(edges, float(event["ts"]) + base) % 2 == 1
+
+
+def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tuple[str, float, float]]:
+    """The exchanges that the training's own thread asked for; those of others, such as of a save, left out.
+
+    An exchange does not say who asked for it: each that another thread asked for takes the next of its kind along.
+    """
+    ranges = sorted(
+        (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
+    )
+    found = [(kind.removeprefix("gloo:"), begin, end) for begin, end, kind in ranges]
+    asked = [event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread]
+    for event in sorted(asked, key=lambda event: float(event["ts"])):
+        kind, at = _kind(str(event["name"])), float(event["ts"]) + base
+        place = next((k for k, (name, begin, _) in enumerate(found) if _kind(name) == kind and begin >= at), None)
+        if place is not None:
+            del found[place]
+    return found
+
+
+def _kind(name: str) -> str:
+    """`c10d::allreduce_` and `all_reduce` -> `allreduce`."""
+    return name.removeprefix("c10d::").replace("_", "")
+
+
+def _of_device(
+    about: dict[str, Any],
+    window: tuple[float, float],
+    marks: dict[str, Spans],
+    events: list[dict[str, Any]],
+    base: float,
+) -> Trace:
+    asked = {
+        event["args"]["correlation"]: float(event["ts"]) + base
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
+    works: dict[str, list[tuple[float, float]]] = {}
+    exchanges, copies, lengths, names = [], [], [], set()
+    for event in events:
+        if event.get("cat") not in _DEVICE:
+            continue
+        name, span = str(event.get("name", "")), _span(event, base)
+        if name.lower().startswith("nccl"):
+            exchanges.append((_collective(name), *span))
+            continue
+        if event["cat"] == "gpu_memcpy" and "HtoD" in name:
+            copies.append(span)
+            continue
+        at = asked.get(event.get("args", {}).get("correlation"), span[0])
+        phase = next((phase for phase, inside in phases if inside(at)), "")
+        works.setdefault(phase, []).append(span)
+        if phase in ("forward", "backward"):
+            lengths.append(span[1] - span[0])
+        elif phase == "update":
+            names.add(name)
+    calls = [event for event in events if event.get("cat") == "cuda_runtime"]
+    waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
+    end = max([window[1], *(spans[-1][1] for spans in works.values())])  # the device's own end of the last step
+    return Trace(
+        about,
+        (window[0], end),
+        marks,
+        {phase: union(spans) for phase, spans in works.items()},
+        sorted(exchanges, key=lambda each: each[1]),
+        union(copies),
+        waits,
+        _spans((event for event in calls if str(event["name"]).startswith(_ALLOCATES)), base),
+        len(lengths),
+        float(np.percentile(lengths, 10)) if lengths else 0.0,
+        frozenset(names),
+    )
+
+
+_NESTED = ("evaluate", "save", "record", "load", "data", "exchange", "update", "backward", "forward")
+
+
+def _places(spans: Spans) -> Callable[[float], bool]:
+    edges = spans.reshape(-1).tolist()
+    return lambda at: bisect.bisect_right(edges, at) % 2 == 1
+
+
+def _collective(name: str) -> str:
+    """`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `allreduce`."""
+    found = re.search(r"(AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|SendRecv)", name)
+    return found[1].lower() if found else "nccl"

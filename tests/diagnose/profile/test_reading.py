@@ -1,0 +1,64 @@
+"""Traces that are damaged, foreign or missing are said so in a line; what another thread exchanges is left out."""
+
+import gzip
+import json
+
+import pytest
+from handmade_traces import OTHER, on_cpu
+
+from lockstep.diagnose.profile.reading import TraceError, read, read_all, understood
+
+
+def test_all_ranks_are_read(tmp_path):
+    for rank in (1, 0):
+        on_cpu(rank=rank, world=2).write(tmp_path)
+    assert [trace.rank for trace in read_all(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-40]), "damaged"),
+        (lambda path: path.write_bytes(b"no gzip at all"), "damaged"),
+        (lambda path: path.write_bytes(gzip.compress(b"{ no json")), "damaged"),
+        (lambda path: path.write_bytes(gzip.compress(b"[" * 10**5)), "damaged"),
+        (lambda path: path.write_bytes(gzip.compress(b'{"traceEvents": []}')), "no trace of lockstep's"),
+        (lambda path: path.write_bytes(gzip.compress(b"[1]")), "no trace of lockstep's"),
+        (lambda path: edit(path, lambda held: held["traceEvents"].clear()), "no step of lockstep's"),
+        (lambda path: edit(path, lambda held: held["lockstep"].pop("device")), "damaged"),
+        (lambda path: edit(path, lambda held: held["traceEvents"][0].update(ts="soon")), "damaged"),
+        (lambda path: edit(path, lambda held: held["lockstep"].update(rank=7)), "another profile"),
+        (lambda path: edit(path, lambda held: held["lockstep"].update(steps=[1, 2])), "another profile"),
+        (lambda path: path.unlink(), "of 2 ranks the trace of 1 is missing"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path, damage, word):
+    on_cpu(rank=0, world=2).write(tmp_path)
+    damage(on_cpu(rank=1, world=2).write(tmp_path))
+    with pytest.raises(TraceError) as raised:
+        read_all(tmp_path)
+    assert word in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def edit(path, change):
+    held = json.loads(gzip.decompress(path.read_bytes()))
+    change(held)
+    path.write_bytes(gzip.compress(json.dumps(held).encode()))
+
+
+def test_a_folder_without_traces(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(TraceError, match="give a folder such as"):
+            read_all(folder)
+    with pytest.raises(TraceError, match="damaged"):
+        read(tmp_path / "rank-0.json.gz")
+
+
+def test_what_another_thread_exchanges_is_left_out():
+    hand = on_cpu(rank=0, world=2, exchange=500)
+    whole = understood(hand.json).exchanges
+    hand.add("cpu_op", "c10d::allreduce_", 4000, 10, tid=OTHER)  # a save's, in the middle of the first backward
+    hand.gloo(4020, 300, tid=9)
+    assert understood(hand.json).exchanges == whole
