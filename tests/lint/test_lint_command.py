@@ -80,6 +80,17 @@ def test_the_settings_of_the_project(folder, capsys):
     assert "not valid TOML" in errors[1]
 
 
+def test_each_file_has_the_settings_of_its_own_project(folder, capsys):
+    for name in ("one", "two"):
+        (folder / name / "inner").mkdir(parents=True)
+        (folder / name / "inner" / "x.py").write_text(BAD)
+    (folder / "one" / "pyproject.toml").write_text('[tool.lockstep.lint]\nignore = ["LS015"]\n')
+    (folder / "one" / "inner" / "pyproject.toml").write_text("[project]\n")  # says nothing of lint
+    for paths in (["one", "two"], ["two", "one"], ["one/inner/x.py", "two/inner/x.py"]):
+        command([*paths, "--format", "json"])
+        assert [f["path"] for f in json.loads(capsys.readouterr().out)] == ["two/inner/x.py"]
+
+
 def test_a_file_that_does_not_parse_is_reported_and_the_rest_goes_on(folder, capsys):
     (folder / "broken.py").write_text("import torch\n\ndef f(:\n")
     assert command(["--format", "json"]) == 1

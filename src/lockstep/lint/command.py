@@ -1,6 +1,7 @@
 """`lockstep lint [PATH ...]`: checks files and folders; exits 0 if clean, 1 with findings, 2 for bad input."""
 
 import argparse
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -12,7 +13,7 @@ from lockstep.lint.finding import Finding
 from lockstep.lint.fixes import FixProblem, fix_files
 from lockstep.lint.output import FORMATS, render
 from lockstep.lint.rules import RULES
-from lockstep.lint.runner import check_paths
+from lockstep.lint.runner import check_paths, in_order
 
 __all__ = ["command"]
 
@@ -46,22 +47,34 @@ def parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> int:
     """Checks the paths and prints what was found."""
     paths = find_files(args.paths)
-    config = settings(args)
-    findings = check_paths(paths, config)
+    groups = settings(args, paths)
+    findings = check_all(groups)
     if args.fix:
         changed = fix_files(findings)
         if changed:
             print(f"fixed {changed} place{'s' * (changed > 1)}", file=sys.stderr)
-            findings = check_paths(paths, config)
+            findings = check_all(groups)
     print(render(findings, args.format, sources(findings)))
     return 1 if findings else 0
 
 
-def settings(args: argparse.Namespace) -> Config:
-    """The configuration of the project that the first path belongs to, with the flags on top."""
-    first = Path(args.paths[0]).resolve() if args.paths else Path.cwd()
-    table, root = find_table(first if first.is_dir() else first.parent)
-    return configure(table, args.select, args.ignore, root)
+def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:
+    """The findings in all files, each under the configuration that holds for it."""
+    return in_order(finding for config, paths in groups for finding in check_paths(paths, config))
+
+
+def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, list[str]]]:
+    """The files by the configuration of the project that each belongs to, with the flags on top."""
+    homes: dict[str, list[str]] = {}
+    for path in paths:
+        homes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(path)
+    groups: dict[str, tuple[Config, list[str]]] = {}
+    for folder, files in (homes or {os.getcwd(): []}).items():
+        table, root = find_table(Path(folder))
+        if root not in groups:
+            groups[root] = configure(table, args.select, args.ignore, root), []
+        groups[root][1].extend(files)
+    return list(groups.values())
 
 
 def sources(findings: list[Finding]) -> dict[str, list[str]]:

@@ -57,21 +57,30 @@ def configure(table: dict[str, object], select: str | None, ignore: str | None, 
 
 
 def find_table(start: Path) -> tuple[dict[str, object], str]:
-    """The `[tool.lockstep.lint]` table of the nearest pyproject.toml at or above `start`, and that file's folder."""
+    """The `[tool.lockstep.lint]` table that holds for a folder, and the folder of its pyproject.toml.
+
+    It is the nearest at or above `start`, up to the repository's root: a package of a repository that says nothing of
+    lint takes the repository's.
+    """
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
-        if path.is_file():
-            return _read_table(path), str(folder)
+        table = _read_table(path) if path.is_file() else None
+        if table is not None:
+            return table, str(folder)
+        if (folder / ".git").exists():
+            break
     return {}, ""
 
 
-def _read_table(path: Path) -> dict[str, object]:
+def _read_table(path: Path) -> dict[str, object] | None:
     try:
         data: object = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigProblem(f"{path}: is not valid TOML ({str(error).splitlines()[0]}): correct it") from None
     for key in ("tool", "lockstep", "lint"):
-        data = data.get(key, {}) if isinstance(data, dict) else {}
+        data = data.get(key) if isinstance(data, dict) else None
+    if data is None:
+        return None
     if not isinstance(data, dict):
         raise ConfigProblem(f"{path}: tool.lockstep.lint must be a table")
     return data

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["find_files"]
+from lockstep.lint.analysis.imports import SKIPPED
 
-SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
+__all__ = ["find_files"]
 
 
 def find_files(paths: list[str]) -> list[str]:

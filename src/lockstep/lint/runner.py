@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from lockstep.lint.analysis.budget import WORK, TooIntricate
+from lockstep.lint.analysis.imports import Graph, draw
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.project import Project
 from lockstep.lint.analysis.source import Problem, Source, parse, read
@@ -17,24 +18,50 @@ from lockstep.lint.rules import RULES
 from lockstep.lint.rules.base import Found, Rule
 from lockstep.lint.suppress import Silencer
 
-__all__ = ["PROBLEM", "check_paths", "check_text"]
+__all__ = ["PROBLEM", "check_paths", "check_text", "in_order"]
 
 # The code under which a file that could not be checked is reported.
 PROBLEM = "LS000"
-# Files are checked in parts of this many, each a project of its own: it bounds the memory, and a part is one process's
-# work. Neighbours are in one part, and imports across parts are followed anyway.
+# Files are checked in parts of this many, each one process's work: it bounds the memory. Files that import each other
+# are in one part where they fit; the project's other files are read as they are needed, so that a file's findings
+# depend neither on the part nor on what else is checked.
 PART = 100
 
 
 def check_paths(paths: list[str], config: Config) -> list[Finding]:
     """The findings in the files at `paths`, in order; several processes share a long list."""
-    count = -(-len(paths) // PART)
-    parts = [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
-    workers = min(os.cpu_count() or 1, 8, count)
+    graph = draw(paths)
+    parts = divide(graph.together(sorted(paths)), PART)
+    workers = min(os.cpu_count() or 1, 8, len(parts))
     if workers < 2:
-        return in_order(finding for part in parts for finding in _check_part(part, config))
-    with ProcessPoolExecutor(workers) as pool:
-        return in_order(finding for part in pool.map(_check_part, parts, [config] * count) for finding in part)
+        return in_order(finding for part in parts for finding in _check_part(part, config, graph))
+    with ProcessPoolExecutor(workers, initializer=_share, initargs=(graph,)) as pool:
+        return in_order(finding for part in pool.map(_check_shared, parts, [config] * len(parts)) for finding in part)
+
+
+def divide(groups: list[list[str]], size: int) -> list[list[str]]:
+    """Groups packed into parts of at most `size`; only a larger group is cut."""
+    parts: list[list[str]] = []
+    for group in groups:
+        for start in range(0, len(group), size):
+            piece = group[start : start + size]
+            if parts and len(parts[-1]) + len(piece) <= size:
+                parts[-1] += piece
+            else:
+                parts.append(piece)
+    return parts
+
+
+_SHARED: dict[str, Graph] = {}
+
+
+def _share(graph: Graph) -> None:
+    """Gives a worker process the graph once, not with every part."""
+    _SHARED["graph"] = graph
+
+
+def _check_shared(paths: list[str], config: Config) -> list[Finding]:
+    return _check_part(paths, config, _SHARED["graph"])
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
@@ -42,11 +69,11 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.place)
 
 
-def _check_part(paths: list[str], config: Config) -> list[Finding]:
+def _check_part(paths: list[str], config: Config, graph: Graph) -> list[Finding]:
     if len(paths) < PART // 4:
-        return check_sources([read(path) for path in paths], config)
+        return check_sources([read(path) for path in paths], config, graph)
     with uncollected():
-        return check_sources([read(path) for path in paths], config)
+        return check_sources([read(path) for path in paths], config, graph)
 
 
 @contextlib.contextmanager
@@ -67,10 +94,10 @@ def check_text(text: str, config: Config | None = None, path: str = "example.py"
     return in_order(check_sources([parse(path, text)], config or Config()))
 
 
-def check_sources(sources: Iterable[Source], config: Config) -> list[Finding]:
-    """The findings in parsed files, which are taken as one project."""
+def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None = None) -> list[Finding]:
+    """The findings in parsed files; the graph says which other files import them."""
     sources = list(sources)
-    project = Project(sources)
+    project = Project(sources, graph)
     analysis = Analysis(project)
     modules = {module.path: module for module in project.checked}
     findings: list[Finding] = []

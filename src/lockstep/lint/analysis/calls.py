@@ -13,6 +13,7 @@ __all__ = ["Calls"]
 # Calls that run a function given as an argument, in this process or in others.
 # A name that is bound more often than this in one scope is generated code.
 MAX_BINDS = 20
+MAX_CLASS_STEPS = 60
 RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch"}
 
 
@@ -22,25 +23,17 @@ class Calls:
     def __init__(self, names: Names) -> None:
         self.names = names
         self.project = names.project
-        self.resolving: set[ast.AST] = set()
         self.targets: dict[ast.Call, Scope | None] = {}
         self.classes: dict[tuple[ast.expr, Scope], Scope | None] = {}
 
-    @functools.cached_property
-    def method_names(self) -> set[str]:
-        """The names of all methods of the project's classes: a call of any other name need not be looked up."""
-        return {
-            name
-            for module in self.project.modules.values()
-            for scope in module.scopes
-            if scope.kind == "class"
-            for name in scope.defs
-        }
+    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    def method_names(self, module: Module) -> frozenset[str]:
+        """The names of all methods that a file's programs define: a call of any other name need not be looked up."""
+        return frozenset().union(*(member.methods for member in self.project.family(module)))
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
-        """The project's function that a call runs (a class's `__init__`), if it is known."""
+        """The project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is known."""
         if call not in self.targets:
-            self.targets[call] = None  # a call that needs itself to be resolved is unknown
             self.targets[call] = self.resolve(call, scope)
         return self.targets[call]
 
@@ -48,6 +41,9 @@ class Calls:
         found = self.names.definition(call.func, scope)
         if found is None and isinstance(call.func, ast.Attribute):
             found = self.method(call.func, scope)
+        if found is None and "__call__" in self.method_names(scope.module):
+            owner = self.class_of(call.func, scope) if isinstance(call.func, ast.Name | ast.Attribute) else None
+            return self.names.member(owner, "__call__") if owner is not None else None
         if found is not None and found.kind == "class":
             return self.names.member(found, "__init__")
         return found
@@ -59,42 +55,53 @@ class Calls:
         elif isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super":
             parents = self.names.parents(scope.owner) if scope.owner is not None else iter(())
             return next((m for p in parents if (m := self.names.member(p, func.attr)) is not None), None)
-        elif func.attr in self.method_names:
+        elif func.attr in self.method_names(scope.module):
             owner = self.class_of(func.value, scope)
         else:
             return None
         return self.names.member(owner, func.attr) if owner is not None else None
 
-    def class_of(self, node: ast.expr, scope: Scope, depth: int = 0) -> Scope | None:
+    def class_of(self, node: ast.expr, scope: Scope) -> Scope | None:
         """The project's class of an object, found by the assignment that made it."""
         key = (node, scope)
-        if key in self.classes or depth > 6:
-            return self.classes.get(key)
-        self.classes[key] = None
-        self.classes[key] = self.find_class(node, scope, depth)
+        if key not in self.classes:
+            self.classes[key] = self.find_class(node, scope)
         return self.classes[key]
 
-    def find_class(self, node: ast.expr, scope: Scope, depth: int) -> Scope | None:
-        if isinstance(node, ast.Call):
-            return self.made_class(node, scope, depth)
-        key = dotted(node)
-        if key is None:
-            return None
-        for value, home in self.values(key, scope):
-            found = self.class_of(value, home, depth + 1)
-            if found is not None:
-                return found
-        return _annotated(key, scope, self.names)
+    def find_class(self, node: ast.expr, scope: Scope) -> Scope | None:
+        """The first class on the ways back from a value. One search by itself: what it cut short is remembered by none
+        of the expressions on the way, so that answers do not depend on which question came first.
+        """
+        seen: set[tuple[ast.expr, Scope]] = set()
+        stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
+        for _ in range(MAX_CLASS_STEPS):
+            if not stack:
+                return None
+            current, home, annotated = stack.pop()
+            if annotated:  # comes after all values that the name was given
+                found = _annotated(annotated, home, self.names)
+                if found is not None:
+                    return found
+            elif (current, home) not in seen:
+                seen.add((current, home))
+                if isinstance(current, ast.Call):
+                    found = self.made_class(current, home, stack)
+                    if found is not None:
+                        return found
+                else:
+                    key = dotted(current)
+                    if key is not None:
+                        stack.append((current, home, key))
+                        stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
+        return None
 
-    def made_class(self, node: ast.Call, scope: Scope, depth: int) -> Scope | None:
+    def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
+        """The class that a call makes an object of; what a function returns is put on the stack."""
         found = self.names.definition(node.func, scope)
         if found is None and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
-            return self.class_of(node.func.value, scope, depth + 1)
+            stack.append((node.func.value, scope, ""))
         if found is not None and found.kind == "function":
-            for value in found.returns():
-                made = self.class_of(value, found, depth + 1)
-                if made is not None:
-                    return made
+            stack.extend((value, found, "") for value in reversed(list(found.returns())))
             return None
         return found
 

@@ -71,7 +71,7 @@ class Effects:
         """Whether the text of a function has the word."""
         node = scope.node
         start, end = getattr(node, "lineno", 1), getattr(node, "end_lineno", None)
-        return any(word in line for line in scope.module.source.lines[start - 1 : end])
+        return any(word in line for line in scope.module.lines[start - 1 : end])
 
     def is_collective(self, site: Site) -> bool:
         """Whether a call is a collective of torch.distributed over the default group."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lockstep.lint.analysis.nodes import last, targets, walk
+from lockstep.lint.analysis.prose import bare, blanked, uncommented
 from lockstep.lint.analysis.source import Source
 
 __all__ = ["Bind", "Imported", "Module", "Scope", "Site", "index"]
@@ -155,10 +156,22 @@ class Module:
         """The file's folder."""
         return os.path.dirname(self.path) or "."
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
-        """The file's text."""
-        return self.source.text
+        """The file's text without comments and docstrings, which say nothing of what it does."""
+        prose = [s for scope in self.scopes for s in scope.stmts if isinstance(s, ast.Expr) and _is_string(s.value)]
+        return uncommented(blanked(self.source.text, prose) if prose else self.source.text)
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """The lines of `text`."""
+        return self.text.split("\n")
+
+    @functools.cached_property
+    def bare(self) -> str:
+        """The file's text without strings and imports too: what it names beyond importing it."""
+        imports = [s for scope in self.scopes for s in scope.stmts if isinstance(s, ast.Import | ast.ImportFrom)]
+        return bare(blanked(self.text, imports))
 
     def sites(self, *names: str) -> Iterator[Site]:
         """Every call in the file, or those whose last name is one of `names`."""
@@ -173,10 +186,19 @@ class Module:
         """The file's calls by their last names."""
         return group(self.sites())
 
+    @functools.cached_property
+    def methods(self) -> frozenset[str]:
+        """The names of all methods of the file's classes."""
+        return frozenset(name for scope in self.scopes if scope.kind == "class" for name in scope.defs)
+
     @property
     def is_script(self) -> bool:
         """Whether the file says that it can be run."""
         return "__main__" in self.text
+
+
+def _is_string(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def group(sites: Iterable[Site]) -> dict[str, list[Site]]:

@@ -62,7 +62,6 @@ class Origins:
             return []
         key = (node, scope)
         if key not in self.memo:
-            self.memo[key] = []  # a value that comes from itself has no origin there
             self.memo[key] = _Walk(self).run(node, scope)
         return self.memo[key]
 

@@ -74,7 +74,7 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
         return False
     names = " ".join(view.names.bases_of(owner)) if owner.kind == "class" else ""
     start, end = owner.node.lineno, owner.node.end_lineno or owner.node.lineno  # type: ignore[attr-defined]
-    return bool(DIVIDED.search(names + "\n".join(owner.module.source.lines[start - 1 : end])))
+    return bool(DIVIDED.search(names + "\n".join(owner.module.lines[start - 1 : end])))
 
 
 def feeds(view: View, site: Site, training: Training) -> bool:

@@ -53,7 +53,7 @@ def wrapper(view: View, site: Site) -> str:
 
 def guarded_by_type(view: View, site: Site) -> bool:
     """Whether a test on the wrapper decides, in a statement or a conditional expression."""
-    text = view.module.source.lines
+    text = view.module.lines
     around = "\n".join(text[max(0, site.line - 6) : site.line + 1])
     return any(
         word in around

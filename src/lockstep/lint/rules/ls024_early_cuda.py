@@ -64,7 +64,7 @@ def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
 
 def tested(site: Site) -> bool:
     """Whether the program asks if a group exists around the call."""
-    line = site.module.source.lines[max(0, site.line - 3) : site.line]
+    line = site.module.lines[max(0, site.line - 3) : site.line]
     return any("is_initialized" in text for text in line)
 
 

@@ -121,7 +121,7 @@ def by_rank(site: Site) -> bool:
     scope = site.scope
     start, end = getattr(scope.node, "lineno", 1), getattr(scope.node, "end_lineno", 0) or 0
     own = scope.kind == "function" and end - start < 40
-    text = "\n".join(scope.module.source.lines[start - 1 : end]) if own else ast.unparse(site.call)
+    text = "\n".join(scope.module.lines[start - 1 : end]) if own else ast.unparse(site.call)
     return "rank" in text or "is_main" in text or "master" in text
 
 

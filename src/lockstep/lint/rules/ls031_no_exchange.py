@@ -24,7 +24,7 @@ def check(view: View) -> Iterator[Found]:
     if not any(True for _ in view.sites("init_process_group")):
         return
     family = view.project.family(view.module)
-    if any(EXCHANGES.search(member.text) for member in family):
+    if any(EXCHANGES.search(member.bare) for member in family):
         return
     trained = [t for member in family for t in view.trainings.of(member) if steps(view, member)]
     if not trained:

@@ -1,0 +1,201 @@
+"""Which files of a project import which, found before any is parsed and whatever files are to be checked."""
+
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.lint.analysis.source import MAX_BYTES
+
+__all__ = ["ROOT_MARKS", "SKIPPED", "Graph", "Paths", "draw", "root_of"]
+
+EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
+EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
+EXTERNAL |= {"apex", "yaml", "cv2", "PIL", "timm", "einops", "tensorboardX", "omegaconf", "hydra", "composer"}
+ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
+SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
+# Files of one project that are searched for imports: a bound for a script that lies in a huge tree.
+MAX_SCANNED = 5000
+MAX_UP = 6
+IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+import[ \t\\\n]+(?P<names>\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
+    r"|import[ \t]+(?P<plain>(?:[^\n#;\\]|\\\n)*))",
+    re.MULTILINE,
+)
+NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
+
+
+class Paths:
+    """Finds the file that an import means; reads no file."""
+
+    def __init__(self) -> None:
+        self.is_file = functools.cache(os.path.isfile)
+        self.known: dict[tuple[str, str, int], str | None] = {}
+        self.starts: dict[str, tuple[str, ...]] = {}
+
+    def where(self, folder: str, name: str, level: int = 0) -> str | None:
+        """The file that the dotted name means in a file of `folder`, if the project has it."""
+        key = (folder, name, level)
+        if key not in self.known:
+            self.known[key] = self.search(folder, name, level)
+        return self.known[key]
+
+    def search(self, folder: str, name: str, level: int) -> str | None:
+        parts = [part for part in name.split(".") if part and part != "*"]
+        if level:
+            return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
+        if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
+            return None
+        found = (self.locate(start, parts) for start in self.bases(folder))
+        return next((path for path in found if path is not None), None)
+
+    def hides(self, folder: str, name: str) -> bool:
+        """Whether a folder beside the script hides an installed package of the same name (Python looks there first)."""
+        return name not in {"torch", "numpy"} and self.is_file(os.path.join(folder, name, "__init__.py"))
+
+    def bases(self, folder: str) -> tuple[str, ...]:
+        """The folders that imports in `folder` can start from: it and its parents, up to the repository's root."""
+        if folder not in self.starts:
+            self.starts[folder] = self.climb(folder)
+        return self.starts[folder]
+
+    def climb(self, folder: str) -> tuple[str, ...]:
+        found = [folder]
+        absolute = Path(os.path.abspath(folder))
+        for i, parent in enumerate([absolute, *absolute.parents][:MAX_UP]):
+            if i:
+                found.append(str(parent))
+            found.append(str(parent / "src"))
+            if any((parent / mark).exists() for mark in ROOT_MARKS):
+                return tuple(found)
+        return tuple(found[:4])
+
+    def locate(self, folder: str, parts: list[str]) -> str | None:
+        if not parts:
+            return None
+        path = os.path.join(folder, *parts)
+        candidates = (f"{path}.py", os.path.join(path, "__init__.py"))
+        return next((candidate for candidate in candidates if self.is_file(candidate)), None)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """For each file of the projects (real paths), the files of its project that seem to import it, sorted."""
+
+    importers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def together(self, paths: list[str]) -> list[list[str]]:
+        """The paths in groups that imports connect, in the order of their first members."""
+        parent: dict[str, str] = {}
+
+        def top(name: str) -> str:
+            while parent.setdefault(name, name) != name:
+                parent[name] = parent[parent[name]]
+                name = parent[name]
+            return name
+
+        for target, sources in self.importers.items():
+            for source in sources:
+                parent[top(source)] = top(target)
+        groups: dict[str, list[str]] = {}
+        for path in paths:
+            groups.setdefault(top(os.path.realpath(path)), []).append(path)
+        return list(groups.values())
+
+
+def draw(paths: Iterable[str]) -> Graph:
+    """The graph of all projects that the paths belong to: it depends on what lies there, not on what is named."""
+    roots = dict.fromkeys(root_of(folder) for folder in dict.fromkeys(os.path.dirname(path) or "." for path in paths))
+    found: dict[str, set[str]] = {}
+    resolver = Paths()
+    homes: dict[str, str] = {}
+    for root in roots:
+        files = scan(root)
+        stems = {stem(path) for path in files}
+        for path in files:
+            for target in imported(path, stems, resolver):
+                folder = os.path.dirname(target)
+                if folder not in homes:
+                    homes[folder] = root_of(folder)
+                if homes[folder] == root and target != path:
+                    found.setdefault(target, set()).add(path)
+    return Graph({target: tuple(sorted(sources)) for target, sources in found.items()})
+
+
+@functools.cache
+def _places() -> tuple[Path, ...]:
+    return (Path.home(), Path(tempfile.gettempdir()).resolve(), Path("/"))
+
+
+def root_of(folder: str) -> str:
+    """The root of the project that a folder belongs to: the repository, or the highest folder with a project's mark.
+
+    Without any, the highest of the next folders that hold Python files or the package.
+    """
+    absolute = Path(os.path.realpath(folder))
+    top: Path | None = None
+    for parent in [absolute, *absolute.parents][:MAX_UP]:
+        if parent in _places() and parent != absolute:
+            break
+        if any((parent / mark).exists() for mark in ROOT_MARKS):
+            top = parent
+        if (parent / ".git").exists():
+            break
+    if top is not None:
+        return str(top)
+    top = absolute
+    for parent in absolute.parents[:3]:
+        if parent in _places() or not ((top / "__init__.py").exists() or any(parent.glob("*.py"))):
+            break
+        top = parent
+    return str(top)
+
+
+def scan(root: str) -> list[str]:
+    """The Python files of a project, in a fixed order."""
+    files: list[str] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.startswith("."))
+        files += [os.path.realpath(os.path.join(folder, name)) for name in sorted(names) if name.endswith(".py")]
+        if len(files) >= MAX_SCANNED:
+            break
+    return files[:MAX_SCANNED]
+
+
+def stem(path: str) -> str:
+    """The last word by which a file is imported."""
+    folder, name = os.path.split(path)
+    return os.path.basename(folder) if name == "__init__.py" else name.removesuffix(".py")
+
+
+def imported(path: str, stems: set[str], resolver: Paths) -> Iterator[str]:
+    """The real paths of the project files that a file's import lines mean."""
+    try:
+        if os.path.getsize(path) > MAX_BYTES:
+            return
+        text = Path(path).read_bytes().decode("utf-8", "ignore").replace("\r", "")
+    except OSError:
+        return
+    folder = os.path.dirname(path)
+    for name, level in mentioned(text):
+        if name.rpartition(".")[2] in stems:
+            target = resolver.where(folder, name, level)
+            if target is not None:
+                yield os.path.realpath(target)
+
+
+def mentioned(text: str) -> Iterator[tuple[str, int]]:
+    """The dotted names that the import lines of a text may mean, each with its number of leading dots."""
+    for match in IMPORTS.finditer(text):
+        if match["plain"] is not None:
+            yield from ((name[1], 0) for name in NAME.finditer(match["plain"]))
+            continue
+        module = match["module"].lstrip(".")
+        level = len(match["module"]) - len(module)
+        yield module, level
+        for name in NAME.finditer(match["names"]):
+            yield (f"{module}.{name[1]}" if module else name[1]), level
