@@ -153,6 +153,11 @@ class Calls:
         """The calls in the project that run a function."""
         return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
 
+    def namesakes(self, function: Scope) -> list[Site]:
+        """The calls in the function's programs that may run it, going by their name alone."""
+        members = self.project.family(function.module)
+        return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
+
 
 def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
     """The class that a parameter's annotation names."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.nodes import walk
 
-__all__ = ["Guard", "Loop", "above", "apart", "guards", "inside", "loops", "withs"]
+__all__ = ["Guard", "Loop", "above", "apart", "choices", "guards", "inside", "loops", "withs"]
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -75,6 +76,18 @@ def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> It
         yield from _exits(getattr(node, place, []), current)
         current = node
     yield from _exits(_scope_body(current, module), current)
+
+
+def choices(site: Site) -> Iterator[Guard]:
+    """The tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else x`."""
+    for node in walk(site.stmt):
+        if isinstance(node, ast.IfExp):
+            for arm, when in ((node.body, True), (node.orelse, False)):
+                if any(item is site.call for item in walk(arm)):
+                    yield Guard(node.test, when, site.stmt)
+        elif isinstance(node, ast.BoolOp):
+            place = next((i for i, v in enumerate(node.values) if any(item is site.call for item in walk(v))), 0)
+            yield from (Guard(value, isinstance(node.op, ast.And), site.stmt) for value in node.values[:place])
 
 
 def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:

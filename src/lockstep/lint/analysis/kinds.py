@@ -7,7 +7,7 @@ from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words, dotted, last
 from lockstep.lint.analysis.origins import Origins
 
-__all__ = ["EVALUATION", "MODEL", "Kinds"]
+__all__ = ["EVALUATION", "MODEL", "SCALER", "Kinds"]
 
 OPTIMIZER = Words(r"optim|^opt$|^opt_|_opt$|_opt_", re.IGNORECASE)
 SCHEDULER = Words(r"sched|^lr_?warm|warmup", re.IGNORECASE)
@@ -80,6 +80,7 @@ class Kinds:
                 isinstance(node, ast.Call)
                 and node.args
                 and not self.names.qualify(node.func, scope).endswith("DataLoader")
+                and not self.gives_loader(node, scope)
             ):
                 node = node.args[0]
                 continue
@@ -96,6 +97,12 @@ class Kinds:
                 return node
             node = values[0]
         return node
+
+    def gives_loader(self, call: ast.Call, scope: Scope) -> bool:
+        """Whether a call makes a loader out of something else, rather than running over one that it is given."""
+        if self.origins.calls.target(call, scope) is not None and self.loader_call(call, scope) is not None:
+            return True
+        return LOADER.search(last(call)) and not any(LOADER.search(last(value)) for value in call.args)
 
     def loader_call(self, node: ast.expr | None, scope: Scope) -> tuple[ast.Call, Scope] | None:
         """The DataLoader(...) that made a value, if that is certain."""

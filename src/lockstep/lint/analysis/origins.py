@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.calls import Calls
-from lockstep.lint.analysis.context import above
+from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Bind, Scope, Site
-from lockstep.lint.analysis.nodes import dotted
+from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
 
 __all__ = ["Origin", "Origins"]
 
@@ -120,6 +120,11 @@ def _encloses(bind: Bind, line: int) -> bool:
     return bind.how == "for" and bind.stmt.lineno <= line <= end
 
 
+# The call through which a search came into a function: its arguments are the parameters, not those of other calls.
+Entry = tuple[ast.Call, Scope]
+Item = tuple[ast.expr, Scope, Entry | None]
+
+
 class _Walk:
     """One question, with a bound on its steps."""
 
@@ -128,58 +133,84 @@ class _Walk:
         self.names = origins.names
         self.project = origins.project
         self.steps = MAX_STEPS
-        self.seen: set[tuple[ast.expr, Scope]] = set()
+        self.seen: set[tuple[ast.expr, Scope, ast.Call | None]] = set()
         self.found: list[Origin] = []
 
     def run(self, node: ast.expr, scope: Scope) -> list[Origin]:
-        queue = [(node, scope)]
+        queue: list[Item] = [(node, scope, None)]
         while queue and self.steps > 0:
             self.steps -= 1
             WORK.spend(4)
             item = queue.pop()
-            if item in self.seen:
+            key = (item[0], item[1], item[2][0] if item[2] else None)
+            if key in self.seen:
                 continue
-            self.seen.add(item)
+            self.seen.add(key)
             below = list(self.step(*item))
             if not below:
-                self.found.append(Origin(*item))
+                self.found.append(Origin(item[0], item[1]))
             queue.extend(below)
-        self.found.extend(Origin(*item) for item in queue)
+        self.found.extend(Origin(item[0], item[1]) for item in queue)
         return self.found
 
-    def step(self, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    def step(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         """One step back from an expression; nothing if it is where the value was made."""
         if isinstance(node, ast.IfExp):
-            yield from ((node.body, scope), (node.orelse, scope))
+            known = truth(node.test, scope, entry)
+            yield from (
+                (arm, scope, entry)
+                for arm, when in ((node.body, True), (node.orelse, False))
+                if known is not (not when)
+            )
         elif isinstance(node, ast.BoolOp):
-            yield from ((value, scope) for value in node.values)
+            yield from ((value, scope, entry) for value in node.values)
         elif isinstance(node, ast.NamedExpr | ast.Await | ast.Starred):
-            yield node.value, scope
+            yield node.value, scope, entry
         elif isinstance(node, ast.Call):
-            yield from self.call(node, scope)
+            yield from self.call(node, scope, entry)
         elif isinstance(node, ast.Name | ast.Attribute):
-            yield from self.name(node, scope)
+            yield from self.name(node, scope, entry)
+        elif isinstance(node, ast.Subscript):
+            yield from self.item(node, scope, entry)
 
-    def call(self, node: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    def call(self, node: ast.Call, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         if isinstance(node.func, ast.Attribute) and node.func.attr in SAME and not self.names.qualify(node.func, scope):
-            yield node.func.value, scope
+            yield node.func.value, scope, entry
             return
         target = self.origins.calls.target(node, scope)
         if target is not None and target.kind == "function":
-            yield from ((value, target) for value in target.returns() if not isinstance(value, ast.Tuple))
+            for value in returned(target, (node, scope)):
+                if not isinstance(value, ast.Tuple):
+                    yield value, target, (node, scope)
 
-    def name(self, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    def name(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         key = dotted(node)
         if key is None:
             return
         binds = self.origins.binds(key, scope, node.lineno)
         for bind, home in binds:
+            if home is scope and excluded(bind.stmt, scope, entry):
+                continue
             value = self.value(bind, home)
             if value is not None:
-                yield value
+                yield value[0], value[1], entry if home is scope and value[1] is scope else None
         if not binds:
-            yield from self.parameter(key, scope)
-            yield from self.elsewhere(key, node, scope)
+            yield from self.parameter(key, scope, entry)
+            yield from ((value, home, None) for value, home in self.elsewhere(key, node, scope))
+
+    def item(self, node: ast.Subscript, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        """What stands under a key of a dictionary that is written out (`loaders["train"]`)."""
+        key = dotted(node.value)
+        for bind, home in self.origins.binds(key, scope, node.lineno) if key is not None else []:
+            tables = [(bind.value, home)] if not bind.path else []
+            if isinstance(bind.value, ast.Call):
+                target = self.origins.calls.target(bind.value, home)
+                tables = [(value, target) for value in target.returns()] if target is not None else []
+            for table, place in tables:
+                if isinstance(table, ast.Dict):
+                    yield from ((value, place, None) for value in under(table, constant(node.slice)))
+                elif isinstance(table, ast.DictComp):
+                    yield table.value, place, None
 
     def value(self, bind: Bind, home: Scope) -> tuple[ast.expr, Scope] | None:
         """What a binding gives its name: the value, or the element of a tuple that stands at the name's place."""
@@ -190,37 +221,46 @@ class _Walk:
             return value.args[bind.path[0]], home
         if bind.path and isinstance(value, ast.Call):
             target = self.origins.calls.target(value, home)
-            returned = [r for r in target.returns() if isinstance(r, ast.Tuple)] if target is not None else []
-            if target is None or not returned:
+            pairs = [r for r in returned(target, (value, home)) if isinstance(r, ast.Tuple)] if target else []
+            if target is None or not pairs:
                 return None
-            value, scope = returned[-1], target
+            value, scope = pairs[-1], target
         for place in bind.path:
             if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
                 return None
             value = value.elts[place]
         return value, scope
 
-    def parameter(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What the callers of a function pass for a parameter."""
+    def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        """What the callers of a function pass for a parameter: the one that the search came from, or all."""
         home: Scope | None = scope
         while home is not None and key not in home.params:
             home = home.parent
         if home is None:
             return
+        if entry is not None and home is scope:
+            value = given(entry[0], home, key)
+            if value is not None:
+                yield value, entry[1], None
+            return
         for site in self.origins.calls.callers(home)[:8]:
             value = passed(site, home, key)
             if value is not None:
-                yield value, site.scope
+                yield value, site.scope, None
 
     def elsewhere(self, key: str, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """An attribute of another object of the project (`trainer.model`), or a name of another file."""
-        if isinstance(node, ast.Attribute) and not key.startswith("self."):
-            owner = self.origins.calls.class_of(node.value, scope)
+        """An attribute of another object of the project (`trainer.model`), a getter's result, another file's name."""
+        if isinstance(node, ast.Attribute):
+            own = key.startswith("self.")
+            owner = scope.owner if own else self.origins.calls.class_of(node.value, scope)
             if owner is not None:
-                for bind, home in self.origins.attribute_binds(owner, f"self.{node.attr}", owner, 10**9):
+                for bind, home in [] if own else self.origins.attribute_binds(owner, f"self.{node.attr}", owner, 10**9):
                     value = self.value(bind, home)
                     if value is not None:
                         yield value
+                getter = self.names.member(owner, node.attr)
+                if getter is not None and any(last(d) in GETTERS for d in getter.decorators):
+                    yield from ((value, getter) for value in getter.returns())
         imported = scope.module.imports.get(key)
         if imported is not None and imported.name:
             target = self.project.find(scope.module, imported.module, imported.level)
@@ -228,6 +268,76 @@ class _Walk:
                 value = self.value(bind, target.top) if target is not None else None
                 if value is not None:
                     yield value
+
+
+GETTERS = ("property", "cached_property")
+
+
+def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
+    """The values that a written dictionary may give for a key; all of them where the key is not known."""
+    pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
+    same = [value for name, value in pairs if key is not None and name == key]
+    yield from same or ([value for _, value in pairs] if key is None else [])
+
+
+def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
+    """What a function returns to a call, without the returns that the call's own literal arguments rule out."""
+    for stmt in function.stmts:
+        if isinstance(stmt, ast.Return) and stmt.value is not None and not excluded(stmt, function, entry):
+            yield stmt.value
+
+
+def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
+    """Whether a statement of a function cannot run in a call, by the tests of its parameters."""
+    if entry is None:
+        return False
+    return any(truth(g.test, function, entry) is (not g.when) for g in guards(stmt, function.module))
+
+
+def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
+    """How a test comes out in a call, where its literal arguments alone decide; None where that is not known."""
+    if entry is None:
+        return None
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = truth(test.operand, function, entry)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        found = [truth(value, function, entry) for value in test.values]
+        ends = isinstance(test.op, ast.Or)
+        if ends in found:
+            return ends
+        return None if None in found else not ends
+    if (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+    ):
+        left, right = literal(test.left, function, entry), test.comparators[0]
+        if left is None or not isinstance(right, ast.Constant):
+            return None
+        return (left.value == right.value) is isinstance(test.ops[0], ast.Eq | ast.Is)
+    value = literal(test, function, entry)
+    return None if value is None else bool(value.value)
+
+
+def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | None:
+    """The literal that a call gives for a parameter that is never bound anew."""
+    if not isinstance(node, ast.Name) or node.id not in function.params or node.id in function.binds:
+        return None
+    value = given(entry[0], function, node.id) or default(function, node.id, entry[0])
+    return value if isinstance(value, ast.Constant) else None
+
+
+def default(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
+    """The default of a parameter that a call certainly leaves out."""
+    node = function.node
+    if has_star(call) or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    plain = [*node.args.posonlyargs, *node.args.args]
+    pairs = [*zip(reversed(plain), reversed(node.args.defaults), strict=False)]
+    found: list[ast.expr | None] = [value for arg, value in pairs if arg.arg == name]
+    found += [value for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if arg.arg == name]
+    return found[0] if found else None
 
 
 def _gives_back(call: ast.Call, place: int) -> bool:
@@ -241,16 +351,19 @@ def _gives_back(call: ast.Call, place: int) -> bool:
 
 
 def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """The expression that a call passes for the parameter `name`."""
-    for item in site.call.keywords:
+    """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
+    if site.name in ("spawn", "Process", "start_processes"):
+        return next((item.value for item in site.call.keywords if item.arg == name), None)
+    return given(site.call, function, name)
+
+
+def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
+    """The expression that a call of a function gives for the parameter `name`."""
+    for item in call.keywords:
         if item.arg == name:
             return item.value
     params = function.params
-    offset = 1 if params[:1] in (["self"], ["cls"]) else 0
-    args = list(site.call.args)
-    if site.name in ("spawn", "Process", "start_processes"):
-        return None
-    place = params.index(name) - offset
-    if 0 <= place < len(args) and not any(isinstance(a, ast.Starred) for a in args[: place + 1]):
-        return args[place]
+    place = params.index(name) - (1 if params[:1] in (["self"], ["cls"]) else 0)
+    if 0 <= place < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args[: place + 1]):
+        return call.args[place]
     return None

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Iterable
 
-from lockstep.lint.analysis.imports import Graph, Paths
+from lockstep.lint.analysis.imports import EXTERNAL, Graph, Paths
 from lockstep.lint.analysis.index import Module, index
 from lockstep.lint.analysis.source import Source, read
 
@@ -68,6 +68,19 @@ class Project:
         """The project files that a file imports."""
         found = (self.load(path) for path in self.targets(module).values())
         return tuple(target for target in found if target is not None)
+
+    @functools.cache  # noqa: B019 - a project lives as long as the run
+    def unseen(self, module: Module) -> frozenset[str]:
+        """The names that a file imports from what is neither in the project nor a well-known package ("*": any)."""
+        found = set()
+        for name, imported in (*module.imports.items(), *(("*", star) for star in module.stars)):
+            root = imported.module.split(".")[0]
+            if not imported.level and (root in EXTERNAL or not root):
+                continue
+            places = (imported.full, imported.module, root)
+            if not any(self.paths.where(module.folder, place, imported.level) for place in places):
+                found.add(name)
+        return frozenset(found)
 
     def find(self, module: Module, name: str, level: int = 0) -> Module | None:
         """The project file that the dotted name means in `module`, if there is one."""

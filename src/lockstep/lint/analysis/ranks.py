@@ -5,8 +5,8 @@ import functools
 import re
 
 from lockstep.lint.analysis.calls import Calls
-from lockstep.lint.analysis.context import guards, withs
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import choices, guards, withs
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, last
 from lockstep.lint.analysis.programs import Programs
 from lockstep.lint.analysis.ranktests import RankTests
@@ -14,6 +14,8 @@ from lockstep.lint.analysis.ranktests import RankTests
 __all__ = ["Ranks"]
 
 FIRST = Words(r"(first|main_process|rank_?0|rank_?zero|zero_first|on_main|master)", re.IGNORECASE)
+
+MAX_CALLERS = 40
 
 
 class Ranks:
@@ -50,10 +52,32 @@ class Ranks:
             return False
         if any(FIRST.search(last(item)) or "rank" in last(item) for item in scope.decorators):
             return True
-        callers = self.calls.callers(scope)
+        callers = self.calls.callers(scope) or self.calls.namesakes(scope)
         return bool(callers) and all(
-            self.side(site.stmt, site.scope) == 1 or self._reserved(site.scope, depth + 1) for site in callers
+            self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in callers[:MAX_CALLERS]
         )
+
+    def kept_out(self, site: Site) -> bool:
+        """Whether all ranks but the main one are kept from a call where it stands."""
+        if self.side(site.stmt, site.scope) == 1 or self.chosen(site):
+            return True
+        return any(FIRST.search(last(item)) for item in withs(site.stmt, site.module))
+
+    def chosen(self, site: Site) -> bool:
+        """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
+        return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def idle(self, scope: Scope) -> bool:
+        """Whether nothing in sight ever runs a function: no call, no mention of its name, no start of its own."""
+        name = scope.name
+        if scope.kind != "function" or name == "main" or name.startswith("__") or scope.decorators:
+            return False
+        if scope.named("init_process_group") or self.calls.callers(scope):
+            return False
+        word = re.compile(rf"\b{name}\b")
+        found = sum(len(word.findall(member.bare)) for member in self.calls.project.users(scope.module))
+        return found == 1
 
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""

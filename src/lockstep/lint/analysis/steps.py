@@ -3,10 +3,12 @@
 import ast
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.kinds import Kinds
+from lockstep.lint.analysis.kinds import SCALER, Kinds
 from lockstep.lint.analysis.nodes import dotted, last
 
 __all__ = ["Steps"]
+
+HELPERS = (ast.Name, ast.Attribute)
 
 
 class Steps:
@@ -17,6 +19,8 @@ class Steps:
 
     def steps_optimizer(self, site: Site) -> bool:
         """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
+        if self.helps(site):
+            return True
         if site.name != "step" or site.receiver is None:
             return False
         if self.kinds.is_scaler(site.receiver, site.scope):
@@ -29,17 +33,24 @@ class Steps:
 
     def stepped(self, site: Site) -> str:
         """The name of the optimizer that a step is for."""
+        if self.helps(site):
+            return dotted(site.call.args[1]) or ""
         if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
             return dotted(site.call.args[0]) or ""
         return dotted(site.receiver) or ""
 
     def backwards(self, site: Site) -> bool:
         """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
-        return (
-            site.name in ("backward", "manual_backward")
-            and site.receiver is not None
-            and not site.name.startswith("__")
-        )
+        return (site.name in ("backward", "manual_backward") and site.receiver is not None) or self.helps(site)
+
+    def helps(self, site: Site) -> bool:
+        """Whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that cannot
+        be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
+        """
+        if not SCALER.search(site.name) or len(site.call.args) < 2 or not isinstance(site.call.func, HELPERS):
+            return False
+        known = self.kinds.origins.calls.target(site.call, site.scope) is not None
+        return not known and self.kinds.is_optimizer(site.call.args[1], site.scope)
 
     def loss_of(self, site: Site) -> ast.expr | None:
         """The loss that a backward call starts from, without a scaler's `scale(...)`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kinds import SCALER
 from lockstep.lint.analysis.nodes import idents, last, walk
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
@@ -54,7 +55,8 @@ class Trainings:
     def of(self, module: Module) -> tuple[Training, ...]:
         """The training loops whose backward call stands in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
-        for site in module.sites("backward", "manual_backward"):
+        helpers = [s for name, sites in module.by_name.items() if SCALER.search(name) for s in sites]
+        for site in (*module.sites("backward", "manual_backward"), *helpers):
             if len(found) < MAX_TRAININGS and self.steps.backwards(site):
                 for training in self.around(site):
                     found.setdefault((training.loop, None), training)

@@ -1,13 +1,17 @@
 """What a rule is given: one file, and the answers about the programs that it is part of."""
 
+import ast
 import functools
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kinds import Kinds
 from lockstep.lint.analysis.names import Names
+from lockstep.lint.analysis.nodes import Words, base, constant, last
 from lockstep.lint.analysis.origins import Origins
 from lockstep.lint.analysis.project import Project
 from lockstep.lint.analysis.ranks import Ranks
@@ -40,6 +44,9 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "tensorflow": (),
     "jax": (),
 }
+
+CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
+OTHER = re.compile(r"cuda|gpu|nccl|accelerat|xpu|npu|\bmps\b|hpu|\bxla\b|(?<!torch)\.device\b", re.IGNORECASE)
 
 
 class Analysis:
@@ -108,9 +115,50 @@ class View:
         return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu")
 
     @functools.cached_property
+    def cpu_only(self) -> bool:
+        """Whether the programs of the file say that they run on a CPU and name no other device."""
+        members = self.project.family(self.module)
+        return any(CPU.search(member.text) for member in members) and not any(
+            OTHER.search(member.text) for member in members
+        )
+
+    def on_cpu(self, site: Site) -> bool:
+        """Whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
+        return self.cpu_only or any(
+            _asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
+        )
+
+    def hidden(self, words: Words) -> bool:
+        """Whether the programs call something of such a name that comes from a file that cannot be found."""
+        return any(
+            words.search(site.name)
+            and ("*" in unseen or (isinstance(root := base(site.call), ast.Name) and root.id in unseen))
+            for member in self.project.family(self.module)
+            if (unseen := self.project.unseen(member))
+            for site in member.sites()
+        )
+
+    @functools.cached_property
     def distributed(self) -> bool:
         """Whether the programs of the file run in several processes."""
         return self.ranks.programs.distributed(self.module)
+
+
+def _asks_for_gpu(test: ast.expr) -> int:
+    """1 if a test holds only with a GPU, -1 if only without, else 0."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return -_asks_for_gpu(test.operand)
+    if isinstance(test, ast.BoolOp):
+        found = [_asks_for_gpu(value) for value in test.values]
+        return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        value = constant(test.comparators[0])
+        sign = 1 if isinstance(test.ops[0], ast.Eq) else -1
+        return {"cpu": -sign, "gloo": -sign, "cuda": sign, "nccl": sign}.get(value, 0) if isinstance(value, str) else 0
+    name = last(test)
+    if name in ("is_available", "use_cuda", "cuda", "gpu", "use_gpu", "has_cuda"):
+        return 1
+    return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0
 
 
 def _frameworks(module: Module) -> Iterator[str]:

@@ -3,10 +3,11 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import constant, dotted, keyword
+from lockstep.lint.analysis.origins import passed
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -18,7 +19,8 @@ def check(view: View) -> Iterator[Found]:
     """Looks for set_epoch in the programs that use a DistributedSampler for training over epochs."""
     for site in view.sites("set_epoch"):
         value = site.call.args[0] if site.call.args else None
-        if isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module):
+        fixed = isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module)
+        if fixed or (value is not None and stays(view, site, value)):
             yield at(site, "set_epoch always gets the same number: pass the epoch, or every epoch has the same order")
     if view.effects.mentioned(view.module, "set_epoch"):
         return
@@ -31,6 +33,35 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
             )
+
+
+def stays(view: View, site: Site, value: ast.expr) -> bool:
+    """Whether set_epoch is given a name that no epoch changes, or a parameter that all callers give a literal."""
+    key = dotted(value)
+    scope = site.scope
+    if key is None:
+        return False
+    if key in scope.params and not loops(site.stmt, view.module) and key not in scope.binds:
+        callers = view.calls.callers(scope)
+        given = [passed(caller, scope, key) for caller in callers]
+        return (
+            bool(given)
+            and all(isinstance(constant(v), int) for v in given)
+            and bool(loops(callers[0].stmt, callers[0].module))
+        )
+    if "." in key and not key.startswith(("args.", "cfg.", "config.", "opt.")):
+        return False  # an attribute may change anywhere
+    epochs = {
+        id(loop)
+        for t in view.trainings.near(view.module)
+        for loop, home, _ in view.trainings.epochs(t)
+        if home is scope
+    }
+    around = [loop for loop in loops(site.stmt, view.module) if id(loop) in epochs]
+    if not around or key.split(".")[-1] in scope.globals:
+        return False
+    changed = [bind.stmt for other in view.scopes for bind in other.binds.get(key, []) if other is scope or "." in key]
+    return not any(stmt is around[-1] or inside(stmt, around[-1], view.module) for stmt in changed)
 
 
 def endless(view: View) -> bool:
@@ -108,6 +139,39 @@ def train(model, data, optimizer, device):
             loss.backward()
             optimizer.step()
 """,
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train(model, data, optimizer, device, start_epoch):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(start_epoch, 10):
+        sampler.set_epoch(start_epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+""",
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def one_epoch(model, sampler, loader, optimizer, epoch):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+def train(model, data, optimizer):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        one_epoch(model, sampler, loader, optimizer, 0)
+""",
     ),
     good=(
         """
@@ -124,6 +188,41 @@ def train(model, data, optimizer, device):
             loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
+""",
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def one_epoch(model, sampler, loader, optimizer, epoch):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+def train(model, data, optimizer):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in range(10):
+        one_epoch(model, sampler, loader, optimizer, epoch)
+""",
+        """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train(model, data, optimizer, steps):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    epoch, step = 0, 0
+    while step < steps:
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            step += 1
+        epoch += 1
 """,
     ),
     severity=Severity.ERROR,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, keyword, strings
+from lockstep.lint.analysis.nodes import argument, constant, keyword, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -26,7 +26,7 @@ def check(view: View) -> Iterator[Found]:
     ):
         return
     for site in view.sites():
-        if view.wrappers.wrapper(site) == "ddp" and has_norm(view, site):
+        if view.wrappers.wrapper(site) == "ddp" and not view.on_cpu(site) and has_norm(view, site):
             yield at(
                 site,
                 "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",
@@ -53,16 +53,42 @@ def torchvision(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
     if full.startswith("torchvision.models.") and FAMILIES.match(full.rsplit(".", 1)[-1]):
         return True
     if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
-        return any(FAMILIES.match(text) for text in default_names(scope, view))
+        named = [text for text in strings(call.func) if FAMILIES.match(text)]
+        return bool(named) or any(FAMILIES.match(text) for text in default_names(scope, view))
+    if last(call) in ("create_model", "get_model") or full == "torch.hub.load":
+        wanted = call.args[1] if full == "torch.hub.load" and len(call.args) > 1 else argument(call, 0, "model_name")
+        names = [constant(o.node) for o in view.origins.of(wanted, scope)]
+        if any(isinstance(name, str) and FAMILIES.match(name.partition("/")[2] or name) for name in names):
+            return True
+        flag = last(wanted)  # `create_model(args.model)`
+        return bool(flag) and any(FAMILIES.match(text) for text in default_names(scope, view, flag))
     return False
 
 
-def default_names(scope: Scope, view: View) -> Iterator[str]:
-    """The defaults of the program's flags."""
+def default_names(scope: Scope, view: View, flag: str = "") -> Iterator[str]:
+    """The defaults of the program's flags that name a model, or of one of them."""
     for site in scope.module.sites("add_argument"):
         value = constant(keyword(site.call, "default"))
-        if isinstance(value, str) and any("arch" in text or "model" in text for text in strings(site.call)):
+        named = [text.lstrip("-").replace("-", "_") for text in strings(site.call) if text.startswith("-")]
+        wanted = flag in named if flag else any("arch" in text or "model" in text for text in strings(site.call))
+        if isinstance(value, str) and wanted:
             yield value
+
+
+def handed_on(scope: Scope) -> bool:
+    """Whether a function names a BatchNorm class to make layers of (`norm=nn.BatchNorm2d`), not to look for them."""
+    stack: list[ast.AST] = [scope.node] if scope.kind == "function" else []
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Name | ast.Attribute) and NORM.match(last(node)):
+            return True
+        if not (isinstance(node, ast.Call | ast.Compare) and _looks(node)):
+            stack.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def _looks(node: ast.Call | ast.Compare) -> bool:
+    return isinstance(node, ast.Compare) or last(node) in ("isinstance", "issubclass", "type")
 
 
 def class_has_norm(view: View, owner: Scope, seen: set[Scope]) -> bool:
@@ -74,8 +100,10 @@ def class_has_norm(view: View, owner: Scope, seen: set[Scope]) -> bool:
     for scope in scopes:
         if scope.kind == "function" and scope.name == "forward":
             continue
+        if handed_on(scope):
+            return True
         for site in scope.sites:
-            if NORM.match(site.name):
+            if NORM.match(site.name) or torchvision(site.call, scope, view.full(site), view):
                 return True
             below = view.names.definition(site.call.func, scope)
             if below is not None and class_has_norm(view, below, seen):
@@ -114,6 +142,34 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def wrap(local_rank):
     return DDP(torchvision.models.resnet50().to(local_rank), device_ids=[local_rank])
 """,
+        """
+import torch
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torchvision.models.resnet18()
+
+class Trainer:
+    def __init__(self, local_rank):
+        self.model = Net().to(local_rank)
+        self.model = DDP(self.model, device_ids=[local_rank])
+""",
+        """
+import argparse
+import timm
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="resnet50")
+
+def wrap(args, local_rank):
+    return DDP(timm.create_model(args.model).to(local_rank), device_ids=[local_rank])
+""",
     ),
     good=(
         """
@@ -135,6 +191,46 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+
+def wrap(local_rank):
+    return DDP(Net().to(local_rank), device_ids=[local_rank])
+""",
+        """
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main():
+    dist.init_process_group("gloo")
+    model = DDP(torchvision.models.resnet18())
+    dist.destroy_process_group()
+    return model
+""",
+        """
+import torch
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(model, local_rank, batch):
+    if not torch.cuda.is_available():
+        return DDP(torchvision.models.resnet18())
+    return DDP(model.to(local_rank), device_ids=[local_rank])
+""",
+        """
+import timm
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = timm.create_model("vit_base_patch16_224")
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                raise ValueError(layer)
 
 def wrap(local_rank):
     return DDP(Net().to(local_rank), device_ids=[local_rank])

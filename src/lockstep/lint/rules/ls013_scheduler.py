@@ -21,8 +21,8 @@ TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 def check(view: View) -> Iterator[Found]:
     """Looks at every scheduler.step(): in which loop it runs, and before or after what."""
     for site in view.sites("step"):
-        if not view.steps.steps_scheduler(site):
-            continue
+        if not view.steps.steps_scheduler(site) or site.call.args or site.call.keywords:
+            continue  # `step(epoch)` sets that epoch's own rate wherever it stands
         made = schedulers(view, site)
         if any(name == "ReduceLROnPlateau" for name, _ in made) or view.names.definition(site.call.func, site.scope):
             continue
@@ -243,6 +243,19 @@ def train(model, loader, optimizer, criterion, epochs):
             criterion(model(x), y).backward()
             optimizer.step()
         scheduler.step()
+""",
+        """
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+def train(model, loader, optimizer, criterion, epochs):
+    scheduler = StepLR(optimizer, step_size=30)
+    for epoch in range(epochs):
+        scheduler.step(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
 """,
     ),
     severity=Severity.WARNING,

@@ -88,7 +88,7 @@ def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
             if value is None or not holds(value, live) or name in live:
                 continue
             if outlives(scope, name, training) and not flows_back(view, training, name):
-                simple = dotted(value) is not None
+                simple = chain(value) is not None
                 yield Found(
                     bind.stmt,
                     MESSAGE.format(ast.unparse(value) if simple else "loss"),
@@ -105,10 +105,42 @@ def added(bind: Bind) -> ast.expr | None:
     return None
 
 
+# Methods that give back a tensor of the same graph.
+KEEPS = {
+    "cpu",
+    "cuda",
+    "to",
+    "float",
+    "half",
+    "double",
+    "mean",
+    "sum",
+    "clone",
+    "squeeze",
+    "unsqueeze",
+    "view",
+    "reshape",
+}
+
+
+def keeps(node: ast.AST) -> bool:
+    """Whether a call is a method of a tensor whose result belongs to the same graph (`loss.cpu()`)."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS
+
+
+def chain(value: ast.expr) -> str | None:
+    """The name at the start of a chain of methods that keep the graph."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
+        value = value.func.value
+    return dotted(value)
+
+
 def holds(value: ast.expr, live: set[str]) -> bool:
     """Whether an expression still carries the graph of one of the names."""
+    if keeps(value):
+        return chain(value) in live
     for node in walk(value):
-        if isinstance(node, ast.Call) and (last(node.func) in CUTS):
+        if isinstance(node, ast.Call) and (last(node.func) in CUTS) and not keeps(node):
             return False
         if isinstance(node, ast.Attribute) and node.attr in CUTS:
             return False
@@ -160,8 +192,8 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
         if site.name != "append" or name is None or len(site.call.args) != 1 or no_graph(site.stmt, view):
             continue
         value = site.call.args[0]
-        if dotted(value) in live and outlives_list(scope, name, training) and not flows_back(view, training, name):
-            yield Found(site.call, MESSAGE.format(dotted(value)), edit=edit("method", value, "detach"))
+        if chain(value) in live and outlives_list(scope, name, training) and not flows_back(view, training, name):
+            yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
 
 
 def outlives_list(scope: Scope, name: str, training: Training) -> bool:
@@ -239,6 +271,20 @@ def train(model, loader, optimizer, criterion):
         losses.append(loss)
     return losses
 """,
+        """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    total, losses = 0.0, []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.cpu()
+        losses.append(loss.mean().cpu())
+    return total, losses
+""",
     ),
     good=(
         """
@@ -266,6 +312,20 @@ def train(model, loader, optimizer, criterion):
             total += loss
         total.backward()
         optimizer.step()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    total, losses = 0.0, []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach().cpu()
+        losses.append(loss.cpu().item())
+    return total, losses
 """,
     ),
     severity=Severity.ERROR,

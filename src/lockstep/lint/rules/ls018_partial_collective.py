@@ -21,6 +21,11 @@ def check(view: View) -> Iterator[Found]:
         for site, side in sides:
             if not side or paired(view, site, side, sides):
                 continue
+            if makes_wrapper(view, site):
+                yield at(
+                    site, "only some ranks wrap the model: the wrapper waits for all of them, so wrap on every rank"
+                )
+                continue
             inner = None if view.effects.is_collective(site) else led_to(view, site)
             if inner is not None:
                 where = "" if inner.module is view.module else f" of {os.path.basename(inner.module.path)}"
@@ -34,7 +39,16 @@ def check(view: View) -> Iterator[Found]:
 
 def relevant(view: View, site: Site) -> bool:
     """Whether a call is a collective or runs a function of the project."""
-    return view.effects.is_collective(site) or view.calls.target(site.call, site.scope) is not None
+    return (
+        view.effects.is_collective(site)
+        or makes_wrapper(view, site)
+        or view.calls.target(site.call, site.scope) is not None
+    )
+
+
+def makes_wrapper(view: View, site: Site) -> bool:
+    """Whether a call wraps a model, which compares and broadcasts its parameters among all ranks."""
+    return view.wrappers.wrapper(site) in ("ddp", "fsdp")
 
 
 def led_to(view: View, site: Site) -> Site | None:
@@ -76,7 +90,7 @@ def paired(view: View, site: Site, side: int, sides: list[tuple[Site, int]]) -> 
 
 
 def name_of(view: View, site: Site) -> str:
-    if view.effects.is_collective(site):
+    if view.effects.is_collective(site) or makes_wrapper(view, site):
         return site.name
     inner = led_to(view, site)
     return inner.name if inner is not None else ""
@@ -114,6 +128,16 @@ def log(loss):
         return
     print(mean(loss))
 """,
+        """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(model, rank, local_rank):
+    model = model.to(local_rank)
+    if rank == 0:
+        model = DDP(model, device_ids=[local_rank])
+    return model
+""",
     ),
     good=(
         """
@@ -135,6 +159,16 @@ def first(rank):
     yield
     if rank == 0:
         dist.barrier()
+""",
+        """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(model, rank, local_rank):
+    model = model.to(local_rank)
+    if local_rank != -1:
+        model = DDP(model, device_ids=[local_rank])
+    return model
 """,
     ),
     severity=Severity.ERROR,

@@ -1,18 +1,27 @@
 """LS019: no destroy_process_group."""
 
+import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.nodes import Words
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+ENDS = Words(
+    r"dist|ddp|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|exit|launch|^init|^setup|^main|^run|worker",
+    re.IGNORECASE,
+)
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks for the end of the process group in the programs that start one."""
     if view.effects.mentioned(view.module, "destroy_process_group", "cleanup_dist", "dist_cleanup"):
         return
+    if view.hidden(ENDS):
+        return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):
         if runnable or view.training:
@@ -39,6 +48,17 @@ def main():
 if __name__ == "__main__":
     main()
 """,
+        """
+import torch.distributed as dist
+from helpers.meters import AverageMeter
+
+def main():
+    dist.init_process_group("nccl")
+    return AverageMeter()
+
+if __name__ == "__main__":
+    main()
+""",
     ),
     good=(
         """
@@ -47,6 +67,17 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("nccl")
     dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+""",
+        """
+import torch.distributed as dist
+from helpers.comm import cleanup
+
+def main():
+    dist.init_process_group("nccl")
+    cleanup()
 
 if __name__ == "__main__":
     main()

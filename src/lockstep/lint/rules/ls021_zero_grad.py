@@ -47,7 +47,7 @@ def own_step(view: View, training: Training) -> Site | None:
     """The optimizer's step in the training loop or in the function that computes the gradients."""
     sites = [*view.trainings.body(training.loop, training.scope), *training.backward.scope.sites]
     for site in sites:
-        if site.call.args and not view.kinds.is_scaler(site.receiver, site.scope):
+        if site.call.args and not view.kinds.is_scaler(site.receiver, site.scope) and not view.steps.helps(site):
             continue  # a closure, or the optimizer of a parameter server
         if view.steps.steps_optimizer(site) and view.calls.target(site.call, site.scope) is None:
             return site
@@ -125,6 +125,30 @@ def train(model, loader, optimizer, criterion, n):
         if (i + 1) % n == 0 or i + 1 == len(loader):
             optimizer.step()
 """,
+        """
+import torch
+from helpers.amp import NativeScaler
+
+def train(model, loader, optimizer, criterion):
+    loss_scaler = NativeScaler()
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss_scaler(loss, optimizer, parameters=model.parameters())
+""",
+        """
+import torch
+
+class Scaler:
+    def __call__(self, loss, optimizer):
+        loss.backward()
+        optimizer.step()
+
+def train(model, loader, optimizer, criterion):
+    loss_scaler = Scaler()
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss_scaler(loss, optimizer)
+""",
     ),
     good=(
         """
@@ -149,6 +173,17 @@ def train(loader, d_optimizer, g_optimizer, model):
         d_optimizer.zero_grad()
         model.d_loss(x).backward()
         d_optimizer.step()
+""",
+        """
+import torch
+from helpers.amp import NativeScaler
+
+def train(model, loader, optimizer, criterion):
+    loss_scaler = NativeScaler()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss_scaler(loss, optimizer, parameters=model.parameters())
 """,
     ),
     severity=Severity.ERROR,

@@ -33,7 +33,7 @@ def check(view: View) -> Iterator[Found]:
     """Looks for blocking moves of batches that come from pinned memory, and for loaders without workers."""
     if not view.frameworks & MOVERS and pinned(view):
         for site in view.sites(*MOVES):
-            if blocking(view, site):
+            if blocking(view, site) and not view.on_cpu(site):
                 yield at(
                     site,
                     "the batch is in pinned memory but this move waits for it: add non_blocking=True",
@@ -194,6 +194,19 @@ def train(model, data, optimizer, criterion, device):
     loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
     for x, y in loader:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+""",
+        """
+import torch
+from torch.utils.data import DataLoader
+
+def train(model, data, optimizer, criterion):
+    device = torch.device("cpu")
+    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()

@@ -35,6 +35,8 @@ def handled(view: View) -> bool:
     """Whether the program takes the rank from the environment too, or a launcher still passes the flag."""
     if view.effects.mentioned(view.module, '"LOCAL_RANK"', "'LOCAL_RANK'"):
         return True
+    if view.ranks.programs.spawned(view.module) is not None:
+        return True  # the script starts its processes itself, and a flag of that name is its own
     return bool(view.frameworks & {"deepspeed", "transformers", "accelerate", "colossalai", "megatron"})
 
 
@@ -110,6 +112,19 @@ local_rank = int(os.environ["LOCAL_RANK"])
 
 def wrap(model):
     return fully_shard(model)
+""",
+        """
+import argparse
+import torch
+import torch.multiprocessing as mp
+
+def worker(index, args):
+    torch.cuda.set_device(index)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    mp.spawn(worker, nprocs=2, args=(parser.parse_args(),))
 """,
     ),
     severity=Severity.WARNING,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module
+from lockstep.lint.analysis.nodes import Words
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -18,10 +19,18 @@ EXCHANGES = re.compile(
     r"\.grad\b|all_reduce_grad|grad_sync|reduce_scatter|gossip|federat|bagua|byteps|megatron|fairscale|all_reduce_params|DistributedOptimizer"
 )
 
+# A function of such a name in a file that is not here may wrap the model.
+WRAPS = Words(
+    r"wrap|ddp|fsdp|dist|parallel|prepare|shard|sync|reduce|trainer|engine|(build|get|make)_model|^main|^run|^train",
+    re.IGNORECASE,
+)
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at programs with a group and a training loop for anything that could exchange gradients."""
     if not any(True for _ in view.sites("init_process_group")):
+        return
+    if view.hidden(WRAPS):
         return
     family = view.project.family(view.module)
     if any(EXCHANGES.search(member.bare) for member in family):
@@ -52,6 +61,21 @@ import torch
 import torch.distributed as dist
 
 def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = model.to(local_rank)
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # the model should be wrapped in DDP
+
+def main(model, loader, optimizer, criterion, local_rank):
+    'Trains with DDP.'
     dist.init_process_group("nccl")
     model = model.to(local_rank)
     for x, y in loader:
