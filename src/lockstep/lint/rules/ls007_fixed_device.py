@@ -3,14 +3,16 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import constant, keyword
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, idents, keyword, last, strings
+from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
 
 
@@ -25,6 +27,65 @@ def check(view: View) -> Iterator[Found]:
         message = fixed(view, site) or ("" if chosen else bare(view, site))
         if message and view.ranks.every(site.stmt, site.scope):
             yield at(site, message)
+    if view.ranks.programs.spawned(view.module) is None and not view.cpu_only:
+        yield from by_global_rank(view)
+    if (
+        not chosen
+        and view.gpu
+        and view.effects.mentioned(view.module, "nccl")
+        and not view.effects.mentioned(view.module, "device_id=")
+    ):
+        for site in view.sites(*OBJECTS):
+            if view.full(site).startswith("torch.distributed") and view.ranks.every(site.stmt, site.scope):
+                yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+
+
+def by_global_rank(view: View) -> Iterator[Found]:
+    """A device chosen by the rank among all machines; the first place of each function."""
+    done: set[Scope] = set()
+    for site in view.sites("set_device", "set_device_index", "device", "to", "cuda", "DistributedDataParallel", "DDP"):
+        if site.scope in done or not view.ranks.every(site.stmt, site.scope):
+            continue
+        number = index_of(view, site)
+        if number is not None and is_global(view, number, site.scope):
+            done.add(site.scope)
+            yield at(
+                site,
+                "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK",
+            )
+
+
+def index_of(view: View, site: Site) -> ast.expr | None:
+    """What a call takes for the number of its device."""
+    first = site.call.args[0] if site.call.args else None
+    if site.name in ("DistributedDataParallel", "DDP"):
+        ids = keyword(site.call, "device_ids")
+        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+    if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
+        return site.call.args[1]
+    if isinstance(first, ast.JoinedStr) and len(first.values) == 2 and isinstance(first.values[1], ast.FormattedValue):
+        return first.values[1].value if constant(first.values[0]) == "cuda:" else None
+    if site.name in ("set_device", "set_device_index"):
+        return first if view.full(site).startswith("torch.cuda") else None
+    moves = site.name in ("to", "cuda") and view.kinds.is_model(site.receiver, site.scope)
+    return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
+
+
+def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a number certainly is the rank among all processes."""
+    found = view.origins.of(node, scope)
+    return bool(found) and all(global_rank(view, origin) for origin in found)
+
+
+def global_rank(view: View, origin: Origin) -> bool:
+    if isinstance(origin.node, ast.Subscript):
+        return "environ" in idents(origin.node) and "RANK" in strings(origin.node)
+    if origin.call is None:
+        return False
+    if view.names.qualify(origin.call.func, origin.scope) == "torch.distributed.get_rank":
+        return not origin.call.args and not origin.call.keywords
+    reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
+    return bool(reads) and "RANK" in set(strings(origin.node))
 
 
 def fixed(view: View, site: Site) -> str:
@@ -64,17 +125,29 @@ def bare(view: View, site: Site) -> str:
     if site.name == "cuda" and not site.call.args and not site.call.keywords and site.receiver is not None:
         moved = view.kinds.is_model(site.receiver, site.scope) and not view.full(site)
     else:
-        moved = site.name == "to" and bool(site.call.args) and constant(site.call.args[0]) == "cuda"
+        moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
         moved = moved and view.kinds.is_model(site.receiver, site.scope)
     return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
+
+
+def plain(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a device certainly is "cuda" without a number, or the CPU where there is no GPU."""
+    names = set()
+    for origin in view.origins.of(node, scope):
+        value: ast.expr | None = origin.node
+        if origin.call is not None and view.names.qualify(origin.call.func, origin.scope) == "torch.device":
+            value = origin.call.args[0] if len(origin.call.args) == 1 else None
+        arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        names |= {constant(arm) for arm in arms}
+    return "cuda" in names and names <= {"cuda", "cpu"}
 
 
 RULE = Rule(
     code="LS007",
     name="fixed device",
     what=(
-        "Code that every rank runs names a fixed GPU (`cuda:0`, `set_device(0)`), or moves to plain `cuda` where "
-        "nothing chose the rank's own."
+        "Code that every rank runs names a fixed GPU (`cuda:0`, `set_device(0)`), takes the global rank for the "
+        "device's number, or uses plain `cuda` where nothing chose the rank's own."
     ),
     why=(
         "All processes of a machine share one GPU, which runs out of memory while the others idle; NCCL refuses "
@@ -103,6 +176,31 @@ def main(model):
     model = DDP(model)
     dist.destroy_process_group()
 """,
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    model = DDP(model.to(rank), device_ids=[rank])
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = DDP(model.to(device))
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, "x")
+    dist.destroy_process_group()
+""",
     ),
     good=(
         """
@@ -123,6 +221,35 @@ import torch
 
 def main(model):
     return model.to(torch.device("cuda:0"))
+""",
+        """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def worker(index, model):
+    dist.init_process_group("nccl", rank=index, world_size=2)
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    model = DDP(model.to(rank), device_ids=[rank])
+    dist.destroy_process_group()
+
+def main(model):
+    mp.spawn(worker, nprocs=2, args=(model,))
+""",
+        """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    index = dist.get_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    model = DDP(model.to(index), device_ids=[index])
+    dist.destroy_process_group()
 """,
     ),
     severity=Severity.ERROR,

@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.branches import left_out
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import is_true, keyword
+from lockstep.lint.analysis.nodes import has_star, is_true, keyword, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -16,7 +17,10 @@ MESSAGE = "searches the graph for unused parameters in every step: leave it Fals
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the flag in wrappers, in dictionaries of their arguments, and in names of strategies."""
+    """Looks for the flag in wrappers, in dictionaries of their arguments, and in names of strategies; then for models
+    that need it and do not have it.
+    """
+    yield from unused(view)
     for site in view.sites():
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
@@ -46,13 +50,38 @@ def unpacked(view: View, site: Site) -> Iterator[Found]:
                         yield at(site, MESSAGE)
 
 
+def unused(view: View) -> Iterator[Found]:
+    """A wrapped model whose forward leaves layers out, in some steps or in all, while DDP waits for their gradients."""
+    if view.effects.mentioned(view.module, "static_graph", "find_unused_parameters"):
+        return
+    for site in view.sites():
+        if view.wrappers.wrapper(site) != "ddp" or has_star(site.call):
+            continue
+        for call, scope, _ in view.origins.calls_of(view.wrappers.inner(site.call), site.scope):
+            owner = view.names.definition(call.func, scope)
+            found = left_out(view, owner) if owner is not None and owner.kind == "class" else None
+            if found is not None:
+                layer, line, always = found
+                where = "is used by no forward" if always else f"is left out of some forwards (line {line})"
+                yield at(
+                    site,
+                    f"'self.{layer}' of {last(call)} {where}, and DDP waits for its gradients: use it in every "
+                    "step, or pass find_unused_parameters=True",
+                )
+                break
+
+
 RULE = Rule(
     code="LS010",
-    name="find_unused_parameters=True",
-    what="DDP is told to look for unused parameters.",
+    name="unused parameters",
+    what=(
+        "DDP is told to look for unused parameters; or it is not, though the model's forward leaves layers out by "
+        "chance, by the data, or always."
+    ),
     why=(
         "DDP walks the whole autograd graph after every forward pass, which costs time in every step, and it hides a "
-        "layer that never trains. Only models whose forward pass takes different paths need it."
+        "layer that never trains. Only models whose forward pass takes different paths need it; and these stop with an "
+        "error in the second step, or hang, without it."
     ),
     bad=(
         """
@@ -70,6 +99,64 @@ def wrap(model, local_rank):
     options = {"device_ids": [local_rank], "find_unused_parameters": True}
     return DDP(model.to(local_rank), **options)
 """,
+        """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.body(x)
+        if torch.rand(1).item() < 0.5:
+            x = self.extra(x)
+        return x
+
+def wrap(local_rank):
+    return DDP(Net().to(local_rank), device_ids=[local_rank])
+""",
+        """
+import random
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and random.random() < 0.1:
+                continue
+            x = layer(x)
+        return x
+
+def wrap(local_rank):
+    return DDP(Net().to(local_rank), device_ids=[local_rank])
+""",
+        """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.auxiliary = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(x)
+
+def wrap(local_rank):
+    return DDP(Net().to(local_rank), device_ids=[local_rank])
+""",
     ),
     good=(
         """
@@ -78,6 +165,35 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def wrap(model, local_rank, flag):
     return DDP(model.to(local_rank), device_ids=[local_rank], find_unused_parameters=flag)
+""",
+        """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.act = nn.ReLU()
+        self.head = nn.Linear(8, 2)
+        self.tail = nn.Linear(8, 2)
+        self.wide = nn.Linear(8, 8) if wide else None
+
+    def forward(self, x):
+        x = self.body(x)
+        if self.wide is not None:
+            x = self.wide(x)
+        if torch.rand(1).item() < 0.5:
+            x = self.head(x) + self.tail(x)
+        else:
+            x = self.tail(x) - self.head(x)
+        return x
+
+def wrap(local_rank):
+    return DDP(Net(True).to(local_rank), device_ids=[local_rank])
 """,
     ),
     severity=Severity.WARNING,

@@ -1,18 +1,24 @@
 """LS026: metrics averaged over uneven shards."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import COUNT
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+# Whatever may bring the values of several ranks together.
+EXCHANGE = Words(
+    r"reduce|gather|sync|collect|aggregat|metric|meter|compute|merge|evaluator|average|^dist_", re.IGNORECASE
+)
 
 
 def check(view: View) -> Iterator[Found]:
@@ -21,6 +27,7 @@ def check(view: View) -> Iterator[Found]:
         shards(site) for member in view.project.family(view.module) for site in member.sites("DistributedSampler")
     ):
         return
+    yield from unshared(view)
     for scope in view.scopes:
         if scope.kind != "function":
             continue
@@ -31,6 +38,47 @@ def check(view: View) -> Iterator[Found]:
                     "averages the ranks' means, but the shards are uneven or padded: sum values and counts",
                 )
                 break
+
+
+def unshared(view: View) -> Iterator[Found]:
+    """An evaluation over a rank's own shard whose score nobody adds to the others' scores."""
+    if view.hidden(EXCHANGE):
+        return
+    for scope in view.scopes:
+        if scope.kind != "function" or not EVALUATION.search(scope.name) or exchanges(view, scope):
+            continue
+        for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
+            if sums(view, loop, scope) and sharded(view, loop, scope):
+                yield Found(
+                    loop,
+                    "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
+                )
+                break
+
+
+def exchanges(view: View, scope: Scope) -> bool:
+    """Whether an evaluation, what it calls or a function that calls it may bring the ranks' values together."""
+    callers = [site for caller in view.calls.callers(scope) for site in caller.scope.sites]
+    return any(EXCHANGE.search(site.name) for site in (*view.effects.below(scope.sites), *callers))
+
+
+def sums(view: View, loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop adds up numbers, and the function tells them."""
+    added = any(
+        bind.how == "aug" for binds in scope.binds.values() for bind in binds if inside(bind.stmt, loop, scope.module)
+    )
+    told = any(True for _ in scope.returns()) or bool(scope.named("print"))
+    trained = any(view.steps.backwards(site) for site in scope.sites)
+    return added and told and not trained
+
+
+def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over a loader with a distributed sampler."""
+    made = view.kinds.loader_call(view.kinds.iterated(loop.iter, scope), scope)
+    sampler = keyword(made[0], "sampler") if made is not None else None
+    if made is None or sampler is None:
+        return False
+    return any(full.endswith("DistributedSampler") for _, _, full in view.origins.calls_of(sampler, made[1]))
 
 
 def shards(site: Site) -> bool:
@@ -108,10 +156,14 @@ def divided_after(site: Site) -> bool:
 RULE = Rule(
     code="LS026",
     name="metrics over uneven shards",
-    what="An evaluation divides its data among the ranks and averages the ranks' means.",
+    what=(
+        "An evaluation divides its data among the ranks and averages the ranks' means, or takes one rank's shard "
+        "for the whole."
+    ),
     why=(
         "DistributedSampler pads the last shard with repeated samples, and batches differ in size: the mean of means "
-        "is not the mean, and the score changes with the number of GPUs."
+        "is not the mean, and the score changes with the number of GPUs. Without any exchange it is a "
+        "part's score."
     ),
     bad=(
         """
@@ -131,6 +183,26 @@ def validate(model, val_loader, criterion, world_size, device):
         dist.all_reduce(loss)
         loss /= world_size
     model.train()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+@torch.no_grad()
+def validate(model, val_loader, device):
+    model.eval()
+    right, count = torch.zeros((), device=device), 0
+    for x, y in val_loader:
+        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+        count += len(x)
+    model.train()
+    return right / count
+
+def main(model, val_data, device):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+    return validate(model, val_loader, device)
 """,
     ),
     good=(
@@ -153,6 +225,29 @@ def validate(model, val_loader, criterion, device):
     dist.all_reduce(total)
     model.train()
     return total[0] / total[1]
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+@torch.no_grad()
+def validate(model, val_loader, device):
+    model.eval()
+    right, count = torch.zeros((), device=device), 0
+    for x, y in val_loader:
+        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+        count += len(x)
+    total = torch.tensor([right, count], device=device)
+    dist.all_reduce(total)
+    right, count = total
+    model.train()
+    return right / count
+
+def main(model, val_data, device):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+    return validate(model, val_loader, device)
 """,
     ),
     severity=Severity.WARNING,

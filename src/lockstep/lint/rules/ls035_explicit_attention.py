@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, last, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -12,11 +12,18 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
+# Methods of a mask that leave it the mask that it is.
+SHAPES = {"view", "unsqueeze", "squeeze", "to", "bool", "expand", "type", "type_as", "contiguous", "float", "cuda"}
+SHAPES |= {"reshape", "repeat", "logical_not", "detach"}
 TURNS = {"transpose", "permute", "mT", "T", "swapaxes", "einsum", "rearrange", "t", "transpose_key"}
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for softmax of a product of queries and keys, multiplied with values."""
+    for site in view.sites("scaled_dot_product_attention"):
+        mask = argument(site.call, 3, "attn_mask")
+        if mask is not None and keyword(site.call, "is_causal") is None and causal(view, mask, site.scope, 0):
+            yield at(site, "a written causal mask keeps the fast kernel away: pass is_causal=True instead of attn_mask")
     if "scaled_dot_product_attention" in view.module.text:
         return  # the explicit form is the fallback
     for scope in view.scopes:
@@ -31,6 +38,44 @@ def check(view: View) -> Iterator[Found]:
             ):
                 yield at(site, "writes out the attention matrix: use F.scaled_dot_product_attention")
                 break
+
+
+def causal(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
+    """Whether a mask certainly is the lower triangle and nothing else."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            if any(isinstance(part, ast.Slice) and part.lower is not None for part in walk(node.slice)):
+                return False  # rows of the triangle, for a cache of keys
+            node = node.value
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            node = node.operand
+        elif isinstance(node, ast.Compare) and constant(node.comparators[0]) in (0, 1):
+            node = node.left
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SHAPES:
+            node = node.func.value
+        else:
+            break
+    if isinstance(node, ast.Call):
+        if last(node) == "generate_square_subsequent_mask":
+            return True
+        full = view.names.qualify(node.func, scope)
+        value = node.args[0] if full.startswith("torch.") and node.args else getattr(node.func, "value", None)
+        made = isinstance(value, ast.Call) and last(value) in ("ones", "full", "ones_like", "full_like")
+        shift = argument(node, 1 if full.startswith("torch.") else 0, "diagonal")
+        return made and (last(node), constant(shift) or 0) in (("tril", 0), ("triu", 1))
+    key = dotted(node)
+    if key is None or depth > 3:
+        return False
+    binds = [(b.value, home) for b, home in view.origins.binds(key, scope, node.lineno) if b.how == "assign"]
+    binds += buffers(key, scope)
+    return bool(binds) and all(v is not None and causal(view, v, home, depth + 1) for v, home in binds)
+
+
+def buffers(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
+    """What a class registers as a buffer of that name."""
+    methods = scope.owner.defs.values() if scope.owner is not None and key.startswith("self.") else ()
+    sites = [s for method in methods for s in method.named("register_buffer")]
+    return [(s.call.args[1], s.scope) for s in sites if len(s.call.args) > 1 and constant(s.call.args[0]) == key[5:]]
 
 
 def from_product(site: Site, scope: Scope) -> bool:
@@ -118,10 +163,14 @@ def returned(site: Site, scope: Scope) -> bool:
 RULE = Rule(
     code="LS035",
     name="explicit attention",
-    what="Attention is computed as softmax(q @ k.transpose()) @ v, and its weights are not needed otherwise.",
+    what=(
+        "Attention is computed as softmax(q @ k.transpose()) @ v, and its weights are not needed otherwise; or "
+        "scaled_dot_product_attention is given a causal mask that is written out."
+    ),
     why=(
         "The matrix of all pairs is written to memory and read back several times. F.scaled_dot_product_attention"
-        " runs a fused kernel: a fraction of the memory, several times as fast."
+        " runs a fused kernel: a fraction of the memory, several times as fast. With a mask of its own it cannot take "
+        "flash attention, which is_causal=True allows."
     ),
     bad=(
         """
@@ -132,6 +181,28 @@ def attend(q, k, v):
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     weights = torch.softmax(scores, dim=-1)
     return weights @ v
+""",
+        """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(size, size)).view(1, 1, size, size))
+
+    def forward(self, q, k, v):
+        t = q.size(2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, :, :t, :t] == 1)
+""",
+        """
+import torch
+import torch.nn.functional as F
+
+def attend(q, k, v):
+    mask = torch.full((q.size(2), q.size(2)), float("-inf")).triu(1)
+    return F.scaled_dot_product_attention(q, k, v, mask)
 """,
     ),
     good=(
@@ -150,6 +221,16 @@ def attend(q, k, v):
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     weights = torch.softmax(scores, dim=-1)
     return weights @ v, weights
+""",
+        """
+import torch
+import torch.nn.functional as F
+
+def attend(q, k, v, padding, start):
+    causal = torch.ones(q.size(2), q.size(2)).tril().bool()
+    F.scaled_dot_product_attention(q, k, v, attn_mask=causal & padding)
+    F.scaled_dot_product_attention(q, k, v, attn_mask=causal[start : start + 1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 """,
     ),
     severity=Severity.WARNING,
