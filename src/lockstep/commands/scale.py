@@ -43,7 +43,6 @@ def command(argv: list[str]) -> int:
         rounds=given.rounds,
         steps=given.steps,
         extrapolate=ascending("--extrapolate", given.extrapolate) if given.extrapolate else (),
-        ranks_per_node=given.ranks_per_node,
     )
     if config.micro_batch_size:
         request.check(config.micro_batch_size)
@@ -81,10 +80,8 @@ def _parser() -> Parser:
     add("--rounds", type=int, default=3, metavar="N", help="runs of each size, in turns (default: %(default)s)")
     add("--steps", type=int, default=20, metavar="N", help="steps of a run that are counted (default: %(default)s)")
     add("--extrapolate", default="", metavar="N,N,...", help="sizes to carry the fit on to")
-    text = "ranks on a node of the sizes to extrapolate to (default: all on one)"
-    add("--ranks-per-node", type=int, default=0, metavar="N", help=text)
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "ranks_per_node", "json")
+_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "json")

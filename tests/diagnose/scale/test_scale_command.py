@@ -50,7 +50,6 @@ def test_sizes_are_ascending_numbers(text):
         (["--world-sizes", "2,1"], "must be ascending numbers"),
         (["--world-sizes", "1,2", "--rounds", "0"], "--rounds is 0"),
         (["--world-sizes", "1,2", "--steps", "3"], "--steps is 3: it must be at least 4"),
-        (["--ranks-per-node", "-1"], "--ranks-per-node is -1"),
         (["--extrapolate", "8,4"], "--extrapolate is '8,4'"),
         (["--lr", "1"], "stand behind `--`"),
         (["--world-size", "1,2"], "did you mean --world-sizes"),

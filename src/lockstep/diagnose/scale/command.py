@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.diagnose.scale import report
+from lockstep.diagnose.scale.carried import carried
 from lockstep.diagnose.scale.findings import Row, rows_of
 from lockstep.diagnose.scale.machine import Machine, machine_for
 from lockstep.diagnose.scale.request import Request, Setting, order
@@ -31,7 +32,14 @@ def run(request: Request, *, as_json: bool) -> int:
         size = _micro_batch(request, machine)
         samples, failures = _measured(request, machine, size)
         rows = rows_of(request, machine, samples, failures, size)
-        outcome = report.Outcome(request, machine, size, rows, verdict=_verdict(request, machine, size, rows, samples))
+        outcome = report.Outcome(
+            request,
+            machine,
+            size,
+            rows,
+            verdict=_verdict(request, machine, size, rows, samples),
+            further=carried(request, machine, rows, samples),
+        )
     outcome.show(as_json=as_json)
     if failures:
         told = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.secrets import printable
+from lockstep.diagnose.scale.carried import Further
 from lockstep.diagnose.scale.findings import Row
 from lockstep.diagnose.scale.machine import Machine
 from lockstep.diagnose.scale.request import STRONG, Request, Setting
@@ -36,7 +37,7 @@ class Outcome:
     Attributes:
         micro_batch_size: samples in one forward.
         verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None where none is.
-        fits: by mode, what the fit says; see `extrapolated`.
+        further: what the fit says of sizes that were not measured.
     """
 
     request: Request
@@ -44,7 +45,7 @@ class Outcome:
     micro_batch_size: int
     rows: list[Row]
     verdict: dict[str, Any] | None = None
-    fits: dict[str, Any] = field(default_factory=dict)
+    further: list[Further] = field(default_factory=list)
 
     def show(self, *, as_json: bool) -> None:
         """Prints it: tables and lines, or one JSON object."""
@@ -57,6 +58,10 @@ class Outcome:
         for mode in self.request.modes:
             console.print(Text(_TITLES[mode]))
             console.print(_table([row for row in self.rows if row.mode == mode]))
+            further = [each for each in self.further if each.mode == mode]
+            if further:
+                console.print(Text("extrapolated by the fit, not measured; nine of ten should lie between"))
+                console.print(_further(further))
         for line in self.notes():
             console.print(Text(printable(line)))
 
@@ -73,7 +78,7 @@ class Outcome:
                 "machine": asdict(self.machine),
                 "rows": rows,
                 "verdict": self.verdict,
-                "fits": self.fits,
+                "extrapolated": [asdict(each) for each in self.further],
                 "notes": self.notes(),
             }
         )
@@ -88,6 +93,8 @@ class Outcome:
             parts = next(row.micro_batches for row in self.rows if row.full < 1)
             sizes = ", ".join(map(str, uneven))
             found.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
+        if self.further:
+            found += _of_fit(self.rows, self.further)
         if self.verdict:
             why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would tell more"
             found.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
@@ -110,6 +117,26 @@ def _of_machine(machine: Machine, rows: list[Row]) -> list[str]:
             f"{sizes} ranks share {cores}: {most.ranks} can be {most.allowed:.3g} times as fast as the smallest "
             "size at best, whatever the training does; read the last column"
         )
+    return found
+
+
+def _of_fit(rows: list[Row], further: list[Further]) -> list[str]:
+    measured = sorted({row.ranks for row in rows if row.rounds})
+    found = [
+        f"the extrapolation goes from {', '.join(map(str, measured))} ranks to others as if each rank had a device (or "
+        "cores) of its own and every link were like those measured; no network between nodes was"
+    ]
+    for mode in dict.fromkeys(each.mode for each in further):
+        last = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)
+        terms = sorted(last.terms.items(), key=lambda pair: -pair[1])
+        told = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * last.step_ms)
+        found.append(f"on {last.ranks} ranks ({mode}) the fit's {last.step_ms:.3g} ms of a step are: {told}")
+        idle = [each for each in further if each.mode == mode and each.idle]
+        if idle:
+            sizes = ", ".join(str(each.ranks) for each in idle)
+            found.append(
+                f"{sizes} ranks ({mode}) are more than a step has micro-batches: the rest would compute nothing"
+            )
     return found
 
 
@@ -147,6 +174,23 @@ def _table(rows: list[Row]) -> Table:
         cells += [f"{row.rate:.4g}", f"{row.step_ms:.4g}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}"]
         cells += [f"{row.low:.0%} to {row.high:.0%}", f"{row.band[0]:.0%} to {row.band[1]:.0%}" if row.band else "-"]
         table.add_row(*(Text(cell) for cell in [*cells, *[f"{row.of_cores:.0%}"] * shared]))
+    return table
+
+
+def _further(further: list[Further]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("ranks", "batch", "step ms", "between", "speed-up", "efficiency", "between"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in further:
+        table.add_row(
+            str(each.ranks),
+            str(each.batch_size),
+            f"{each.step_ms:.4g}",
+            f"{each.step_low:.4g} and {each.step_high:.4g}",
+            f"{each.speedup:.2f}",
+            f"{each.efficiency:.0%}",
+            f"{each.low:.0%} and {each.high:.0%}",
+        )
     return table
 
 

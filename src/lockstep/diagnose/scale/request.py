@@ -40,7 +40,6 @@ class Request:
         rounds: how often each setting is run.
         steps: of each run that are counted; they are cut into WINDOWS records.
         extrapolate: numbers of ranks to which the fit is carried on.
-        ranks_per_node: of those, for a machine of several nodes; 0: all on one.
     """
 
     flags: tuple[str, ...]
@@ -50,14 +49,11 @@ class Request:
     rounds: int = 3
     steps: int = 20
     extrapolate: tuple[int, ...] = ()
-    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         for flag, value, least in (("rounds", self.rounds, 1), ("steps", self.steps, WINDOWS)):
             if value < least:
                 raise ConfigError(f"--{flag} is {value}: it must be at least {least}")
-        if self.ranks_per_node < 0:
-            raise ConfigError(f"--ranks-per-node is {self.ranks_per_node}: it must be at least 1; 0: all on one node")
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"--world-sizes has {len(self.sizes)} size: scaling is a ratio, so give two at least, such as 1,2"

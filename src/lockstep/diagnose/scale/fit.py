@@ -1,0 +1,250 @@
+"""A step's time as a sum of few terms, fitted to measured sizes and carried on to others, always with an interval.
+
+    fit = Fit([Measured(1, 1.0, (100.0, 101.0)), Measured(2, 0.5, (53.0, 54.0)), Measured(4, 0.25, (30.0, 31.0))])
+    fit.predict(8, 0.125)               # Estimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
+    fit.terms(8, 0.125)                 # {"compute": 12.1, "bandwidth": 4.0, ...}, which add up to the value
+
+The time of a step on n ranks, the busiest of which has the work w (1: as much as at the smallest size):
+
+    t(n, w) = compute w + serial + latency log2 n + latency' (n - 1) + bandwidth 2 (n - 1) / n + imbalance w e(n)
+
+A ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) hops, a tree needs log2 n (Thakur et al.,
+"Optimization of Collective Communication Operations in MPICH", 2005). Where nodes are known, the term in 2 (n - 1) / n
+is two: within a node, and 2 (m - 1) / m between m nodes. e(n) is the expected maximum of n standard normal draws: all
+wait for the slowest. No term is negative.
+
+A few sizes cannot tell these terms apart, so every sum of at most three of them beside the compute is fitted, and those
+without a negative coefficient are averaged by Akaike's weights (Burnham & Anderson, "Model Selection and Multimodel
+Inference", 2002, 2.9). The interval is over these sums, over the rounds (bootstrap) and a noise of at least 1 % with
+heavy tails. How well this does on published tables is scored by bench/scaling/score.py.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Estimate", "Fit", "Measured", "expected_maximum"]
+
+_Array = NDArray[np.float64]
+_NOISE = 0.01  # of a time, at least: what two measurements of the same thing differ by
+_DRAWS = 200
+_MOST = 3  # terms of a sum beside the compute
+_COVERED = 0.9  # of the interval
+_FLAT = 1 / 9  # power of the weights for the interval: as if the noise were three times as large
+_TAILS = 2  # degrees of freedom of the noise in the interval, whose size is known from few sizes
+_SMALL = 0.02  # how strongly terms are drawn to 0, in parts of a time: between two that fit alike, the smaller one
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A size that was measured.
+
+    Attributes:
+        ranks: n.
+        work: of the busiest rank, in parts of what it has at the smallest size; weak scaling: 1.
+        times: of a step, one a round, in any unit.
+        crowd: ranks to a core's worth of compute, where they share cores; else 1.
+    """
+
+    ranks: int
+    work: float
+    times: tuple[float, ...]
+    crowd: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A time, and between what it lies in nine of ten cases."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Fit:
+    """The fit of some measured sizes.
+
+    Args:
+        points: at least two sizes.
+        ranks_per_node: 0: all on one node.
+        most_imbalance: the imbalance's coefficient is at most this, in the times' unit; None: no bound.
+    """
+
+    def __init__(
+        self, points: Sequence[Measured], ranks_per_node: int = 0, most_imbalance: float | None = None
+    ) -> None:
+        if len({point.ranks for point in points}) < 2:
+            raise ValueError("a fit needs two sizes at least")
+        self._per_node = ranks_per_node
+        self._middle = np.array([float(np.median(point.times)) for point in points])
+        self._noise = max(_NOISE, float(np.median([_error(point.times) for point in points])))
+        columns = {
+            name: np.array([_columns(each.ranks, each.work, each.crowd, ranks_per_node)[name] for each in points])
+            for name in _columns(2, 1.0, 1.0, ranks_per_node)
+        }
+        draws = _drawn(points)
+        self._sums = [
+            fitted
+            for names in _supports(columns)
+            if (fitted := _fitted(names, columns, self._middle, draws, self._noise, most_imbalance)) is not None
+        ]
+        weights = np.array([each.weight for each in self._sums])
+        weights = np.exp(weights - weights.max())
+        self._weights = weights / weights.sum()
+
+    def predict(self, ranks: int, work: float) -> Estimate:
+        """The time of a step on `ranks`, each with a core or device of its own, the busiest with so much work."""
+        columns = _columns(ranks, work, 1.0, self._per_node)
+        value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
+        spread = np.random.default_rng(ranks).standard_t(_TAILS, size=_DRAWS)
+        flat = self._weights**_FLAT
+        times, weights = [], []
+        for weight, each in zip(flat.tolist(), self._sums, strict=True):
+            drawn = each.drawn(columns)
+            noise = np.exp(math.hypot(self._noise, each.misfit) * spread[: len(drawn)])
+            times.append(drawn * noise)
+            weights.append(np.full(len(drawn), weight / len(drawn)))
+        low, high = _quantiles(np.concatenate(times), np.concatenate(weights))
+        return Estimate(value, min(low, value), max(high, value))
+
+    def terms(self, ranks: int, work: float) -> dict[str, float]:
+        """What each term adds to `predict(ranks, work).value`; terms that add nothing are left out."""
+        columns = _columns(ranks, work, 1.0, self._per_node)
+        found = dict.fromkeys(columns, 0.0)
+        for weight, each in self._each():
+            for name, factor in zip(each.names, each.factors, strict=True):
+                found[name] += weight * float(factor) * columns[name]
+        whole = self.predict(ranks, work).value / sum(found.values())
+        return {name: spent * whole for name, spent in found.items() if spent > 0}
+
+    def _each(self) -> list[tuple[float, "_Sum"]]:
+        return list(zip(self._weights.tolist(), self._sums, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """One sum of terms.
+
+    Attributes:
+        factors: of the measured middle; `draws`: of each draw in which none is negative, [draws, terms].
+        weight: the logarithm of Akaike's, up to a constant.
+        misfit: relative, per degree of freedom.
+    """
+
+    names: tuple[str, ...]
+    factors: _Array
+    draws: _Array
+    weight: float
+    misfit: float
+
+    def at(self, columns: dict[str, float]) -> float:
+        return float(self.factors @ np.array([columns[name] for name in self.names]))
+
+    def drawn(self, columns: dict[str, float]) -> _Array:
+        found: _Array = self.draws @ np.array([columns[name] for name in self.names])
+        return found
+
+
+def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, float]:
+    """What each term's coefficient is multiplied by."""
+    nodes = -(-ranks // per_node) if per_node else 1
+    inside = min(ranks, per_node) if per_node else ranks
+    found = {
+        "compute": work * crowd,
+        "serial": crowd,
+        "latency of a tree": math.log2(ranks),
+        "latency of a ring": ranks - 1.0,
+        "bandwidth": 2.0 * (inside - 1) / inside,
+        "imbalance": work * crowd * expected_maximum(ranks),
+    }
+    if per_node:
+        found["bandwidth between nodes"] = 2.0 * (nodes - 1) / nodes
+    return found
+
+
+def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
+    """The sums that the sizes can tell anything of: compute, and at most three terms that are not the same at all.
+
+    Nor can there be more terms than sizes.
+    """
+    compute = columns["compute"]
+    others = [
+        name
+        for name, column in columns.items()
+        if name != "compute" and column.any() and not np.allclose(column, column[0] * compute / compute[0])
+    ]
+    most = min(_MOST, len(compute) - 1)
+    return [("compute", *names) for size in range(most + 1) for names in itertools.combinations(others, size)]
+
+
+def _fitted(
+    names: tuple[str, ...],
+    columns: dict[str, _Array],
+    middle: _Array,
+    draws: _Array,
+    noise: float,
+    most_imbalance: float | None,
+) -> _Sum | None:
+    """Least squares of the relative errors, with a pull to small terms; None where a coefficient is negative."""
+    matrix = np.stack([columns[name] for name in names], axis=1) / middle[:, None]
+    pull = np.diag(_SMALL * np.abs(matrix).max(axis=0))[1:]  # none on the compute
+    solve = np.linalg.pinv(np.concatenate([matrix, pull]))[:, : len(middle)]
+    factors = solve @ np.ones(len(middle))
+    if not _allowed(names, factors[None], most_imbalance)[0]:
+        return None
+    drawn = (solve @ (draws / middle).T).T
+    drawn = drawn[_allowed(names, drawn, most_imbalance)]
+    error = float(((matrix @ factors - 1.0) ** 2).sum())
+    free = max(1, len(middle) - len(names))
+    weight = -0.5 * (error / noise**2 + 2.0 * len(names))
+    return _Sum(names, factors, drawn if len(drawn) else factors[None], weight, math.sqrt(error / free))
+
+
+def _allowed(names: tuple[str, ...], factors: _Array, most_imbalance: float | None) -> NDArray[np.bool_]:
+    """Which rows of factors are a sum that can be: no term negative, compute at all, imbalance below its bound."""
+    found: NDArray[np.bool_] = (factors >= 0).all(axis=1) & (factors[:, 0] > 0)
+    if most_imbalance is not None and "imbalance" in names:
+        found &= factors[:, names.index("imbalance")] <= most_imbalance
+    return found
+
+
+def _drawn(points: Sequence[Measured]) -> _Array:
+    """Times of each point [draws, points]: medians of its rounds drawn with replacement, and the least noise."""
+    chance = np.random.default_rng(0)
+    found = np.empty((_DRAWS, len(points)))
+    for place, point in enumerate(points):
+        times = np.array(point.times)
+        picked = chance.integers(len(times), size=(_DRAWS, len(times)))
+        found[:, place] = np.median(times[picked], axis=1) * np.exp(_NOISE * chance.normal(size=_DRAWS))
+    return found
+
+
+def _error(times: tuple[float, ...]) -> float:
+    """The relative standard error of the mean; 0 of a single one."""
+    if len(times) < 2:
+        return 0.0
+    return float(np.std(times, ddof=1) / np.mean(times) / math.sqrt(len(times)))
+
+
+def _quantiles(values: _Array, weights: _Array) -> tuple[float, float]:
+    """Between which values `_COVERED` of the weight lies."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) / weights.sum()
+    edge = (1 - _COVERED) / 2
+    low, high = (values[order][min(int(np.searchsorted(below, at)), len(order) - 1)] for at in (edge, 1 - edge))
+    return float(low), float(high)
+
+
+@lru_cache
+def expected_maximum(count: int) -> float:
+    """Of `count` standard normal draws: the integral of x d(Phi(x)^n); 0 of one, 0.56 of two, 1.03 of four."""
+    if count == 1:
+        return 0.0
+    x = np.linspace(0.0, 9.0, 1801)
+    tail = np.array([0.5 * math.erfc(each / math.sqrt(2.0)) for each in x])  # beyond x, and as much below -x
+    return float(np.trapezoid(1.0 - (1.0 - tail) ** count - tail**count, x))
