@@ -31,6 +31,7 @@ COMMANDS = {
     "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
     "scale": ("lockstep.commands.scale", "command", "measure how training speeds up with the number of processes"),
+    "plan": ("lockstep.commands.plan", "command", "memory and time of a training per device, without the devices"),
     "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }

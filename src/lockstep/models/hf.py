@@ -9,6 +9,7 @@ kernels (SDPA) where the architecture has them. Code that comes with a model is 
 weights are read from safetensors alone, which cannot hold code.
 """
 
+import copy
 import hashlib
 import os
 import warnings
@@ -78,6 +79,19 @@ class HubModel:
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
         known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
         self.takes_documents = known is None or takes_documents(known)
+
+    @property
+    def settings(self) -> Any:
+        """The configuration, as the package has it."""
+        return self._config
+
+    def with_layers(self, layers: int) -> "HubModel":
+        """The same architecture with so many layers."""
+        other, fields = copy.copy(self), self._config.to_dict()
+        fields |= {name: value[:layers] for name, value in fields.items() if name == "layer_types" and value}
+        other._config = type(self._config).from_dict({**fields, "use_cache": False})
+        other._config.get_text_config().num_hidden_layers = layers
+        return other
 
     def build(self, *, vocab_size: int, dtype: torch.dtype | None, pretrained: bool = False) -> nn.Module:
         """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.

@@ -28,7 +28,7 @@ from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
-__all__ = ["adapt", "adapters_of", "check_same_base", "left_out", "with_adapters"]
+__all__ = ["adapt", "adapters_of", "check_same_base", "injected", "left_out", "with_adapters"]
 
 Say = Callable[[str], None]
 _OF_THE_BASE = ("base", "base_from", "modules_to_save")  # of the state's "lora": what a run that begins with it takes
@@ -77,6 +77,16 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
     torch.manual_seed(derive(config.seed, "lora"))
     on_all_ranks(world, lambda: inject(model, adapters_of(found), getattr(torch, found["dtype"])))
     state["lora"] = found
+    return True
+
+
+def injected(config: Config, task: Task, model: nn.Module) -> bool:
+    """As `adapt`, for a model whose weights are of no account: nothing is read or compared. Not collective."""
+    if not config.lora.rank:
+        return False
+    _check_halves(config, model)
+    found = _settled(config, task, model, {})
+    inject(model, adapters_of(found), getattr(torch, found["dtype"]))
     return True
 
 

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
-from lockstep.run.adapters import adapt
+from lockstep.run.adapters import adapt, injected
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.transforms import Chosen, prepare
@@ -28,13 +28,16 @@ __all__ = ["model_of"]
 Say = Callable[[str], None]
 
 
-def model_of(config: Config, task: Task, world: World, state: dict[str, Any], say: Say) -> nn.Module:
+def model_of(
+    config: Config, task: Task, world: World, state: dict[str, Any], say: Say, planned: bool = False
+) -> nn.Module:
     """The model, its weights drawn under a seed of their own, and so the same on every rank of any world.
 
     Args:
         state: of the checkpoint whose weights it is to take; of adapters it says for which base, see `adapt`. What
             the coming ones are to say of the model is put in.
         say: takes a line for the person.
+        planned: its weights are of no account, see `lockstep.diagnose.plan`: none is read.
     """
     torch.manual_seed(derive(config.seed, "model"))
     where, moves = model_init(config.engine, world, config.engine_options)
@@ -48,7 +51,7 @@ def model_of(config: Config, task: Task, world: World, state: dict[str, Any], sa
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
     _check_residual(config, model)
-    has_base = adapt(config, task, model, world, state, say)
+    has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
     if frozen:

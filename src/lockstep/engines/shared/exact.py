@@ -21,7 +21,17 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import sent
 
-__all__ = ["Exchange", "Parts", "Span", "Subtotals", "Tree", "check_servable", "check_slots", "subtrees"]
+__all__ = [
+    "Exchange",
+    "Parts",
+    "Span",
+    "Subtotals",
+    "Tree",
+    "check_servable",
+    "check_slots",
+    "held_at_most",
+    "subtrees",
+]
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
@@ -106,12 +116,27 @@ class Subtotals(Generic[Sum]):
             span, term = Span(before.start, span.stop), self._add(other, term)
         self._held.append((span, term))
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def taken(self) -> Iterator[Sum]:
         """The sums that it holds, in order, each let go of as it is taken; empty again after the last."""
         held, self._held = self._held, []
         held.reverse()
         while held:
             yield held.pop()[1]
+
+
+@functools.cache
+def held_at_most(micro_batches: int, ranks: int) -> int:
+    """The sums that a rank holds at most while it goes through its run of the tree over M, the one that has most."""
+    most = 0
+    for start, stop in equal_shares(micro_batches, ranks).runs:
+        sums: Subtotals[int] = Subtotals(micro_batches, int.__add__)
+        for place in range(start, stop):
+            sums.push(Span(place, place + 1), 1)
+            most = max(most, len(sums))
+    return most
 
 
 class Parts:

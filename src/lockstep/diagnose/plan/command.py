@@ -1,0 +1,72 @@
+"""What `lockstep plan` does with its flags, which are in commands/plan.py."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+
+from lockstep.config import options, presets
+from lockstep.config.config import Config
+from lockstep.diagnose.plan.devices import Device, device_of
+from lockstep.diagnose.plan.estimate import Planner, check_size
+from lockstep.diagnose.plan.report import as_json, described
+from lockstep.diagnose.plan.search import Answer, searched
+from lockstep.diagnose.plan.subject import subject_of
+from lockstep.errors import said
+
+__all__ = ["answered", "run"]
+
+_NOTHING_FITS = 3
+
+
+def run(own: argparse.Namespace) -> int:
+    """Prints what the flags ask for; returns 0, or 3 where it does not fit.
+
+    Raises:
+        UsageError: it cannot be planned.
+    """
+    values = options.told(vars(own))
+    check_size(own.world_size)
+    device = _device(str(values.pop("device", "auto")), own.memory)
+    told = frozenset(values)
+    config = options.build(presets.applied(values))
+    if "batch_size" not in told:  # a step has at least one micro-batch for each device
+        micro = config.micro_batch_size or 1
+        config = dataclasses.replace(config, batch_size=max(config.batch_size, micro * own.world_size))
+    answer = answered(config, None, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
+    print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
+    return 0 if answer.fits else _NOTHING_FITS
+
+
+def answered(config: Config, task: Any, size: int, device: Device, *, fast: bool, open_batch: bool) -> Answer:
+    """What there is to say of a training.
+
+    Args:
+        task: the caller's own; None: the one that `config` names.
+        fast: only what was asked for.
+        open_batch: the batch may be as large as suits the devices.
+
+    Raises:
+        UsageError: it cannot be planned.
+    """
+    planner = Planner(config, subject_of(config, task, _say), size, device)
+    return searched(planner, fast=fast, open_batch=open_batch)
+
+
+def _device(name: str, memory: str) -> Device:
+    """The device that is named; by "auto" and "cuda" the one that is here, where one is."""
+    if name not in ("auto", "cuda"):
+        return device_of(name, memory)
+    if not torch.cuda.is_available():
+        return device_of("cpu", memory)
+    found = torch.cuda.get_device_properties(0)
+    near = [each for each in ("h100-80", "h200-141", "a100-80") if each[:4] in found.name.lower()]
+    plain = device_of(near[0] if near else "h100-80", memory)
+    return plain if memory else dataclasses.replace(plain, name=found.name, memory=float(found.total_memory))
+
+
+def _say(line: str) -> None:
+    print(said(line), file=sys.stderr, flush=True)

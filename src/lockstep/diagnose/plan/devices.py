@@ -1,0 +1,141 @@
+"""Devices by name: how much memory a training has there, and how fast they are. Figures of the vendors' data sheets.
+
+    device = device_of("h100-80")
+    device = device_of("h100-80", memory="70GB")        # less of it is free
+    device = device_of("cpu")                           # the host that this runs on
+
+Memory is what the driver leaves of a device, in GiB, as `torch.cuda.get_device_properties` says it. Peaks are dense
+ones (without sparsity). A link's bandwidth is of one direction: half of what data sheets sum up.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+
+from lockstep.errors import ConfigError
+
+__all__ = ["DEVICES", "Device", "bytes_of", "device_of"]
+
+_GIB = 1 << 30
+# What CUDA, its libraries and NCCL take for themselves before the first tensor: 0.5 to 1 GiB.
+_CONTEXT = 1.0 * _GIB
+_FRAGMENTS = 0.05  # what the caching allocator reserves beside the tensors; an estimate, no GPU has been measured
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a world, all of which are alike.
+
+    Attributes:
+        name: as it is asked for.
+        memory: bytes that it has.
+        own: bytes of them that are taken before the first tensor.
+        fragments: share of the tensors' bytes that the allocator takes besides.
+        half, single: operations a second of products in bf16 (or fp16 where it has no bf16), and in float32.
+        bandwidth: bytes a second of its memory.
+        link, network: bytes a second from device to device within a node of 8, and between nodes.
+        bf16: it multiplies bfloat16, so that a run's defaults are those of a new device.
+        host: it is a CPU, whose memory holds batches too.
+        source: of the figures.
+    """
+
+    name: str
+    memory: float
+    own: float
+    fragments: float
+    half: float
+    single: float
+    bandwidth: float
+    link: float
+    network: float
+    bf16: bool
+    host: bool
+    source: str
+
+    @property
+    def room(self) -> float:
+        """Bytes for tensors and fragments."""
+        return self.memory - self.own
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    peaks: tuple[float, float],
+    bandwidths: tuple[float, float, float],
+    source: str,
+    bf16: bool = True,
+) -> Device:
+    """GiB; TFLOP/s in half and single precision; GB/s of memory, link and network."""
+    half, single = (1e12 * peak for peak in peaks)
+    memory_rate, link, network = (1e9 * rate for rate in bandwidths)
+    room = memory * _GIB
+    return Device(name, room, _CONTEXT, _FRAGMENTS, half, single, memory_rate, link, network, bf16, False, source)
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_AMPERE = "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("h100-80", 79.1, (989, 67), (3350, 450, 50), f"{_NVIDIA}/h100/"),
+        _gpu("h200-141", 139.8, (989, 67), (4800, 450, 50), f"{_NVIDIA}/h200/"),
+        _gpu("b200-192", 178.0, (2250, 75), (7700, 900, 50), f"{_NVIDIA}/dgx-b200/"),
+        _gpu("a100-80", 79.2, (312, 19.5), (2039, 300, 25), f"{_NVIDIA}/a100/"),
+        _gpu("a100-40", 39.4, (312, 19.5), (1555, 300, 25), _AMPERE),
+        _gpu("l40s-48", 44.4, (362, 91.6), (864, 32, 12.5), f"{_NVIDIA}/l40s/"),
+        _gpu("l4-24", 22.0, (121, 30.3), (300, 32, 12.5), f"{_NVIDIA}/l4/"),
+        _gpu(
+            *("rtx4090-24", 23.5, (165, 82.6), (1008, 32, 3)),
+            source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+        ),
+        _gpu("v100-32", 31.7, (125, 15.7), (900, 150, 12.5), f"{_NVIDIA}/v100/", bf16=False),
+        _gpu("t4-16", 14.6, (65, 8.1), (320, 16, 3), f"{_NVIDIA}/tesla-t4/", bf16=False),
+        _gpu(
+            *("mi300x-192", 191.5, (1307, 163), (5300, 448, 50)),
+            source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+            bf16=False,  # torch's ROCm build: what is automatic on a new CUDA device is off there
+        ),
+    )
+}
+
+_CORE = 2e10  # float32 operations a second of a core with AVX2 in torch's products; an estimate
+_HOST_RATE = 2e10  # bytes a second of a host's memory; an estimate
+
+
+def device_of(name: str, memory: str = "") -> Device:
+    """The device of that name; `memory` of it, "70GB" or "64GiB", where that is given.
+
+    Raises:
+        ConfigError: no such device, or no such amount.
+    """
+    if name == "cpu":
+        found = _host()
+    elif name in DEVICES:
+        found = DEVICES[name]
+    else:
+        near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"--device '{name}' is not known: {hint}They are cpu, {', '.join(DEVICES)}; for another one give the "
+            "nearest, and its --memory"
+        )
+    return dataclasses.replace(found, memory=bytes_of(memory), name=f"{name} of {memory}") if memory else found
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of "80GB" (10^9 each) or "80GiB" (2^30 each), also of MB, MiB, TB and TiB. ConfigError for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
+    if not found or float(found[1]) <= 0:
+        raise ConfigError(f"--memory '{text}' is no amount of memory: write 80GB or 79.1GiB")
+    power = "KMGT".index(found[2].upper()) + 1
+    return float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
+
+
+def _host() -> Device:
+    """The machine that this runs on: what its ranks share is not divided."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = os.cpu_count() or 1
+    peak = _CORE * cores
+    return Device("cpu", float(pages), 0.0, 0.0, peak, peak, _HOST_RATE, 1e9, 1e9, False, True, "this machine")

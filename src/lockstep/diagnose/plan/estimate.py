@@ -1,0 +1,205 @@
+"""Memory of one rank: what a traced training holds, drawn to the model's depth and the step's micro-batches.
+
+    plan = Planner(config, subject, world_size, device)
+    found = plan.estimate(plan.config)
+    found.peak, found.parts
+
+A model of many equal blocks is traced with three and with four of them. Each phase of a step (a block's forward, the
+loss, a block's backward, the update) then holds at most what a linear function of the depth says. So it is with the
+doublings of a step's micro-batches in exact mode, whose tree holds one sum more for each.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from lockstep.config.config import Config
+from lockstep.data.device import AHEAD
+from lockstep.diagnose.plan.devices import Device
+from lockstep.diagnose.plan.fakes import fake_world
+from lockstep.diagnose.plan.recorder import Work
+from lockstep.diagnose.plan.subject import Subject, layers_of
+from lockstep.diagnose.plan.trace import Trace, traced
+from lockstep.engines.make import name_of
+from lockstep.engines.shared.exact import held_at_most
+from lockstep.errors import ConfigError
+from lockstep.run.defaults import settled
+
+__all__ = ["Estimate", "Planner", "Sizes", "check_size"]
+
+_SHALLOW = (3, 4)  # blocks of a model that is drawn to its depth
+_DEEP = 6  # from so many on
+_MANY = 1000  # steps of a plan whose data is not known
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """The whole model.
+
+    Attributes:
+        parameters, trained: numbers of them.
+        layers: equal blocks in one list; 0: it has no such.
+    """
+
+    parameters: int
+    trained: int
+    layers: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """One rank's memory, in bytes, and the work of one micro-batch.
+
+    Attributes:
+        config: what was estimated; without "auto".
+        peak: the most that is held, the allowance of the device included.
+        phase: when.
+        parts: what is held then, by name; their sum is `peak`.
+        phases: the most that tensors take in each phase, without batches and allowance.
+        held: between two steps, without batches.
+        work: by "compute" and "update".
+        slots: micro-batches of the busiest rank in a step.
+        batch: bytes of one.
+    """
+
+    config: Config
+    peak: float
+    phase: str
+    parts: dict[str, float]
+    phases: dict[str, float]
+    held: float
+    work: dict[str, Work]
+    slots: int
+    batch: float = 0.0
+
+
+class Planner:
+    """Estimates of one task on `size` devices of a kind.
+
+    Attributes:
+        asked: the configuration.
+        config: the same, with the values of everything that was left open.
+        sizes: of the whole model.
+
+    Raises:
+        UsageError: as in training.
+    """
+
+    def __init__(self, config: Config, subject: Subject, size: int, device: Device) -> None:
+        self.subject, self.size, self.device = subject, size, device
+        self.asked = config
+        self.config, self.sizes = self._settled(config)
+        self._traces: dict[tuple[Any, ...], Trace] = {}
+
+    def _settled(self, config: Config) -> tuple[Config, Sizes]:
+        world: Any = _Asked(self.size)
+        engine = name_of(config.engine, world)
+        precision = config.precision
+        if precision == "auto":
+            precision = "bf16" if self.device.bf16 else "float32"
+        config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
+        with fake_world(1, launched=False):
+            model = self.subject.task.model()
+            samples = self.subject.samples or config.batch_size * _MANY
+            run_plan = settled(config, self.subject.task, model, samples)
+            sizes = Sizes(
+                sum(p.numel() for p in model.parameters()),
+                sum(p.numel() for p in model.parameters() if p.requires_grad),
+                layers_of(self.subject.task, model),
+            )
+        return run_plan.config, sizes
+
+    def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> Estimate:
+        """Of a configuration without "auto", with so many blocks; 0: the model's own.
+
+        Raises:
+            Untraceable: the model asks for numbers.
+            UsageError: the engine or the model refuses.
+        """
+        layers = layers or self.sizes.layers
+        slots = -(-config.micro_batches // self.size)
+        if config.exact:
+            found, copies = self._exact(config, layers, subject, slots)
+        else:
+            found, copies = self._deep(config, layers, subject, min(slots, 2)), 0.0
+        return self._whole(config, found, slots, copies)
+
+    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[Trace, float]:
+        """Rank 0's tree by its doublings, and what the rank holds more whose run lies worst in the tree."""
+        steps = slots.bit_length() - 1
+        if steps <= 2:
+            found = self._deep(config, layers, subject, 1 << steps)
+        else:
+            two, four = (self._deep(config, layers, subject, count) for count in (2, 4))
+            found = _between(two, four, steps - 1.0)
+        worst = held_at_most(config.micro_batches, self.size)
+        return found, float(max(0, worst - held_at_most(self.size << steps, self.size)))
+
+    def _deep(self, config: Config, layers: int, subject: Subject | None, slots: int) -> Trace:
+        policy = config.activation_checkpointing
+        if layers < _DEEP or policy.startswith("every:"):
+            whole = layers == self.sizes.layers
+            return self._traced(config, subject, 0 if whole else layers, slots)
+        low, high = (self._traced(config, subject, count, slots) for count in _SHALLOW)
+        return _between(low, high, (layers - _SHALLOW[0]) / (_SHALLOW[1] - _SHALLOW[0]))
+
+    def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> Trace:
+        used = subject or self.subject
+        alike = dataclasses.replace(config, batch_size=config.micro_size)  # a trace has its own number of slots
+        key = (repr(alike), id(used), layers, slots)
+        if key not in self._traces:
+            self._traces[key] = traced(config, used, self.size, layers=layers, slots=slots)
+        return self._traces[key]
+
+    def _whole(self, config: Config, found: Trace, slots: int, copies: float) -> Estimate:
+        """With what lies beside the tensors of a step: batches, sums of a tree, and the device's allowance."""
+        phases = {name: size for name, size in found.peaks.items() if name != "start" or self.device.host}
+        phase = max(phases, key=lambda name: phases[name])
+        parts = dict(found.parts.get(phase, {"rest": phases[phase]}))
+        rest = parts.pop("rest")
+        gradients = found.parts.get("update", {}).get("gradients", 0.0)
+        parts |= {"activations and temporaries": rest, "sums of exact mode": copies * gradients}
+        parts["batches"] = found.batch * self.batches(slots)
+        parts["fragments"] = self.device.fragments * sum(parts.values())
+        parts = {name: size for name, size in parts.items() if size}
+        peak = math.fsum(parts.values())
+        return Estimate(config, peak, phase, parts, phases, found.held, found.work, slots, found.batch)
+
+    def batches(self, slots: int) -> int:
+        """Micro-batches that lie in the device's memory: on a host a step's, on a device those on their way."""
+        return slots if self.device.host else min(slots + 1, AHEAD + 1)
+
+
+class _Asked:
+    """As much of a world as names an engine."""
+
+    def __init__(self, size: int) -> None:
+        self.control = size > 1 or None
+
+
+def _between(low: Trace, high: Trace, times: float) -> Trace:
+    """low + times * (high - low), number by number; phases that only one has are left out."""
+
+    def line(one: float, other: float) -> float:
+        return one + times * (other - one)
+
+    def lines(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+        return {name: line(value, other[name]) for name, value in one.items() if name in other}
+
+    def work(name: str) -> Work:
+        one, other = low.work[name], high.work[name]
+        return Work(line(one.flops, other.flops), line(one.moved, other.moved), line(one.calls, other.calls))
+
+    return Trace(
+        lines(low.peaks, high.peaks),
+        {name: lines(each, high.parts[name]) for name, each in low.parts.items() if name in high.parts},
+        line(low.held, high.held),
+        {name: work(name) for name in low.work},
+        low.batch,
+    )
+
+
+def check_size(size: int) -> None:
+    """Raises ConfigError for a world that cannot be."""
+    if size < 1:
+        raise ConfigError(f"--world-size {size}: give the number of devices, from 1")

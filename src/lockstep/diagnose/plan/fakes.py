@@ -1,0 +1,196 @@
+"""A world of any size in one process, whose tensors have shapes and no values. All private parts of torch are here.
+
+    with fake_world(512, launched=True) as world, recorder:
+        ...                     # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
+
+Collectives leave what they were given. What an engine asks the numbers for (is the norm below the limit?) is answered
+"yes"; a model that asks is refused by the recorder, which knows who does.
+"""
+
+import contextlib
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lockstep.distributed.world import World
+
+__all__ = ["REFUSED", "FakeWorld", "as_fake", "exchanging", "fake_world", "local", "without_modes"]
+
+# What a model raises that needs numbers, which are not there.
+REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class FakeWorld(World):
+    """Rank 0 of a world whose other ranks say what it says."""
+
+    __slots__ = ()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        pass
+
+    def check(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def check_same(self, what: str, values: dict[str, Any]) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def fake_world(size: int, *, launched: bool) -> Iterator[FakeWorld]:
+    """Rank 0 of `size` ranks on a CPU; within it every tensor is without values.
+
+    Args:
+        launched: a launcher started the ranks, so that there are groups: no other default group may exist.
+    """
+    with contextlib.ExitStack() as stack:
+        world = FakeWorld(0, 0, size, torch.device("cpu"))
+        if launched:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+            stack.callback(_left)
+            world.control = dist.group.WORLD
+            _patched(stack)
+        _set(stack, nn.Module, "_apply", _Apply())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Unmasked())
+        yield world
+
+
+def _left() -> None:
+    gc.collect()  # DDP's reducer, before its group
+    dist.destroy_process_group()
+
+
+def _patched(stack: contextlib.ExitStack) -> None:
+    """Within `stack`: what asks for numbers while an engine is made, or would make one object for each rank."""
+    parallel: Any = sys.modules[DistributedDataParallel.__module__]
+    _set(stack, parallel, "_verify_param_shape_across_processes", lambda *args, **named: None)
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    apply: Any = importlib.import_module("lockstep.engines.fsdp.apply")
+
+    mesh = apply.init_device_mesh
+
+    def made(*args: Any, **named: Any) -> Any:
+        with _disable_current_modes():
+            return mesh(*args, **named)
+
+    _set(stack, apply, "init_device_mesh", made)
+    _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+def _set(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
+    before = getattr(module, name, None)
+    if before is None:  # of another torch: it does without
+        return
+    setattr(module, name, value)
+    stack.callback(setattr, module, name, before)
+
+
+class _Apply:
+    """`nn.Module._apply`, which refuses tensors without values that something else knows of: it takes their place."""
+
+    def __init__(self) -> None:
+        self._new: Any = WeakTensorKeyDictionary()
+
+    def __get__(self, module: nn.Module, kind: Any) -> Callable[..., nn.Module]:
+        return lambda change, recurse=True: self._applied(module, change, recurse)
+
+    def _applied(self, module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+        for child in module.children() if recurse else ():
+            self._applied(child, change, recurse)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                made = self._new.get(parameter)  # a tied one has been changed already
+                made = change(parameter) if made is None else made
+            if made is not parameter:
+                made = made if isinstance(made, nn.Parameter) else nn.Parameter(made, parameter.requires_grad)
+                self._new[parameter] = module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = change(buffer)
+        return module
+
+
+class _Chunks:
+    """The pieces of `torch.chunk`, each made when it is asked for: FSDP2 asks for one of 512."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._each = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> Tensor:
+        begin = min(place * self._each, self._tensor.size(self._dim))
+        length = min(self._each, self._tensor.size(self._dim) - begin)
+        if place and not length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, length)
+
+
+class _Unmasked(TorchFunctionMode):
+    """Attention without dropout of its weights: a CPU has no fused kernel with it, which every GPU has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+def exchanging(model: nn.Module) -> None:
+    """Has DDP's exchange leave what it was given, and be done."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with contextlib.suppress(RuntimeError):  # the engine has one of its own, for compression
+        model.register_comm_hook(None, hook)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A DTensor's part, any other as it is: without an operation, as `to_local` would be one."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def as_fake(batch: Any) -> Any:
+    """A nested batch whose tensors have no values; to be called within the world."""
+    return tree_map_only(Tensor, torch.empty_like, batch)
+
+
+def without_modes() -> "contextlib.AbstractContextManager[None]":
+    """Within it tensors have values again: for a task's data."""
+    made: Callable[[], contextlib.AbstractContextManager[None]] = _disable_current_modes
+    return made()

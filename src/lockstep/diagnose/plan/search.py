@@ -1,0 +1,360 @@
+"""What would fit, and how fast it would be: the largest of each size, and engines and techniques by estimated speed.
+
+answer = searched(Planner(config, subject, size, device), fast=False, open_batch=True)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lockstep.config.config import Config
+from lockstep.diagnose.plan.devices import Device
+from lockstep.diagnose.plan.estimate import Estimate, Planner, Sizes
+from lockstep.diagnose.plan.speed import Times, step_time
+from lockstep.engines.options import EngineOptions
+from lockstep.engines.shared.sizes import exchanged, least_held, variants
+from lockstep.errors import UsageError
+from lockstep.transforms.precision import PARAMETERS
+
+__all__ = ["Answer", "Row", "largest", "searched"]
+
+_POLICIES = ("none", "selective", "full")
+_MOST = 1 << 14  # samples of a micro-batch
+_TRIES = 6  # estimates in a search
+_LONGEST = 64  # times the asked length, where the model has no longest
+_DEEPEST = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        config: of it.
+        flags: what to add to the command.
+        peak: bytes a rank.
+        times: of a step.
+        traced: it was estimated by itself, and not put together from others.
+    """
+
+    config: Config
+    flags: tuple[str, ...]
+    peak: float
+    times: Times
+    traced: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, over all ranks."""
+        return self.config.batch_size / self.times.step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What `lockstep plan` says.
+
+    Attributes:
+        found: of what was asked for; its `config` has every value.
+        fits: whether that fits.
+        micro_batch, seq_len, layers: the largest that fit, all else as asked; 0: none; None: it has no such size, or
+            was not looked for.
+        rows: other ways, the fastest first.
+        advice: what to change first where what was asked for does not fit; "".
+    """
+
+    config: Config
+    device: Device
+    size: int
+    sizes: Sizes
+    found: Estimate
+    times: Times
+    fits: bool
+    micro_batch: int | None = None
+    seq_len: int | None = None
+    layers: int | None = None
+    rows: tuple[Row, ...] = ()
+    advice: str = ""
+
+
+def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
+    """The answer for what the planner was asked.
+
+    Args:
+        fast: only that.
+        open_batch: other batch sizes may be proposed.
+
+    Raises:
+        UsageError: it cannot be planned.
+    """
+    config, device, size = planner.config, planner.device, planner.size
+    found = planner.estimate(config)
+    fits = found.peak <= device.room
+    times = _times(planner, found)
+    plain = Answer(config, device, size, planner.sizes, found, times, fits)
+    if fast:
+        return plain
+    rows = _rows(planner, open_batch)
+    return dataclasses.replace(
+        plain,
+        micro_batch=_micro_batch(planner, open_batch),
+        seq_len=_seq_len(planner),
+        layers=_layers(planner),
+        rows=tuple(rows),
+        advice="" if fits else _advice(planner, rows, open_batch),
+    )
+
+
+def largest(evaluate: Callable[[int], float], candidates: Sequence[int], room: float) -> int:
+    """The largest of the ascending candidates whose bytes fit the room, each answer one that was evaluated; 0: none.
+
+    Guesses lie on the line through the last two, between one that fits and one that does not.
+    """
+    known: dict[int, float] = {}
+
+    def fits(place: int) -> bool:
+        known[place] = evaluate(candidates[place])
+        return known[place] <= room
+
+    if not candidates or not fits(0):
+        return 0
+    low, high = 0, len(candidates)
+    guess = min(1, high - 1)
+    for _ in range(_TRIES):
+        if high - low < 2:
+            break
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if fits(guess) else (low, guess)
+        guess = _guessed(known, candidates, room)
+    return candidates[low]
+
+
+def _guessed(known: dict[int, float], candidates: Sequence[int], room: float) -> int:
+    """The last place whose bytes should fit, by the two that are nearest to the room."""
+    near = sorted(sorted(known, key=lambda place: abs(known[place] - room))[:2])
+    if len(near) < 2 or known[near[1]] <= known[near[0]]:
+        return len(candidates) - 1
+    one, other = near
+    slope = (known[other] - known[one]) / (candidates[other] - candidates[one])
+    most = candidates[one] + (room - known[one]) / slope
+    return sum(size <= most for size in candidates) - 1
+
+
+def _micro_batch(planner: Planner, open_batch: bool) -> int:
+    config = planner.config
+    low = 2 if config.micro_size > 1 and not planner.device.host else 1
+
+    def evaluate(size: int) -> float:
+        return planner.estimate(_sized(planner, config, size, open_batch)).peak
+
+    return largest(
+        evaluate, [size for size in _micro_sizes(planner, open_batch, every=True) if size >= low], planner.device.room
+    )
+
+
+def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> list[int]:
+    """The sizes that a micro-batch may have: those that divide the batch, where that is given."""
+    if open_batch:
+        return list(range(1, 513)) if every else [1 << power for power in range(_MOST.bit_length())]
+    batch = planner.config.batch_size
+    found = [size for size in range(1, batch + 1) if batch % size == 0]
+    least = planner.size if planner.config.exact else 1
+    return [size for size in found if batch // size >= least] or [1]
+
+
+def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Config:
+    """The configuration with micro-batches of that size, as many a step as before where the batch is open."""
+    batch = config.batch_size
+    if open_batch:
+        batch = micro * max(planner.size, planner.config.batch_size // planner.config.micro_size)
+    return dataclasses.replace(config, micro_batch_size=micro, batch_size=batch, eval_micro_batch_size=micro)
+
+
+def _seq_len(planner: Planner) -> int | None:
+    subject, config = planner.subject, planner.config
+    if subject.windows is None:
+        return None
+    windows, most = subject.windows, subject.context or _LONGEST * config.seq_len
+    step = 64 if config.seq_len % 64 == 0 else max(1, config.seq_len // 8)
+    made: dict[int, Any] = {}
+
+    def evaluate(tokens: int) -> float:
+        made[tokens] = windows(tokens)  # kept, since traces are known by it
+        return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=made[tokens]).peak
+
+    return largest(evaluate, list(range(step, most + 1, step)), planner.device.room)
+
+
+def _layers(planner: Planner) -> int | None:
+    if planner.sizes.layers < 6 or planner.config.activation_checkpointing.startswith("every:"):
+        return None
+    deep = list(range(6, _DEEPEST))
+    return largest(lambda layers: planner.estimate(planner.config, layers).peak, deep, planner.device.room)
+
+
+def _times(planner: Planner, found: Estimate) -> Times:
+    width = PARAMETERS[found.config.precision].itemsize
+    sizes, config = planner.sizes, found.config
+    split = exchanged(config.engine, config.engine_options, width * sizes.parameters, width * sizes.trained)
+    return step_time(found, planner.device, planner.size, split)
+
+
+def _rows(planner: Planner, open_batch: bool) -> list[Row]:
+    """Engines by policies, each with the micro-batch that is fastest of those that fit."""
+    width, sizes = PARAMETERS[planner.config.precision].itemsize, planner.sizes
+    held = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
+    found = list[Row]()
+    base: dict[tuple[str, int], Estimate] = {}
+    first: tuple[str, EngineOptions] | None = None
+    for name, options in variants(planner.size, planner.config.engine_options):
+        plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
+        states = held[2] if plain.optim.name in ("adamw", "adam") else 0.0
+        if least_held(name, options, planner.size, (*held[:2], states)) > planner.device.room:
+            continue
+        try:
+            own = planner.estimate(_at(planner, plain, "none", 1, open_batch))
+            first = first or (name, options)
+            if not base:
+                base = _policies(planner, first, open_batch)
+        except UsageError:
+            continue
+        for policy in _POLICIES:
+            if (policy, 1) in base:
+                found += _best_row(planner, plain, policy, own, base, open_batch)
+    return _confirmed(planner, sorted(found, key=lambda row: -row.rate))
+
+
+def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: bool) -> Config:
+    sizes = _micro_sizes(planner, open_batch)
+    norm = planner.config.micro_size > 1 and len(sizes) > 2
+    size = sizes[min(times - 1 + norm, len(sizes) - 1)]
+    return dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
+
+
+def _policies(planner: Planner, first: tuple[str, EngineOptions], open_batch: bool) -> dict[tuple[str, int], Estimate]:
+    """(policy, 1 or 2) -> the estimate with the first engine, at the smallest and at a larger micro-batch."""
+    found = {}
+    config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
+    for policy in _POLICIES:
+        for times in (1, 2):
+            try:
+                found[policy, times] = planner.estimate(_at(planner, config, policy, times, open_batch))
+            except UsageError:  # no blocks are known
+                break
+    return found
+
+
+def _best_row(
+    planner: Planner,
+    config: Config,
+    policy: str,
+    own: Estimate,
+    base: dict[tuple[str, int], Estimate],
+    open_batch: bool,
+) -> Iterable[Row]:
+    """The fastest size that fits, from two of the first engine, and what this one holds more in each phase."""
+    low, high, plain = base[policy, 1], base.get((policy, 2), base[policy, 1]), base["none", 1]
+    best: Row | None = None
+    for size in _micro_sizes(planner, open_batch):
+        sized = dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
+        made = _scaled(low, high, own, plain, sized, planner)
+        if made.peak > planner.device.room:
+            break
+        row = Row(sized, _flags(planner, sized), made.peak, _times(planner, made))
+        if best is None or row.rate > 1.02 * best.rate:
+            best = row
+    return [best] if best else []
+
+
+def _scaled(
+    low: Estimate, high: Estimate, own: Estimate, plain: Estimate, config: Config, planner: Planner
+) -> Estimate:
+    one, other = low.config.micro_size, high.config.micro_size
+    times = (config.micro_size - one) / (other - one) if other > one else 0.0
+
+    def line(a: float, b: float) -> float:
+        return a + times * (b - a)
+
+    phases = {
+        name: line(size, high.phases[name]) + own.phases[name] - plain.phases[name]
+        for name, size in low.phases.items()
+        if name in high.phases and name in own.phases and name in plain.phases
+    }
+    work = {
+        name: dataclasses.replace(
+            each,
+            flops=line(each.flops, high.work[name].flops),
+            moved=line(each.moved, high.work[name].moved),
+        )
+        for name, each in low.work.items()
+    } | {"update": own.work["update"]}
+    slots = -(-config.micro_batches // planner.size)
+    batch = line(low.batch, high.batch) * planner.batches(slots)
+    peak = (1 + planner.device.fragments) * (max(phases.values()) + batch)
+    return dataclasses.replace(low, config=config, peak=peak, phases=phases, work=work, slots=slots)
+
+
+def _confirmed(planner: Planner, rows: list[Row]) -> list[Row]:
+    """The rows, the first of them estimated by itself: what does not hold is left out."""
+    while rows:
+        try:
+            found = planner.estimate(rows[0].config)
+        except UsageError:
+            rows = rows[1:]
+            continue
+        if found.peak <= planner.device.room:
+            first = dataclasses.replace(rows[0], peak=found.peak, times=_times(planner, found), traced=True)
+            return [first, *rows[1:]]
+        rows = rows[1:]
+    return []
+
+
+def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
+    """What a command needs besides to train so."""
+    asked = planner.asked
+    found = ["--engine", config.engine]
+    if config.engine_options.sharding != asked.engine_options.sharding:
+        found += ["--engine.sharding", config.engine_options.sharding]
+    found += ["--activation-checkpointing", config.activation_checkpointing]
+    found += ["--batch-size", str(config.batch_size), "--micro-batch-size", str(config.micro_size)]
+    return tuple(found)
+
+
+def _advice(planner: Planner, rows: list[Row], open_batch: bool) -> str:
+    """The first thing to change."""
+    if rows:
+        return f"change first: {' '.join(rows[0].flags)}"
+    config, room = planner.config, planner.device.room
+    *_, last = variants(planner.size, config.engine_options)
+    least = dataclasses.replace(
+        _at(planner, config, "full", 1, open_batch), engine=last[0], engine_options=last[1], exact=config.exact
+    )
+    least = dataclasses.replace(
+        least, engine_options=dataclasses.replace(last[1], sharding=config.engine_options.sharding)
+    )
+    tried = [("", least)]
+    if config.precision == "bf16" and planner.size > 1:
+        narrow = dataclasses.replace(least.engine_options, param_dtype="bf16")
+        tried.append(
+            (
+                "--precision float32 --engine.param-dtype bf16, ",
+                dataclasses.replace(least, precision="float32", engine_options=narrow),
+            )
+        )
+    tried.append(("--precision bf16-true, ", dataclasses.replace(least, precision="bf16-true")))
+    needed = math.inf
+    for said, changed in tried:
+        for policy in ("full", "none"):
+            try:
+                peak = planner.estimate(dataclasses.replace(changed, activation_checkpointing=policy)).peak
+            except UsageError:
+                continue
+            needed = min(needed, peak)
+            if peak <= room:
+                return f"change first: {said}{' '.join(_flags(planner, changed))}"
+    if not math.isfinite(needed):
+        return "no engine can take it"
+    return (
+        "change first: the model, the length of its samples or the device: the least of all ways takes "
+        f"{needed / room:.2f} times its room"
+    )

@@ -1,0 +1,198 @@
+"""What is planned: a task's model at any depth, and its micro-batches of any size, without its data where that may be.
+
+    subject = subject_of(config, None, say)
+    subject.at(4)               # the task, whose model has 4 of its blocks; 0: all
+    subject.batch(8)            # a micro-batch of 8 samples, as it is loaded
+
+A language model by name needs no corpus: every sample is a full window of tokens. Other tasks are made, and their
+first samples loaded, since only these say what a batch is.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lockstep.config.config import Config
+from lockstep.config.hub_name import is_hub_name
+from lockstep.engines.shared.blocks import find_blocks
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.gpt import PRESETS
+from lockstep.models.hf import HubModel
+from lockstep.run.evaluation_sets import named_sets
+from lockstep.task import Task, adapted
+from lockstep.tasks.causal_lm import CausalLM, loss_inside
+from lockstep.tasks.hf import HubCausalLM, cache_of, trained_size
+from lockstep.tasks.named import named_task
+from lockstep.tasks.options import LANGUAGE, kind_of
+
+__all__ = ["Subject", "layers_of", "subject_of"]
+
+Say = Callable[[str], None]
+_DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A task to plan.
+
+    Attributes:
+        task: with the whole model.
+        samples: of the training set; 0: not known, and many.
+        at: layers -> the task, whose model has so many of its repeated layers; 0: all.
+        batch: samples -> a micro-batch in host memory.
+        windows: tokens -> the same with samples of so many tokens; None: a sample has no length to choose.
+        context: the longest sample that the model takes, in tokens; 0: no limit, or not known.
+    """
+
+    task: Task
+    samples: int
+    at: Callable[[int], Task]
+    batch: Callable[[int], Any]
+    windows: Callable[[int], "Subject"] | None = None
+    context: int = 0
+
+
+def subject_of(config: Config, given: Any, say: Say) -> Subject:
+    """What `config` names, or the task `given`.
+
+    Raises:
+        UsageError: as in training.
+    """
+    if given is None and kind_of(config.task) == LANGUAGE:
+        return _language_model(config, say)
+    task = named_task(config, say) if given is None else adapted(given)
+    dataset = task.dataset("train")
+    named_sets(task.dataset("evaluation"))
+    if not len(dataset):
+        raise DataError("the training set is empty: the task's dataset('train') has no samples")
+
+    def batch(size: int) -> Any:
+        return task.collate([dataset[place % len(dataset)] for place in range(size)])
+
+    return Subject(task, len(dataset), lambda layers: _shortened(task, layers), batch)
+
+
+def _shortened(task: Task, layers: int) -> Task:
+    """The task, whose model has the first `layers` of its blocks, which are all of one list."""
+    if not layers:
+        return task
+    other: Any = copy.copy(task)
+
+    def model() -> nn.Module:
+        made = task.model()
+        held = _list_of(task, made)
+        if held is not None:
+            del held[layers:]
+        return made
+
+    other.model = model
+    return cast(Task, other)
+
+
+def layers_of(task: Task, model: nn.Module) -> int:
+    """How many equal blocks in one list the model has, which may be cut; 0: none."""
+    held = _list_of(task, model)
+    return 0 if held is None else len(held)
+
+
+def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
+    named = task.blocks(model)
+    blocks = find_blocks(model).modules if named is None else list(named)
+    shapes = {str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]) for block in blocks}
+    if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
+        return None
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return next((each for each in lists if list(each) == blocks), None)
+
+
+def _language_model(config: Config, say: Say) -> Subject:
+    """The built-in GPT, or one of `transformers` by its configuration: neither a corpus nor weights are read."""
+    hub = is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file()
+    file = Path(config.model_name).expanduser()
+    if file.name == "config.json" and file.is_file():
+        config, hub = dataclasses.replace(config, model_name=str(file.parent)), True
+    if not hub and config.model_name not in PRESETS:
+        named_task(config, say)  # which says what is known
+    return _of_hub(config, say) if hub else _built_in(config)
+
+
+def _built_in(config: Config) -> Subject:
+    shape = PRESETS[config.model_name]
+    known = trained_size(config.tokenizer) or config.data.vocab_size
+    shape = dataclasses.replace(shape, vocab_size=known, dropout=config.model.dropout)
+
+    def task(layers: int = 0) -> CausalLM:
+        cut = dataclasses.replace(shape, layers=layers or shape.layers)
+        corpus: Any = _Unread(known, min(config.seq_len, shape.context))
+        return CausalLM(corpus, cut, loss_chunk=config.model.loss_chunk, inside=loss_inside(config))
+
+    def windows(tokens: int) -> Subject:
+        return _built_in(dataclasses.replace(config, seq_len=tokens))
+
+    if config.seq_len > shape.context:
+        raise ConfigError(
+            f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {shape.context}; lower it"
+        )
+    made = task()
+    return Subject(made, 0, task, _tokens(config), windows, shape.context)
+
+
+def _of_hub(config: Config, say: Say) -> Subject:
+    asked = config.model
+    source = HubModel(
+        config.model_name,
+        revision=asked.revision,
+        trust_remote_code=asked.trust_remote_code,
+        cache=cache_of(config),
+        say=say,
+    )
+    vocabulary = trained_size(config.tokenizer) or source.vocab_size
+    stored = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
+    dtype = _DTYPES.get(config.precision, torch.float32)
+    if config.lora.rank and asked.pretrained:
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+    corpus: Any = _Unread(vocabulary, config.seq_len)
+
+    def task(layers: int = 0) -> HubCausalLM:
+        made = HubCausalLM(
+            corpus,
+            source.with_layers(layers) if layers else source,
+            vocab_size=vocabulary,
+            dtype=dtype,
+            pretrained=False,
+            sources={},
+            loss_chunk=asked.loss_chunk,
+            inside=loss_inside(config),
+        )
+        made.defaults = "fine-tuning" if asked.pretrained else "language-model"
+        return made
+
+    def windows(tokens: int) -> Subject:
+        return _of_hub(dataclasses.replace(config, seq_len=tokens), say)
+
+    return Subject(task(), 0, task, _tokens(config), windows, source.context)
+
+
+class _Unread:
+    """A corpus of which only the form of its samples is known."""
+
+    def __init__(self, vocab_size: int, seq_len: int) -> None:
+        self.vocab_size, self.separator, self.fingerprint = vocab_size, -1, ""
+        self.train = self.evaluation = SimpleNamespace(seq_len=seq_len, items_per_sample=seq_len)
+
+
+def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
+    """A micro-batch of full windows."""
+    names: Sequence[str] = ("input_ids", "labels")
+    names = (*names, "positions", "documents") if config.data.packing == "documents" else names
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        return {name: torch.ones(size, config.seq_len, dtype=torch.int64) for name in names}
+
+    return batch

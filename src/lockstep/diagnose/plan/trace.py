@@ -1,0 +1,244 @@
+"""A few steps of a training in a fake world: what each phase holds at most on rank 0, and what it computes.
+
+    found = traced(config, subject, world_size, layers=4)
+    found.peaks["backward 0"]       # bytes
+
+The parts are those of a run: `model_of`, the engine, the task's loss. Phases are named by the model's blocks, so that a
+deep model can be drawn from two shallow ones (see estimate.py): what a phase holds at most is a linear function of the
+number of blocks, if each block's own forward and backward are a phase of their own.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import math
+import warnings
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lockstep.config.config import Config
+from lockstep.data.batches import MicroBatch
+from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, without_modes
+from lockstep.diagnose.plan.recorder import Recorder, Work
+from lockstep.diagnose.plan.subject import Subject
+from lockstep.engines.base import Engine
+from lockstep.engines.make import engine
+from lockstep.engines.options import ENGINES, own_options
+from lockstep.engines.shared.blocks import find_blocks
+from lockstep.errors import LockstepError, UsageError
+from lockstep.loop import loss_of
+from lockstep.run.model import model_of
+from lockstep.run.own_optimizer import optimizer_of
+
+__all__ = ["Trace", "Untraceable", "traced"]
+
+_EDGE = 2  # blocks at each end that have a phase of their own
+
+
+class Untraceable(UsageError):
+    """The model asks for numbers, which a trace has not."""
+
+
+class Trace(NamedTuple):
+    """What was seen of a step after the first. In the phases are bytes of one rank, and the work of one micro-batch.
+
+    Attributes:
+        peaks: by phase, the most that was held in it.
+        parts: by phase, the bytes of each part at that moment; "rest" is what has no name: activations, copies.
+        held: bytes after the step: parameters, buffers and optimizer states.
+        work: by "compute", forward and backward of a micro-batch, and "update".
+        batch: bytes of a micro-batch.
+    """
+
+    peaks: dict[str, float]
+    parts: dict[str, dict[str, float]]
+    held: float
+    work: dict[str, Work]
+    batch: float
+
+
+def traced(config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1) -> Trace:
+    """What rank 0 of `size` ranks holds and computes.
+
+    Args:
+        config: without "auto"; its engine is one that can be made here.
+        layers: of the model's blocks; 0: all.
+        slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each rank.
+
+    Raises:
+        Untraceable: the model asks for numbers; the operation is named.
+        UsageError: the model, the engine or the optimizer refuses.
+    """
+    launched = not ENGINES[config.engine].one_process
+    if config.exact:
+        config = dataclasses.replace(config, batch_size=config.micro_size * slots * size)
+    recorder = Recorder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fake_world(size, launched=launched) as world, recorder:
+            try:
+                return _Stage(config, subject, world, recorder, layers).play(slots)
+            except REFUSED as error:
+                raise Untraceable(
+                    f"the model cannot be traced without numbers: {recorder.operation} ({recorder.phase}) needs the "
+                    "values of a tensor, as .item(), nonzero() and boolean masks do"
+                ) from error
+            except LockstepError:
+                raise
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+                said = " ".join(str(error).split())[:200] or type(error).__name__
+                raise Untraceable(
+                    f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {said}"
+                ) from error
+
+
+class _Stage:
+    """A run's parts in the fake world."""
+
+    def __init__(self, config: Config, subject: Subject, world: Any, recorder: Recorder, layers: int) -> None:
+        self._subject, self._recorder, self._size = subject, recorder, config.micro_size
+        self._exact = config.exact
+        self._task = subject.at(layers)
+        model = self._model = model_of(config, self._task, world, {}, lambda line: None, planned=True)
+        named = self._task.blocks(model)
+        self._blocks = find_blocks(model).modules if named is None else list(named)
+        self._optimizer: Optimizer | None = None
+        self._engine = self._made(config, world)
+        exchanging(self._engine.model)
+        self._loss = loss_of(self._task)
+
+    def _made(self, config: Config, world: Any) -> Engine:
+        def make(held: nn.Module) -> Optimizer:
+            self._optimizer = optimizer_of(config, self._task, held)
+            return self._optimizer
+
+        options = config.engine_options
+        if options.find_unused_parameters == "auto":  # the first step would ask the others for numbers
+            options = dataclasses.replace(options, find_unused_parameters=_told(config.engine))
+        return engine(
+            config.engine,
+            self._model,
+            make,
+            world,
+            clip=config.optim.clip,
+            exact_micro_batches=config.micro_batches if config.exact else 0,
+            loss_scaling=config.precision == "fp16" and config.fp16,
+            blocks=self._task.blocks(self._model) or (),
+            options=options,
+            say=lambda line: None,
+            ema=config.optim.ema,
+        )
+
+    def play(self, slots: int) -> Trace:
+        """Two steps; what the second one did, in which the optimizer has its states."""
+        recorder, start = self._recorder, self._recorder.peaks.get("start", 0)
+        before = recorder.level
+        batch = self._batch()
+        own = recorder.level - before
+        recorder.divide = self._parts
+        with contextlib.ExitStack() as stack:
+            _mark(self._blocks, recorder, stack)
+            for first in (True, False):
+                gc.collect()
+                recorder.begin()
+                made = 1 if first and not self._exact else slots
+                for slot in range(made):
+                    self._slot(batch, last=slot == made - 1)
+                recorder.phase = "update"
+                self._engine.step(1.0, math.inf, None)
+        gc.collect()
+        peaks = {name: float(peak - own) for name, peak in recorder.peaks.items()}
+        parts = {
+            name: {key: float(size - own * (key == "rest")) for key, size in each.items()}
+            for name, each in recorder.parts.items()
+        }
+        held = float(recorder.level - own)
+        return Trace({**peaks, "start": float(start)}, parts, held, _merged(recorder.work, slots), float(own))
+
+    def _batch(self) -> MicroBatch:
+        with without_modes():
+            real = self._subject.batch(self._size)
+            items = int(self._task.count(real))
+        return MicroBatch(as_fake(real), 0, items, 1.0)
+
+    def _slot(self, batch: MicroBatch, last: bool) -> None:
+        recorder = self._recorder
+        recorder.phase = "begin"
+        with self._engine.accumulate(last):
+            recorder.asked = False
+            try:
+                loss = self._loss(self._engine.model, batch)
+            finally:
+                recorder.asked = True
+            recorder.phase = "loss"
+            self._engine.backward(loss, 1.0)
+
+    def _parts(self) -> dict[str, list[Tensor]]:
+        """What has a name: tensors of this rank."""
+        parameters = list(self._engine.model.parameters())
+        states = [
+            value
+            for state in (getattr(self._optimizer, "state", None) or {}).values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "parameters": [*parameters, *self._model.buffers()],
+            "optimizer states": states,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+        }
+
+
+def _told(engine: str) -> str:
+    """Whether parameters may be unused. DDP makes its buffers anew, by numbers, where none is."""
+    own = own_options(engine)
+    return "true" if "bucket_cap_mb" in own else "false" if "sharding" in own else "auto"
+
+
+def _mark(blocks: list[nn.Module], recorder: Recorder, stack: contextlib.ExitStack) -> None:
+    """Has the recorder's phase follow the forward and the backward of the blocks."""
+    last = len(blocks) - 1
+
+    def forward(place: int) -> Any:
+        name = f"forward {place if place < _EDGE else place - last - 1}"
+
+        def begin(module: nn.Module, inputs: Any, named: Any) -> None:
+            recorder.phase = name
+            if place == 0:
+                _when_done([*inputs, *named.values()], "end")
+
+        return begin
+
+    def backward(place: int) -> Any:
+        name = f"backward {place if place < _EDGE else place - last - 1}"
+
+        def end(module: nn.Module, inputs: Any, found: Any) -> None:
+            _when_done([found], name)
+            if place == last:
+                recorder.phase = "loss"
+
+        return end
+
+    def _when_done(found: Any, name: str) -> None:
+        """The phase that begins when the gradient of these is known."""
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: setattr(recorder, "phase", name))  # type: ignore[no-untyped-call]
+
+    for place, block in enumerate(blocks):
+        stack.callback(block.register_forward_pre_hook(forward(place), with_kwargs=True).remove)
+        stack.callback(block.register_forward_hook(backward(place)).remove)
+
+
+def _merged(work: dict[str, Work], slots: int) -> dict[str, Work]:
+    """By "compute", of one micro-batch, and "update"."""
+    found = {"compute": Work(), "update": Work()}
+    for name, each in work.items():
+        into, share = found["update" if name == "update" else "compute"], 1 if name == "update" else slots
+        into.flops += each.flops / share
+        into.moved += each.moved / share
+        into.calls += each.calls / share
+    return found
