@@ -32,6 +32,7 @@ COMMANDS = {
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
     "scale": ("lockstep.commands.scale", "command", "measure how training speeds up with the number of processes"),
     "plan": ("lockstep.commands.plan", "command", "memory and time of a training per device, without the devices"),
+    "profile": ("lockstep.commands.profile", "command", "where the time of a step goes, and what to change first"),
     "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }

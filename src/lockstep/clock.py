@@ -2,16 +2,19 @@
 
 clock.start(); ...; clock.lap("data"); ...; clock.lap("forward")
 clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step since the last reading
+with marked("save"): ...                        # a mark in a trace, where a profiler runs
 """
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol, final
 
 import torch
+from torch.profiler import record_function
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "make_clock"]
+__all__ = ["Clock", "DeviceClock", "HostClock", "MarkingClock", "make_clock", "marked"]
 
 _Marks = list[tuple[str, torch.cuda.Event]]
 
@@ -25,7 +28,8 @@ class Clock(Protocol):
         steps: those that `spent` knows of, the present one included where it does.
     """
 
-    steps: int
+    @property
+    def steps(self) -> int: ...
 
     def start(self) -> None:
         """Begins a step: what passed since the last lap belongs to nobody."""
@@ -117,6 +121,118 @@ class DeviceClock:
                 self._sums[name] = self._sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
             self._free += [event for _, event in marks]
             self.steps += 1
+
+
+# The part of a step that follows a lap of this name. Where the name is none of these the part goes on.
+_AFTER = {
+    "data": "forward",
+    "forward": "backward",
+    "backward/alone": "forward",
+    "backward": "exchange",
+    "update": "told",
+}
+_PLAIN = 10  # steps without a trace whose lengths are kept
+
+
+@final
+class MarkingClock:
+    """A clock whose laps are marks in a trace, while one is made: a step's parts as `lockstep.loop` goes through them.
+
+    clock = MarkingClock(make_clock(device))
+    clock.trace(101)    # the next step is the 101st, and marked
+    clock.end()
+
+    Attributes:
+        computed: seconds by part in which this thread was computing, of the marked steps; the rest it waited.
+        plain: seconds of each of the last steps that were not marked, what follows a step included.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._number = 0  # of the step to be marked next; 0: none
+        self._part, self._mark, self._whole = "", _Mark(), _Mark()
+        self._ran, self._began = 0.0, 0.0
+        self.computed: dict[str, float] = {}
+        self.plain: deque[float] = deque(maxlen=_PLAIN)
+
+    @property
+    def steps(self) -> int:
+        return self._clock.steps
+
+    def trace(self, number: int) -> None:
+        """From the next step on, which is the one of this number, counted from 1, each is marked."""
+        self._number, self._began, self.computed = number, 0.0, {}
+
+    def end(self) -> None:
+        """The marked step is over, and no other is marked."""
+        self._leave()
+        self._whole.end()
+        self._number = 0
+
+    def start(self) -> None:
+        self._clock.start()
+        now = time.perf_counter()
+        if self._number:
+            self._leave()
+            self._whole.end()
+            self._whole.begin(f"step {self._number}")
+            self._number += 1
+            self._enter("data")
+        elif self._began:
+            self.plain.append(now - self._began)
+        self._began = now
+
+    def lap(self, name: str) -> None:
+        self._clock.lap(name)
+        if not self._number:
+            return
+        part = self._part
+        self._leave()
+        if name == "data" and part in ("exchange", "told"):  # told the others, and heard from them
+            if part == "exchange":
+                self._enter("update")
+        else:
+            self._enter(_AFTER.get(name, part))
+
+    def spent(self) -> dict[str, float]:
+        return self._clock.spent()
+
+    def read(self) -> dict[str, float]:
+        return self._clock.read()
+
+    def _enter(self, part: str) -> None:
+        self._part, self._ran = part, time.thread_time()
+        self._mark.begin("exchange" if part == "told" else part)
+
+    def _leave(self) -> None:
+        if self._part:
+            self.computed[self._part] = self.computed.get(self._part, 0.0) + time.thread_time() - self._ran
+        self._part = ""
+        self._mark.end()
+
+
+class _Mark:
+    """A mark in a trace, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def begin(self, part: str) -> None:
+        self._open = record_function(f"lockstep:{part}")
+        self._open.__enter__()
+
+    def end(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def marked(part: str) -> AbstractContextManager[Any]:
+    """Around one of lockstep's own parts: its mark in a trace where a profiler runs, else nothing."""
+    return record_function(f"lockstep:{part}") if torch._C._autograd._profiler_enabled() else _NOTHING
 
 
 def _added(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]:

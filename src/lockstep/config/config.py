@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
+from lockstep.config.ranges import range_of
 from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
 from lockstep.config.shares import counts_of
 from lockstep.config.spans import SPAN, is_share, is_span
@@ -144,6 +145,7 @@ class Config:
         "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)",
         tasks="causal-lm, classification",
     )
+    profile: str = option("", "steps to trace and judge, FIRST:LAST as 100:110; see docs/profile.md")
     tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
@@ -182,6 +184,7 @@ class Config:
         check(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
         counts_of(self.shares)
+        range_of(self.profile)
         _check_best(self)
         if is_span(self.extend_to) and not re.fullmatch(r"[1-9]\d* ?epochs?", str(self.extend_to)):
             raise FieldError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, Self
 
+from lockstep.clock import marked
 from lockstep.data.device import SideStream, mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
@@ -364,7 +365,8 @@ class StepLoader:
         step = self._next + len(self._ready)
         if step >= self._steps:
             return False
-        self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
+        with marked("load"):
+            self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         if self._leads and len(self._ready) == 1:
             self._lead()
         return True

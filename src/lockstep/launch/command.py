@@ -74,6 +74,8 @@ def _behind(rest: list[str]) -> bool:
     """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
     if rest and rest[0] == "train":
         return options.parse(rest[1:]).exact
+    if rest and rest[0] == "profile":
+        return "--exact" in rest
     if rest and rest[0] == "evaluate":
         return False  # its run's configuration says, when it is read
     if rest and rest[0].endswith(".py"):
@@ -82,8 +84,8 @@ def _behind(rest: list[str]) -> bool:
         return "--exact" in rest
     shown = f"'{rest[0]}'" if rest else "nothing"
     raise ConfigError(
-        f"launch starts `train`, `evaluate` or a script, and behind `--` stands {shown}: lockstep launch ... -- train "
-        "[flags], or ... -- script.py [arguments]"
+        f"launch starts `train`, `evaluate`, `profile` or a script, and behind `--` stands {shown}: lockstep launch "
+        "... -- train [flags], or ... -- script.py [arguments]"
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep import checkpoint
-from lockstep.clock import make_clock
+from lockstep.clock import make_clock, marked
 from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.progress import IN_BODY, READING, note_end
 from lockstep.distributed.step_exchange import (
@@ -37,6 +37,7 @@ from lockstep.run.build import Built
 from lockstep.run.guarding import Guards
 from lockstep.run.kernels import kernels_of
 from lockstep.run.meter import Meter
+from lockstep.run.profiling import Profiling
 from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
@@ -74,6 +75,7 @@ class Works(NamedTuple):
     guards: Guards
     balancing: Balancing
     control: StepControl
+    profiling: Profiling
     step_plan: StepPlan
     whole: int  # steps of the plan
     last: int  # of this start
@@ -83,7 +85,8 @@ def works(session: Session, built: Built) -> Works:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
-    clock, seed = make_clock(world.device), seeder(config.seed, "micro", world.device)
+    profiling = Profiling(built, make_clock(world.device), step_loader)
+    clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
         spent = clock.spent()
@@ -118,7 +121,7 @@ def works(session: Session, built: Built) -> Works:
         before_update=recorder.saver.order,
         kernels=kernels_of(config.compile, step_plan),
     )
-    parts = (step_loader, exchange, meter, recorder, guards, balancing, control, step_plan)
+    parts = (step_loader, exchange, meter, recorder, guards, balancing, control, profiling, step_plan)
     return Works(*parts, step_plan.steps, built.last)
 
 
@@ -155,7 +158,8 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
     if "evaluation_due" in state and not cut_short:
         settle(works)
         del state["evaluation_due"]
-        step.evaluation = session.evaluation = works.recorder.evaluate(done)
+        with marked("evaluate"):
+            step.evaluation = session.evaluation = works.recorder.evaluate(done)
         session.evaluated = done
         saves = saves or works.recorder.is_best
         if saves and not late:
@@ -168,8 +172,9 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
 def save(works: Works, done: int) -> None:
     if works.recorder.saved != done:
         settle(works)
-        works.guards.keep()
-        works.recorder.save(done)
+        with marked("save"):
+            works.guards.keep()
+            works.recorder.save(done)
 
 
 def settle(works: Works) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from lockstep import checkpoint
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
+from lockstep.clock import marked
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.world import World
@@ -84,8 +85,11 @@ class RunRecorder:
 
     def log(self, record: StepRecord) -> None:
         """One record of the steps since the last, where a window ends with this one; the meter has it. Collective."""
-        if not self._due(record):
-            return
+        if self._due(record):
+            with marked("record"):
+                self._log(record)
+
+    def _log(self, record: StepRecord) -> None:
         built = self._built
         place = built.run_plan.place(record.step + 1)
         found = self._meter.read(built.config.log_freq)

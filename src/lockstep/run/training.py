@@ -44,6 +44,7 @@ from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.defaults import described_optimizer, described_step, warnings
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
+from lockstep.run.profiling import check_range
 from lockstep.run.recovery import (
     Anew,
     built_to_join,
@@ -197,6 +198,7 @@ def _drop(session: Session) -> None:
 def _in_folder(session: Session, built: Built) -> Training:
     """Trains with the folder claimed and the sinks open, and leaves both closed."""
     world = built.world
+    on_all_ranks(world, lambda: check_range(built))
     on_all_ranks(world, lambda: claimed(built))
     with _left_in_order(session, built):
         on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
@@ -248,7 +250,8 @@ def _follow(session: Session, built: Built) -> Training:
     watchdog = HangWatchdog(world, exchange, built.folder.path, failure.note, session.member)
     signals = Preemption(exchange)
     kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
-    with signals, loading, auditing, kept, watchdog, recorder, explained(built.engine, world):
+    profiling = ongoing.profiling
+    with signals, loading, auditing, kept, watchdog, recorder, profiling, explained(built.engine, world):
         exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
@@ -262,6 +265,7 @@ def _follow(session: Session, built: Built) -> Training:
         over = out_of_patience(built.config, built.state)
         timeline.enter(TRAINING)
         trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
+        profiling.after(first)
         for record in () if over else taken(ongoing, world, trained):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
@@ -286,6 +290,7 @@ def _follow(session: Session, built: Built) -> Training:
             timeline.enter(TRAINING)
             if saves:
                 save(ongoing, step.global_step)
+            ongoing.meter.pause(profiling.after(step.global_step))  # collective, where a trace ends
             if ending:
                 break
             if step.evaluation and out_of_patience(built.config, built.state):  # alike on every rank
@@ -302,6 +307,7 @@ def _follow(session: Session, built: Built) -> Training:
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to be taken in")
         timeline.enter(ENDING)
+        profiling.end()  # collective, where one is made
         if session.member:
             session.member.ends()
         session.status, session.exit_code = end_of(built, stop_request, recorder.saved)

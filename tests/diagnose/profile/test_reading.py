@@ -4,9 +4,10 @@ import gzip
 import json
 
 import pytest
-from handmade_traces import OTHER, on_cpu
+from handmade_traces import OTHER, on_cpu, on_device
 
-from lockstep.diagnose.profile.reading import TraceError, read, read_all, understood
+from lockstep.diagnose.profile.reading import Trace, TraceError, read, read_all, understood
+from lockstep.diagnose.profile.verdict import judged
 
 
 def test_all_ranks_are_read(tmp_path):
@@ -62,3 +63,11 @@ def test_what_another_thread_exchanges_is_left_out():
     hand.add("cpu_op", "c10d::allreduce_", 4000, 10, tid=OTHER)  # a save's, in the middle of the first backward
     hand.gloo(4020, 300, tid=9)
     assert understood(hand.json).exchanges == whole
+
+
+def test_a_trace_travels_as_plain_numbers():
+    for hand in (on_cpu(rank=0, world=2, exchange=500), on_device(exposed=300, wait=50, copies=20)):
+        packed = understood(hand.json).packed
+        sent = json.loads(json.dumps(packed))
+        assert Trace.unpacked(sent).packed == packed
+        assert judged([Trace.unpacked(sent)]) == judged([understood(hand.json)])

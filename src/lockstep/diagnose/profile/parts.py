@@ -3,7 +3,7 @@
 ranks = parted(traces)
 ranks[3].parts["exposed_communication"]         # milliseconds a step
 
-On a CPU the training's thread is looked at: outside lockstep's own parts it computes, or waits for an exchange, or is in
+On a CPU the training's thread is looked at: outside lockstep's own parts it computes, waits for an exchange, or is in
 Python. On a CUDA device the device is looked at: where it has nothing to do, it waits for what the host does meanwhile.
 
 An exchange begins when the last rank has come to it. What a rank waits for before that is imbalance, not communication.
@@ -199,8 +199,8 @@ def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
     )
     begins = theirs[order[near], 0]
     fits = (np.abs(ends[near] - own[:, 1]) < _PAIRED) & (begins < own[:, 1])
-    found: NDArray[np.float64] = np.where(fits, begins, -np.inf)
-    return found
+    begins[~fits] = -np.inf
+    return begins
 
 
 def _kinds(trace: Trace, clock: float) -> dict[str, Spans]:

@@ -13,8 +13,8 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,27 @@ class Trace:
     @property
     def on_cpu(self) -> bool:
         return bool(self.about["device"] == "cpu")
+
+    @property
+    def packed(self) -> dict[str, Any]:
+        """As plain numbers, for another rank; `unpacked` makes it a trace again."""
+        whole: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        for name in ("marks", "works"):
+            whole[name] = {key: spans.tolist() for key, spans in whole[name].items()}
+        for name in ("copies", "waits", "allocates"):
+            whole[name] = whole[name].tolist()
+        return whole | {"names": sorted(self.names)}
+
+    @classmethod
+    def unpacked(cls, whole: dict[str, Any]) -> "Trace":
+        """A trace from what `packed` gave."""
+        found = dict(whole)
+        for name in ("marks", "works"):
+            found[name] = {key: _as_spans(spans) for key, spans in found[name].items()}
+        for name in ("copies", "waits", "allocates"):
+            found[name] = _as_spans(found[name])
+        found |= {"names": frozenset(found["names"]), "window": tuple(found["window"])}
+        return cls(**found | {"exchanges": [tuple(each) for each in found["exchanges"]]})
 
 
 def read_all(folder: Path) -> list[Trace]:
@@ -166,7 +187,11 @@ def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans],
 
 
 def _sorted(spans: list[tuple[float, float]]) -> Spans:
-    return np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
+    return _as_spans(sorted(spans))
+
+
+def _as_spans(spans: Sequence[Sequence[float]]) -> Spans:
+    return np.array(spans, dtype=np.float64).reshape(-1, 2)
 
 
 def _of_cpu(

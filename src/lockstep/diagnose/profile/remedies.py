@@ -160,9 +160,12 @@ def _imbalance(run: Measured) -> Iterator[Remedy]:
 
 
 def _best_cut(each: list[float], count: int) -> float:
-    """The least time of the slowest rank where `count` micro-batches are shared out; `each`: what one takes a rank."""
-    held = [0] * len(each)
-    for _ in range(count):
+    """The least time of the slowest rank where `count` micro-batches are shared out, one or more to each rank.
+
+    `each`: what one takes a rank.
+    """
+    held = [1] * len(each)
+    for _ in range(count - len(each)):
         place = min(range(len(each)), key=lambda rank: (held[rank] + 1) * each[rank])
         held[place] += 1
     return max(have * spent for have, spent in zip(held, each, strict=True))

@@ -1,0 +1,83 @@
+"""`lockstep profile`: a run of its own under the command, the verdict over traces that are there, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from handmade_traces import on_cpu
+from shell import environment
+
+from lockstep import cli
+from lockstep.diagnose.profile.reading import read_all
+from lockstep.errors import ConfigError
+
+TASK = """
+import time, torch
+import lockstep
+
+class Waits(lockstep.Task):
+    items_per_sample = 1
+
+    def model(self):
+        return torch.nn.Linear(4, 2)
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, dtype=torch.long))
+
+    def collate(self, samples):
+        time.sleep(0.05)
+        return torch.utils.data.default_collate(samples)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+"""
+
+
+def test_two_processes_are_profiled_in_a_folder_of_their_own(tmp_path):
+    (tmp_path / "waits.py").write_text(TASK)
+    (tmp_path / "outputs" / "mine").mkdir(parents=True)
+    lockstep = [sys.executable, "-m", "lockstep"]
+    flags = ["--task", "waits.py:Waits", "--experiment-name", "mine", "--batch-size", "8", "--num-epochs", "4"]
+    done = subprocess.run(
+        [*lockstep, "launch", "--nproc-per-node", "2", "--", "profile", *flags, "--steps", "4", "--warmup", "2"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((tmp_path / "outputs" / "mine").iterdir())
+    (folder,) = tmp_path.glob("outputs/mine-profile-*")
+    assert not (folder / "checkpoints").exists()
+    verdict = json.loads((folder / "profile" / "3-6" / "verdict.json").read_text())
+    assert verdict["steps"] == [3, 6]
+    assert verdict["world_size"] == len(read_all(folder / "profile" / "3-6")) == 2
+    assert verdict["bottleneck"] == "data"
+    assert verdict["sentence"] in done.stdout + done.stderr
+
+
+def test_traces_that_are_there_are_judged(tmp_path, capsys):
+    on_cpu(data=20000).write(tmp_path)
+    assert cli.dispatch(["profile", "--read", str(tmp_path)]) == 0
+    assert "The bottleneck is data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--warmup", "-1"], "--warmup is -1"),
+        (["--read", "nowhere"], "nowhere"),
+        (["--stepps", "3"], "did you mean --steps"),
+        (["--profile", "3:4"], "--steps and --warmup say"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path, monkeypatch, flags, why):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        cli.dispatch(["profile", *flags])
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,238 @@
+"""`--profile`: the same bits with and without, traces of every rank, a verdict, and what is refused."""
+
+import dataclasses
+import gzip
+import json
+import time
+
+import pytest
+import torch
+from ranks import run
+from small_runs import config
+from toys import Ragged
+
+import lockstep
+from lockstep.clock import HostClock, MarkingClock, marked
+from lockstep.config.config import Config
+from lockstep.diagnose.profile.reading import read, read_all, understood
+from lockstep.errors import ConfigError
+from lockstep.run.machine import positions
+from lockstep.sinks.jsonl import read as records
+
+
+def go(world, settings, task=None):
+    """The parameters after a run, by name."""
+    run = lockstep.Run(settings, task or Ragged(dropout=0.1), world)
+    run()
+    return {name: tensor.detach().clone() for name, tensor in run.model.state_dict().items()}
+
+
+def traced(tmp_path, steps="5:8", **more):
+    return dataclasses.replace(config(tmp_path, **more), profile=steps)
+
+
+def marks_of(path):
+    held = json.loads(gzip.decompress(path.read_bytes()))
+    return [event["name"] for event in held["traceEvents"] if str(event.get("name", "")).startswith("lockstep:")]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_same_bits_with_and_without(tmp_path, exact):
+    plain = go(None, config(tmp_path / "a", exact=exact))
+    with_trace = go(None, traced(tmp_path / "b", exact=exact, ckpt_freq=6, eval_freq=6))
+    assert plain.keys() == with_trace.keys()
+    assert all(torch.equal(plain[name], with_trace[name]) for name in plain)
+    folder = tmp_path / "b" / "r" / "profile" / "5-8"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json.gz", "verdict.json"]
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert (verdict["steps"], verdict["world_size"]) == ([5, 8], 1)
+    assert sum(verdict["parts"].values()) == pytest.approx(verdict["step_ms"], abs=1e-2)
+    assert verdict["parts"]["evaluation"] > 0
+    assert verdict["parts"]["checkpoint"] > 0
+    assert verdict["padding"] > 0  # labels are masked
+    found = marks_of(folder / "rank-0.json.gz")
+    assert [name for name in found if name.startswith("lockstep:step")] == [f"lockstep:step {k}" for k in range(5, 9)]
+    for part in ("data", "load", "forward", "backward", "exchange", "update", "save", "evaluate", "record"):
+        assert f"lockstep:{part}" in found, part
+    log = (tmp_path / "b" / "r" / "logs" / "rank-00000.log").read_text()
+    assert verdict["sentence"] in log
+    plain = [r["running_loss"] for r in records(tmp_path / "a" / "r" / "metrics.jsonl") if "running_loss" in r]
+    assert [r["running_loss"] for r in records(tmp_path / "b" / "r" / "metrics.jsonl") if "running_loss" in r] == plain
+
+
+@pytest.mark.parametrize(("steps", "taken"), [("1:3", [1, 3]), ("1:12", [1, 12]), ("12:12", [12, 12])])
+def test_the_first_and_the_last_steps_too(tmp_path, steps, taken):
+    go(None, traced(tmp_path, steps))
+    (folder,) = (tmp_path / "r" / "profile").iterdir()
+    assert json.loads((folder / "verdict.json").read_text())["steps"] == taken
+
+
+def test_a_run_that_stops_within_the_steps_and_one_that_resumes_there(tmp_path):
+    wanted = go(None, config(tmp_path / "plain"))
+    settings = traced(tmp_path, "5:8")
+    go(None, dataclasses.replace(settings, stop_at=6))
+    folder = tmp_path / "r" / "profile" / "5-8"
+    assert read(folder / "rank-0.json.gz").about["steps"] == [5, 6]
+    found = go(None, settings)
+    assert read(folder / "rank-0.json.gz").about["steps"] == [7, 8]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_resume_behind_the_steps_leaves_their_traces_alone(tmp_path):
+    settings = traced(tmp_path, "3:4")
+    go(None, dataclasses.replace(settings, stop_at=6))
+    path = tmp_path / "r" / "profile" / "3-4" / "rank-0.json.gz"
+    before = path.read_bytes()
+    go(None, settings)
+    assert path.read_bytes() == before
+
+
+def test_steps_past_the_runs_end_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="12 steps"):
+        go(None, traced(tmp_path, "10:13"))
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "profile").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot write to"):
+        go(None, traced(tmp_path))
+    assert not (tmp_path / "r" / "checkpoints").exists()
+
+
+def test_a_disk_that_refuses_costs_the_verdict_and_not_the_run(tmp_path, monkeypatch):
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    go(None, traced(tmp_path))
+    log = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
+    assert "no verdict: rank 0" in log
+    assert "No space left" in log
+    assert not list((tmp_path / "r" / "profile" / "5-8").iterdir())
+
+
+class Fails(Ragged):
+    """Its 6th step fails."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        if model.training:
+            self.calls += 1
+        if self.calls > 22:
+            raise ValueError("enough")
+        return super().loss(model, batch)
+
+
+def test_a_run_that_fails_within_the_steps_leaves_no_profiler_behind(tmp_path):
+    with pytest.raises(ValueError, match="enough"):
+        go(None, traced(tmp_path), Fails(dropout=0.1))
+    assert not torch.autograd._profiler_enabled()
+    go(None, traced(tmp_path / "again"))  # another profiler can begin
+    assert (tmp_path / "again" / "r" / "profile" / "5-8" / "verdict.json").exists()
+
+
+@pytest.mark.parametrize("text", ["5", "8:5", "0:3", "a:b", "5:8:9", "-1:3", "1:5000"])
+def test_what_is_no_range_is_refused(text):
+    with pytest.raises(ConfigError, match="profile"):
+        Config(profile=text)
+
+
+class Slow(Ragged):
+    """Rank 1 needs 60 ms more for each forward; or every rank for each sample."""
+
+    def __init__(self, rank=0, loading=0.0):
+        super().__init__()
+        self.wait, self.loading = 0.06 * (rank == 1), loading
+
+    def loss(self, model, batch):
+        time.sleep(self.wait if model.training else 0.0)
+        return super().loss(model, batch)
+
+    def dataset(self, split):
+        return Waiting(super().dataset(split), self.loading if split == "train" else 0.0)
+
+
+class Waiting(torch.utils.data.Dataset):
+    draws_random = False
+
+    def __init__(self, held, seconds):
+        self.held, self.seconds = held, seconds
+
+    def __len__(self):
+        return len(self.held)
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return self.held[index]
+
+
+def on_ranks(world, folder, exact):
+    settings = dataclasses.replace(config(folder, exact=exact), profile="5:8")
+    return {name: tensor.tolist() for name, tensor in go(world, settings, Slow(world.rank)).items()}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_slow_rank_is_named(tmp_path, exact):
+    found = run(on_ranks, 2, tmp_path, exact)
+    assert found[0] == found[1]
+    folder = tmp_path / "r" / "profile" / "5-8"
+    assert len(read_all(folder)) == 2
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert verdict["bottleneck"] == "imbalance"
+    assert "rank 1" in verdict["sentence"]
+    assert verdict["ranks"][0]["imbalance"] > 50 > verdict["ranks"][1]["imbalance"]
+
+
+def test_a_slow_loader_is_named(tmp_path):
+    go(None, traced(tmp_path), Slow(loading=0.03))
+    verdict = json.loads((tmp_path / "r" / "profile" / "5-8" / "verdict.json").read_text())
+    assert verdict["bottleneck"] == "data"
+    assert "--data.workers" in verdict["next"]["what"]
+    assert verdict["parts"]["data"] > 200
+
+
+def test_the_clock_marks_the_parts_in_their_order_and_measures_as_before():
+    clock = MarkingClock(HostClock())
+    laps = ("data", "forward", "backward/alone", "forward", "backward", "audit", "data", "update", "data")
+
+    def step():
+        clock.start()
+        for lap in laps:
+            clock.lap(lap)
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        clock.trace(7)
+        step()
+        clock.end()
+        step()
+    marks = [event.name for event in sorted(profiler.events(), key=lambda event: event.time_range.start)]
+    parts = ("data", "forward", "backward", "forward", "backward", "exchange", "exchange", "update", "exchange")
+    assert marks == ["lockstep:step 7", *(f"lockstep:{part}" for part in parts)]
+    assert clock.steps == 3
+    assert clock.read().keys() == {"data", "forward", "backward", "audit", "update"}
+
+
+def test_a_part_is_marked_where_a_profiler_runs_alone():
+    with marked("save") as nothing:
+        assert nothing is None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, marked("save"):
+        pass
+    assert "lockstep:save" in {event.name for event in profiler.events()}
+
+
+def test_positions_that_hold_nothing():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert positions({"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": mask}, 3) == (6, 3)
+    assert positions((torch.ones(2, 8, dtype=torch.long), torch.ones(2)), 10) == (16, 6)
+    assert positions((torch.ones(2, 8), torch.ones(2, dtype=torch.long)), 2) == (0, 0)  # images and classes
+    assert positions([torch.ones(2, 8, dtype=torch.long)], 2) == (0, 0)  # items are rows
+    assert positions("text", 1) == (0, 0)
+
+
+def test_a_trace_that_is_foreign_is_said_so():
+    with pytest.raises(ConfigError, match="no trace of lockstep's"):
+        understood({"traceEvents": []})
