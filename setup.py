@@ -18,11 +18,19 @@ FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
 PATHS = {"config", "task", "dataset_name", "model_name", "tokenizer", "init_from", "run", "out", "against", "paths"}
 FOLDERS = {"save_dir", "scratch", "folder", "dir", "data.cache"}
 
-# Behind the `--` of launch stand a command and its flags; shtab's own completion would offer none there.
+# Behind the `--` of launch stand a command and its flags, behind that of scale those of train; shtab's own completion would
+# offer none there.
 BEHIND_LAUNCH = """
 _lockstep() {
   local at
-  if [[ ${COMP_WORDS[1]} == launch ]]; then
+  if [[ ${COMP_WORDS[1]} == scale ]]; then
+    for ((at = 2; at < COMP_CWORD; at++)); do
+      [[ ${COMP_WORDS[at]} == -- ]] || continue
+      COMP_WORDS=(lockstep train "${COMP_WORDS[@]:at+1}")
+      COMP_CWORD=$((COMP_CWORD - at + 1))
+      break
+    done
+  elif [[ ${COMP_WORDS[1]} == launch ]]; then
     for ((at = 2; at < COMP_CWORD; at++)); do
       [[ ${COMP_WORDS[at]} == -- ]] || continue
       if ((COMP_CWORD == at + 1)); then

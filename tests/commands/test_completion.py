@@ -71,6 +71,8 @@ def test_the_files_parse_and_have_every_flag(built):
         (["launch", "--nproc-per-node", "2", "--", "tr"], ["train"]),
         (["launch", "--nproc-per-node", "2", "--", "train", "--optim.we"], ["--optim.weight-decay"]),
         (["launch", "--", "train", "--precision", "bf"], ["bf16", "bf16-true"]),
+        (["scale", "--wo"], ["--world-sizes"]),
+        (["scale", "--weak", "--", "--optim.we"], ["--optim.weight-decay"]),
         (["train", "--zzz"], []),
     ],
     ids=" ".join,

@@ -1,10 +1,14 @@
 """`lockstep scale`: what is planned, what is refused, what is said of the samples; and one real run of two sizes."""
 
+import contextlib
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,12 +17,13 @@ from shell import environment
 
 from lockstep import cli
 from lockstep.config.config import Config
-from lockstep.diagnose.scale import command, machine, runs
+from lockstep.diagnose.scale import command, machine, runs, why
 from lockstep.diagnose.scale.findings import rows_of
 from lockstep.diagnose.scale.machine import Machine, machine_for
 from lockstep.diagnose.scale.report import Outcome
 from lockstep.diagnose.scale.request import STRONG, WEAK, Request, Setting, ascending, order
 from lockstep.diagnose.scale.runs import RunFailed, Sample
+from lockstep.diagnose.scale.why import grown
 from lockstep.errors import ConfigError, LockstepError
 
 ALONE = Machine(devices=8, cores=2, threads=1)
@@ -243,6 +248,42 @@ def test_a_slow_size_is_explained_by_the_parts_that_grew(measured, capsys, monke
     assert "grew: backward by 9 ms, forward by 2 ms; the backward includes the exchange" in said
 
 
+def test_on_shared_cores_only_what_grew_beyond_the_crowd_is_named():
+    rates = {Setting(1, 16): 100.0, Setting(4, 64): 150.0}
+    parts = {1: {"forward": 10.0, "backward": 20.0}, 4: {"forward": 20.0, "backward": 55.0}}  # four on two cores
+    samples = [Sample(setting, 0, [rate], 30.0, parts[setting.ranks]) for setting, rate in rates.items()]
+    rows = rows_of(asked(1, 4, modes=(WEAK,)), TWO_CORES, samples, {}, 2)
+    assert grown(rows[1], rows[0], TWO_CORES, samples).partition("grew: ")[2].startswith("backward by 15 ms;")
+
+
+def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
+    seen, verdicts = [], []
+
+    def started(setting, flags, machine, folder):
+        seen.append(flags)
+        if verdicts[-1]:
+            place = folder / "run" / "profile" / "5-9"
+            place.mkdir(parents=True)
+            (place / "verdict.json").write_text(verdicts[-1])
+
+    monkeypatch.setattr(why, "started", started)
+    monkeypatch.setattr(why.options, "option_list", lambda: ["lr", "profile"])
+    request = asked(1, 2, modes=(STRONG,), steps=100)
+    row = rows_of(request, ALONE, samples_of({Setting(1, 16): 100.0, Setting(2, 16): 120.0}), {}, 2)[1]
+    for verdict, found in (
+        ('{"sentence": "Slow.", "parts": {"compute": 3.0}}', {"sentence": "Slow.", "parts": {"compute": 3.0}}),
+        ('{"sentence": 3}', None),
+        ("[]", None),
+        ("{", None),
+        ("", None),
+    ):
+        verdicts.append(verdict)
+        assert why.profiled(request, row, ALONE, 2) == found
+    assert seen[0][-2:] == ["--profile", "26:35"]
+    monkeypatch.setattr(why.options, "option_list", lambda: ["lr"])
+    assert why.profiled(request, row, ALONE, 2) is None
+
+
 def test_the_verdict_of_a_profile_comes_first(measured, capsys, monkeypatch):
     rates, _ = measured
     found = {"sentence": "The exchange is 40% of the step.", "next": {"what": "--micro-batch-size 8", "gain": 1.3}}
@@ -295,6 +336,26 @@ def test_two_sizes_are_really_measured(tmp_path):
     assert all(math.isfinite(row["efficiency"]) and row["rate"] > 0 for row in found["rows"])
     assert found["micro_batch_size"] == 2
     assert not [*tmp_path.glob("lockstep-*"), *tmp_path.glob("outputs")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_its_run_and_its_files(tmp_path, number):
+    (tmp_path / "mine.py").write_text(TASK)
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "scale", "--", "--task", "mine.py:Mine", "--device", "cpu"],
+        env=environment(TMPDIR=str(tmp_path)), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as scale:  # fmt: skip
+        while not list(tmp_path.glob("lockstep-scale-*/output.txt")):
+            assert scale.poll() is None
+            time.sleep(0.02)
+        (folder,) = tmp_path.glob("lockstep-scale-*")
+        scale.send_signal(number)
+        _, said = scale.communicate(timeout=60)
+    assert scale.returncode == (143 if number == signal.SIGTERM else 130), said
+    assert not list(tmp_path.glob("lockstep-*"))
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert str(folder).encode() not in process.read_bytes()
 
 
 def test_what_train_refuses_late_is_one_line_too(tmp_path):

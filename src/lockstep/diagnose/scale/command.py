@@ -86,7 +86,7 @@ def _verdict(
     base = next(row for row in rows if row.mode == slow.mode)
     _say(f"{slow.ranks} ranks are below 80 %: looking for what takes the time")
     found = profiled(request, slow, machine, size)
-    said = found["sentence"] if found else grown(slow, base, samples)
+    said = found["sentence"] if found else grown(slow, base, machine, samples)
     return {"mode": slow.mode, "ranks": slow.ranks, "sentence": said, "profile": found}
 
 

@@ -171,7 +171,12 @@ def _table(rows: list[Row]) -> Table:
         if row.error or math.isnan(row.rate):
             table.add_row(*(Text(printable(cell)) for cell in [*cells, "failed" if row.error else "no base"]))
             continue
-        cells += [f"{row.rate:.4g}", f"{row.step_ms:.4g}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}"]
+        cells += [
+            f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.4g}",
+            f"{row.step_ms:.4g}",
+            f"{row.speedup:.2f}",
+            f"{row.efficiency:.0%}",
+        ]
         cells += [f"{row.low:.0%} to {row.high:.0%}", f"{row.band[0]:.0%} to {row.band[1]:.0%}" if row.band else "-"]
         table.add_row(*(Text(cell) for cell in [*cells, *[f"{row.of_cores:.0%}"] * shared]))
     return table

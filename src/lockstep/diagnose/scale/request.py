@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.config.config import Config
+from lockstep.config.options import option_list
 from lockstep.config.shares import counts_of
 from lockstep.errors import ConfigError
 
-__all__ = ["STRONG", "WEAK", "WINDOWS", "Request", "Setting", "ascending", "order"]
+__all__ = ["PROFILE", "STRONG", "WEAK", "WINDOWS", "Request", "Setting", "ascending", "order"]
 
 STRONG, WEAK = "strong", "weak"
+PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
 WINDOWS = 4  # records of a run that are counted; one more before them is its start
 _ENDLESS = 1_000_000  # steps of the plan, so that neither its end nor an evaluation comes into the measurement
 
@@ -120,6 +122,8 @@ class Request:
             "eval-freq": _ENDLESS,
             "patience": 0,
         }
+        if PROFILE in option_list():
+            own[PROFILE] = ""
         if micro_batch_size:
             own["micro-batch-size"] = micro_batch_size
         told = [word for name, value in own.items() for word in (f"--{name}", str(value))]
