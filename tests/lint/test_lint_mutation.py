@@ -141,6 +141,56 @@ MUTATIONS = [
     ("LS034", "ddp", [prepend("import os", "import numpy as np"), Swap("torch.randn(())", "np.random.randn()")]),
     ("LS035", "ddp", [Swap(FUSED, "torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v")]),
     ("LS036", "ddp", [replace("running += ", "running += loss.item()")]),
+    ("LS004", "ddp", [
+        Swap("range(epochs)", "range(start, epochs)"), prepend("for epoch in", "start = 3"),
+        replace("sampler.set_epoch", "sampler.set_epoch(start)"),
+    ]),
+    ("LS005", "ddp", [
+        prepend("import os", "import timm"),
+        replace("model = Net()", "model = timm.create_model('resnet50').to(device)"),
+    ]),
+    ("LS007", "ddp", [replace("torch.cuda.set_device", "torch.cuda.set_device(int(os.environ['RANK']))")]),
+    ("LS007", "ddp", [drop("torch.cuda.set_device")]),
+    ("LS010", "ddp", [append("self.head = ", "self.extra = nn.Linear(8, 10)")]),
+    ("LS010", "ddp", [
+        append("self.head = ", "self.extra = nn.Linear(8, 8)"),
+        prepend("return self.head", "if torch.rand(()).item() < 0.5:\n    x = self.extra(x)"),
+    ]),
+    ("LS014", "ddp", [append("score = ", "model.module.save_pretrained('model')")]),
+    ("LS014", "ddp", [
+        prepend("import os", "import numpy as np"),
+        prepend("if os.path.exists", "if rank == 0:\n    np.save('x.npy', [1])\nnp.load('x.npy')"),
+    ]),
+    ("LS016", "ddp", [replace("running += ", "running += loss.mean()")]),
+    ("LS018", "ddp", [replace(WRAP, f"if rank == 0:\n    {WRAP}")]),
+    ("LS021", "ddp", [
+        prepend("import os", "from helpers.amp import Scaler"), drop("optimizer.zero_grad()"), drop("scaler.unscale_"),
+        drop("torch.nn.utils.clip"), drop("scaler.update()"), drop("scaler = "),
+        prepend("if i % 100", "loss_scaler = Scaler()"), replace("scaler.step(optimizer)", "pass"),
+        replace("scaler.scale(loss).backward()", "loss_scaler(loss, optimizer)"),
+    ]),
+    ("LS025", "ddp", [drop("dist.barrier()")]),
+    ("LS025", "ddp", [append("torch.manual_seed", "os.makedirs('logs')")]),
+    ("LS026", "ddp", [drop("dist.all_reduce(total)")]),
+    ("LS031", "ddp", [
+        replace("model = DistributedDataParallel", "pass  # DDP"), Swap("model.module", "model"),
+        Swap("nullcontext() if last else model.no_sync()", "nullcontext()"),
+    ]),
+    ("LS035", "ddp", [
+        Swap(FUSED, FUSED.replace("v)", "v, attn_mask=torch.ones(8, 8).tril().bool())")),
+    ]),
+    ("LS037", "ddp", [append("score = ", "stop = False\nif rank == 0:\n    stop = score > 0.9\nif stop:\n    break")]),
+    ("LS037", "ddp", [append("score = ", "if rank == 0 and score > 0.9:\n    break")]),
+    ("LS037", "ddp", [
+        prepend("for epoch in", "if rank == 0:\n    epochs = len(os.listdir('x'))"),
+    ]),
+    ("LS038", "ddp", [replace("x, y = ", "x, y = next(iter(loader))")]),
+    ("LS039", "ddp", [append("local_rank = ", "os.environ['NCCL_BLOCKING_WAIT'] = '1'")]),
+    ("LS040", "ddp", [
+        prepend("model = DistributedDataParallel", (
+            "rates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"
+        )),
+    ]),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from lockstep.lint.analysis.kinds import Kinds
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import Words, base, constant, last
 from lockstep.lint.analysis.origins import Origins
+from lockstep.lint.analysis.pins import oldest_torch
 from lockstep.lint.analysis.project import Project
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
@@ -90,6 +91,11 @@ class View:
         self.kinds = analysis.kinds
         self.trainings = analysis.trainings
         self.frameworks = analysis.frameworks(module)
+
+    @functools.cached_property
+    def torch(self) -> tuple[int, int] | None:
+        """The lowest version of torch that the file's project allows; None where nothing says."""
+        return oldest_torch(self.module.path)
 
     def full(self, site: Site) -> str:
         """The full name of what a call calls, "" where it is not known."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import base, dotted, idents, walk
+from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, keyword, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -30,8 +30,9 @@ def check(view: View) -> Iterator[Found]:
                     site,
                     f"saves the {kind} wrapper's state, with names in 'module.': save model.module.state_dict()",
                 )
-    for site in view.sites("save"):
-        if view.full(site) == "torch.save" and by_all(view, site):
+    for site in view.sites("save", "save_file", "save_pretrained"):
+        path = written(view, site)
+        if path is not None and by_all(view, site, path):
             yield at(site, "every rank writes this file at once: save on rank 0 only")
     yield from unwaited(view)
 
@@ -90,9 +91,19 @@ def within(inner: ast.expr, outer: ast.Call) -> bool:
     )
 
 
-def by_all(view: View, site: Site) -> bool:
+def written(view: View, site: Site) -> ast.expr | None:
+    """The path that a call saves a model or a checkpoint to."""
+    full = view.full(site)
+    if full in ("torch.save", "torch.jit.save", "safetensors.torch.save_file"):
+        return argument(site.call, 1, "f" if full.startswith("torch") else "filename")
+    if site.name == "save_pretrained" and keyword(site.call, "is_main_process") is None:
+        return argument(site.call, 0, "save_directory") if view.kinds.is_model(site.receiver, site.scope) else None
+    return None
+
+
+def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
-    if not view.ranks.every(site.stmt, site.scope) or len(site.call.args) < 2:
+    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site):
         return False
     if not any(
         view.wrappers.wrapper(s) == "ddp"
@@ -107,11 +118,11 @@ def by_all(view: View, site: Site) -> bool:
     ):
         return False
     callers = view.calls.callers(site.scope)
-    if SAVES.search(site.scope.name) and not callers:
+    if not callers and (SAVES.search(site.scope.name) or site.scope.owner is not None):
+        return False  # who calls it cannot be seen
+    if in_memory(path) or sorted_by_arguments(view, callers):
         return False
-    if in_memory(site.call.args[1]) or sorted_by_arguments(view, callers):
-        return False
-    return not names_rank(view, site.call.args[1], site.scope)
+    return not names_rank(view, path, site.scope)
 
 
 def sorted_by_arguments(view: View, callers: list[Site]) -> bool:
@@ -147,27 +158,47 @@ def unwaited(view: View) -> Iterator[Found]:
     if not view.distributed:
         return
     for scope in view.scopes:
-        saves = [
-            s
-            for s in scope.sites
-            if s.name == "save" and view.full(s) == "torch.save" and view.ranks.side(s.stmt, scope) == 1
-        ]
-        for load in (s for s in scope.sites if s.name == "load" and view.full(s) == "torch.load"):
-            earlier = [s for s in saves if s.line < load.line and same_path(s, load)]
+        saves = [s for s in scope.sites if makes_file(view, s) is not None and view.ranks.side(s.stmt, scope) == 1]
+        for load in (s for s in scope.sites if reads_file(view, s) is not None) if saves else ():
+            earlier = [s for s in saves if s.line < load.line and same_path(view, s, load)]
             if earlier and not view.ranks.side(load.stmt, scope) and not waits(view, scope, earlier[-1], load):
                 yield at(
                     load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
                 )
 
 
-def same_path(save: Site, load: Site) -> bool:
-    path = save.call.args[1] if len(save.call.args) > 1 else None
-    return (
-        path is not None
-        and bool(load.call.args)
-        and ast.dump(path) == ast.dump(load.call.args[0])
-        and base(path) is not None
-    )
+def makes_file(view: View, site: Site) -> ast.expr | None:
+    """The path of a file or data set that a call writes."""
+    path = written(view, site)
+    if path is not None:
+        return path
+    full = view.full(site)
+    if full in ("numpy.save", "numpy.savez") or site.name in ("save_to_disk", "to_csv", "to_parquet", "to_pickle"):
+        return argument(site.call, 0, "file")
+    if full in ("shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename"):
+        return argument(site.call, 1, "dst")
+    if full == "shutil.unpack_archive":
+        return argument(site.call, 1, "extract_dir")
+    mode = constant(argument(site.call, 1, "mode"))
+    opens = isinstance(site.call.func, ast.Name) and site.name == "open" and isinstance(mode, str) and mode[:1] in "wx"
+    return site.call.args[0] if opens and site.call.args else None
+
+
+def reads_file(view: View, site: Site) -> ast.expr | None:
+    """The path of a file or data set that a call reads."""
+    full = view.full(site)
+    readers = ("torch.load", "numpy.load", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet", "os.listdir")
+    if full in readers or site.name in ("load_from_disk", "load_file") or full.endswith("ImageFolder"):
+        return site.call.args[0] if site.call.args else None
+    mode = argument(site.call, 1, "mode")
+    opens = isinstance(site.call.func, ast.Name) and site.name == "open"
+    reads = mode is None or str(constant(mode))[:1] == "r"
+    return site.call.args[0] if opens and reads and site.call.args else None
+
+
+def same_path(view: View, save: Site, load: Site) -> bool:
+    path, read = makes_file(view, save), reads_file(view, load)
+    return path is not None and read is not None and ast.dump(path) == ast.dump(read) and base(path) is not None
 
 
 def waits(view: View, scope: Scope, save: Site, load: Site) -> bool:
@@ -222,6 +253,22 @@ def main(model, local_rank, rank):
         torch.save(model.module.state_dict(), "model.pt")
     model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
     dist.destroy_process_group()
+""",
+        """
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, prepare, path, rank, local_rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    if rank == 0:
+        np.save(path, prepare())
+    data = np.load(path)
+    model.module.save_pretrained("model")
+    dist.destroy_process_group()
+    return data
 """,
     ),
     good=(

@@ -1,14 +1,25 @@
 """LS025: a download on every rank."""
 
+import ast
+import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import is_true, keyword
+from lockstep.lint.analysis.nodes import Words, idents, is_true, keyword, strings
+from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+# What says that a path is the process's own.
+OWN = Words(r"rank|te?mp|worker|pid|uuid", re.IGNORECASE)
+WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "all_reduce", "broadcast"}
+HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
+# Tests that ask whether the folder is there.
+ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -21,6 +32,45 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
             )
+    for site in view.sites("rmtree", "makedirs", "mkdir"):
+        message = removes(view, site)
+        own = any(RANK.search(name) or OWN.search(name) for name in (*idents(site.call), *strings(site.call)))
+        if message and not own and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
+            yield at(site, message)
+    yield from unwaited(view)
+
+
+def unwaited(view: View) -> Iterator[Found]:
+    """What rank 0 downloads and all ranks then open in the same function, with nothing that lets them wait."""
+    for scope in view.scopes:
+        first = [s for s in scope.sites if fetches(view, s) and view.ranks.side(s.stmt, scope) == 1]
+        for site in scope.sites if first else ():
+            before = [s for s in first if s.line < site.line and ast.dump(s.call.func) == ast.dump(site.call.func)]
+            if (
+                not before
+                or fetches(view, site)
+                or view.ranks.side(site.stmt, scope)
+                or view.ranks.single(site.stmt, scope)
+            ):
+                continue
+            between = [s for s in scope.sites if before[-1].line < s.line < site.line]
+            if not any(view.effects.does(s, WAITS) for s in between) and not view.hidden(HELPERS):
+                yield at(
+                    site, "may open the data before rank 0 has downloaded it: put torch.distributed.barrier() between"
+                )
+
+
+def removes(view: View, site: Site) -> str:
+    """What is wrong with a call in which ranks get in each other's way."""
+    full = view.full(site)
+    if full == "shutil.rmtree":
+        return "every rank removes this folder, also what another has put there since: do it on rank 0, then a barrier"
+    plain = full in ("os.makedirs", "os.mkdir") and keyword(site.call, "exist_ok") is None and len(site.call.args) < 3
+    tested = any(ASKS & set(idents(guard.test)) for guard in guards(site.stmt, site.module))
+    handled = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
+    if plain and not tested and not handled:
+        return "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0"
+    return ""
 
 
 def fetches(view: View, site: Site) -> bool:
@@ -45,8 +95,11 @@ def in_turn(view: View, site: Site) -> bool:
 
 RULE = Rule(
     code="LS025",
-    name="download on every rank",
-    what="All ranks download a dataset to the same place, without one going first.",
+    name="prepared on every rank",
+    what=(
+        "All ranks download a dataset to the same place, or make or remove the same folder, without one going first; "
+        "or one rank downloads and the others do not wait."
+    ),
     why=(
         "The processes write the same files at the same time: some read a half-written archive and fail, or train"
         " on broken data."
@@ -59,6 +112,22 @@ from torchvision.datasets import MNIST
 def main():
     dist.init_process_group("nccl")
     data = MNIST("data", download=True)
+    dist.destroy_process_group()
+    return data
+""",
+        """
+import os
+import shutil
+import torch.distributed as dist
+from torchvision.datasets import MNIST
+
+def main(rank, folder):
+    dist.init_process_group("nccl")
+    shutil.rmtree(folder)
+    os.makedirs(folder)
+    if rank == 0:
+        MNIST("data", download=True)
+    data = MNIST("data")
     dist.destroy_process_group()
     return data
 """,
@@ -90,6 +159,18 @@ def worker(rank):
 def main():
     MNIST("data", download=True)
     mp.spawn(worker, nprocs=2)
+""",
+        """
+import os
+import torch.distributed as dist
+
+def main(rank, folder):
+    dist.init_process_group("nccl")
+    os.makedirs(folder, exist_ok=True)
+    os.makedirs(f"{folder}/{rank}")
+    if not os.path.exists("logs"):
+        os.makedirs("logs")
+    dist.destroy_process_group()
 """,
     ),
     severity=Severity.ERROR,

@@ -58,15 +58,23 @@ def unshared(view: View) -> Iterator[Found]:
 
 def exchanges(view: View, scope: Scope) -> bool:
     """Whether an evaluation, what it calls or a function that calls it may bring the ranks' values together."""
-    callers = [site for caller in view.calls.callers(scope) for site in caller.scope.sites]
-    return any(EXCHANGE.search(site.name) for site in (*view.effects.below(scope.sites), *callers))
+    if any(EXCHANGE.search(site.name) for site in view.effects.below(scope.sites)):
+        return True
+    return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
+
+
+def passes_on(caller: Site, site: Site) -> bool:
+    """Whether a call exchanges what an evaluation has returned to its caller."""
+    if not EXCHANGE.search(site.name) or site.line < caller.line:
+        return False
+    names = {bind.key for bind in caller.scope.bound(caller.stmt)}
+    given = [node for value in (*site.call.args, *(k.value for k in site.call.keywords)) for node in walk(value)]
+    return any(node is caller.call or dotted(node) in names for node in given)
 
 
 def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop adds up numbers, and the function tells them."""
-    added = any(
-        bind.how == "aug" for binds in scope.binds.values() for bind in binds if inside(bind.stmt, loop, scope.module)
-    )
+    added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
     told = any(True for _ in scope.returns()) or bool(scope.named("print"))
     trained = any(view.steps.backwards(site) for site in scope.sites)
     return added and told and not trained

@@ -33,13 +33,19 @@ def check(view: View) -> Iterator[Found]:
     if view.hidden(WRAPS):
         return
     family = view.project.family(view.module)
-    if any(EXCHANGES.search(member.bare) for member in family):
+    if any(EXCHANGES.search(member.bare) or renamed(member) for member in family):
         return
     trained = [t for member in family for t in view.trainings.of(member) if steps(view, member)]
     if not trained:
         return
     for site in view.sites("init_process_group"):
         yield at(site, "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP")
+
+
+def renamed(module: Module) -> bool:
+    """Whether a file uses a wrapper that it imports under another name."""
+    names = [name for name, imported in module.imports.items() if EXCHANGES.search(imported.full)]
+    return any(re.search(rf"\b{re.escape(name)}\b", module.bare) for name in names)
 
 
 def steps(view: View, module: Module) -> bool:
@@ -94,6 +100,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def main(model, loader, optimizer, criterion, local_rank):
     dist.init_process_group("nccl")
     model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as Native
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = Native(model.to(local_rank), device_ids=[local_rank])
     for x, y in loader:
         optimizer.zero_grad()
         criterion(model(x.to(local_rank)), y.to(local_rank)).backward()

@@ -1,0 +1,103 @@
+"""LS038: next(iter(loader)) in every step."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import inside, loops
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.nodes import dotted
+from lockstep.lint.analysis.view import View
+from lockstep.lint.finding import Confidence, Severity
+from lockstep.lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks in training loops for loaders that are begun anew in every turn."""
+    steps = {id(loop) for t in view.trainings.near(view.module) for loop in (t.loop, t.micro) if loop is not None}
+    for site in view.sites("next"):
+        given = site.call.args[0] if site.call.args and isinstance(site.call.func, ast.Name) else None
+        if (
+            not isinstance(given, ast.Call)
+            or not isinstance(given.func, ast.Name)
+            or given.func.id != "iter"
+            or not given.args
+        ):
+            continue
+        nest = loops(site.stmt, site.module)
+        if not nest or id(nest[0]) not in steps or view.trainings.rare(site.stmt, site.scope, nest[0]):
+            continue
+        if view.kinds.is_loader(given.args[0], site.scope) and not made_inside(site, given.args[0]):
+            yield at(
+                site,
+                "begins the loader anew for one batch: its workers start in every turn, and without shuffling it is "
+                "always the first batch, so keep one iterator",
+            )
+
+
+def made_inside(site: Site, loader: ast.expr) -> bool:
+    """Whether the loop makes the loader itself, so that there is nothing to keep."""
+    key = dotted(loader)
+    loop = loops(site.stmt, site.module)[0]
+    return key is None or any(inside(bind.stmt, loop, site.module) for bind in site.scope.binds.get(key, []))
+
+
+RULE = Rule(
+    code="LS038",
+    name="next(iter(loader)) in a loop",
+    what="A training loop takes its batch by `next(iter(loader))` in every turn.",
+    why=(
+        "Every `iter` starts the loader's workers, draws a new order and fills its queue, for one batch of it: most of "
+        "the time goes into that. Samples are drawn with repeats, a loader that does not shuffle gives its first batch "
+        "for ever, and a DistributedSampler the first batch of its epoch."
+    ),
+    bad=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, steps):
+    for step in range(steps):
+        x, y = next(iter(loader))
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+""",
+    ),
+    good=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, steps):
+    batches = iter(loader)
+    for step in range(steps):
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, y = next(batches)
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+""",
+        """
+import torch
+
+def train(model, loader, held_out_loader, optimizer, criterion, show):
+    first = next(iter(loader))
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        if step % 100 == 0:
+            show(model, next(iter(held_out_loader)))
+    return first
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Keep one iterator over the loader, and begin a new one when it ends",
+    moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
+)
