@@ -35,7 +35,7 @@ _lockstep() {
       [[ ${COMP_WORDS[at]} == -- ]] || continue
       if ((COMP_CWORD == at + 1)); then
         local word=${COMP_WORDS[COMP_CWORD]}
-        COMPREPLY=($(compgen -W "train evaluate profile" -- "$word"; compgen -f -X '!*.py' -- "$word"))
+        COMPREPLY=($(compgen -W "train evaluate profile doctor" -- "$word"; compgen -f -X '!*.py' -- "$word"))
         return
       fi
       COMP_WORDS=(lockstep "${COMP_WORDS[@]:at+1}")

@@ -33,6 +33,7 @@ COMMANDS = {
     "scale": ("lockstep.commands.scale", "command", "measure how training speeds up with the number of processes"),
     "plan": ("lockstep.commands.plan", "command", "memory and time of a training per device, without the devices"),
     "profile": ("lockstep.commands.profile", "command", "where the time of a step goes, and what to change first"),
+    "doctor": ("lockstep.commands.doctor", "command", "find what is wrong with machine, network, devices and task"),
     "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
     "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
 }

@@ -30,7 +30,7 @@ from lockstep.distributed.addresses import check_reachable, listening
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
-__all__ = ["World", "meeting_point", "on_all_ranks"]
+__all__ = ["World", "meeting_point", "meeting_store", "on_all_ranks"]
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class World:
         wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
-            store = self._store(wait)
+            store = meeting_store(self.rank, self.size, wait)
             self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
@@ -156,25 +156,6 @@ class World:
                 f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
                 f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
             ) from error
-
-    def _store(self, wait: timedelta) -> TCPStore:
-        """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
-
-        Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
-        """
-        host, port, held = meeting_point()
-        if not host:
-            raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
-        key = (os.getpid(), host, port)
-        if key not in _STORES:
-            mine = self.rank == 0 and not held
-            if mine and "LOCAL_WORLD_SIZE" in os.environ and self.size > _launched("LOCAL_WORLD_SIZE", 1):
-                check_reachable("MASTER_ADDR", host)
-            listener = listening(host, port) if mine else None
-            handle = listener.detach() if listener else None
-            _STORES[key] = TCPStore(host, port, self.size, mine, wait, master_listen_fd=handle)
-        _STORES[key].set_timeout(wait)
-        return _STORES[key]
 
     def _new_scope(self, store: TCPStore) -> str:
         """A name for what these processes write in this join: another after each restart, and in each join.
@@ -316,6 +297,33 @@ def meeting_point() -> tuple[str, int, bool]:
         return host, int(port), True
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0), held
+
+
+def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = True) -> TCPStore:
+    """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
+
+    Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
+
+    Args:
+        all_ranks: wait until all have come; False: whoever comes may begin to talk.
+
+    Raises:
+        ConfigError: no MASTER_ADDR, or rank 0 cannot listen there.
+    """
+    host, port, held = meeting_point()
+    if not host:
+        raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
+    key = (os.getpid(), host, port)
+    if key not in _STORES:
+        mine = rank == 0 and not held
+        if mine and "LOCAL_WORLD_SIZE" in os.environ and size > _launched("LOCAL_WORLD_SIZE", 1):
+            check_reachable("MASTER_ADDR", host)
+        listener = listening(host, port) if mine else None
+        handle = listener.detach() if listener else None
+        most = size if all_ranks else None
+        _STORES[key] = TCPStore(host, port, most, mine, wait, wait_for_workers=all_ranks, master_listen_fd=handle)
+    _STORES[key].set_timeout(wait)
+    return _STORES[key]
 
 
 def _start() -> str:

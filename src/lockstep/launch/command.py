@@ -74,18 +74,16 @@ def _behind(rest: list[str]) -> bool:
     """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
     if rest and rest[0] == "train":
         return options.parse(rest[1:]).exact
-    if rest and rest[0] == "profile":
-        return "--exact" in rest
-    if rest and rest[0] == "evaluate":
-        return False  # its run's configuration says, when it is read
+    if rest and rest[0] in ("evaluate", "doctor", "profile"):
+        return "--exact" in rest  # of evaluate its run's configuration says, when it is read
     if rest and rest[0].endswith(".py"):
         if not Path(rest[0]).is_file():
             raise ConfigError(f"launch: there is no file {rest[0]}; give a script, or train, behind `--`")
         return "--exact" in rest
     shown = f"'{rest[0]}'" if rest else "nothing"
     raise ConfigError(
-        f"launch starts `train`, `evaluate`, `profile` or a script, and behind `--` stands {shown}: lockstep launch "
-        "... -- train [flags], or ... -- script.py [arguments]"
+        f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, and behind `--` stands {shown}: lockstep "
+        "launch ... -- train [flags], or ... -- script.py [arguments]"
     )
 
 
@@ -136,6 +134,7 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         most = given.nproc_per_node * nodes[1]
         raise ConfigError(f"--min-ranks is {given.min_ranks}, and there are {most} processes: it must be at most that")
     host, port = _endpoint(given, nodes)
+    goes_on = rest[0] != "doctor"  # what it finds is no failure that a new start would mend
     is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
     return Job(
         command=["-u", *rest] if rest[0].endswith(".py") else ["-m", "lockstep", *rest],
@@ -146,9 +145,9 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         options=_settings(given.rdzv_conf),
         run_id=given.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
         is_host=is_host,
-        restarts=given.max_restarts,
+        restarts=given.max_restarts if goes_on else 0,
         least=given.min_ranks,
-        losses=given.max_losses if nodes[1] == 1 and given.nproc_per_node > 1 else 0,
+        losses=given.max_losses if goes_on and nodes[1] == 1 and given.nproc_per_node > 1 else 0,
         environment=_environment(given.nproc_per_node, nodes, exact),
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.units import bytes_text
 
-__all__ = ["device_of", "differing"]
+__all__ = ["device_of", "differing", "ranges"]
 
 _SAME = 0.05  # memories that differ by less, as a share, are alike: a host's depends on its firmware
 
@@ -44,15 +44,15 @@ def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) ->
     if len(kinds) < 2:
         return ""
     shown = [
-        f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {name}, {bytes_text(size)}"
+        f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {name}, {bytes_text(size)}"
         + (f", speed {speed:.2g}" if min(speeds) < 1.0 else "")
         for name, size, speed, ranks in kinds
     ]
     return f"unequal devices: {'; '.join(shown)}"
 
 
-def _ranges(ranks: list[int]) -> str:
-    """`0-3, 6`."""
+def ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 6`, of numbers in their order."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == rank - 1:

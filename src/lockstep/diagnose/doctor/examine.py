@@ -1,0 +1,264 @@
+"""The checks one after another on every rank, and what rank 0 makes of what all of them found.
+
+report = examine(place, say=print)          # rank 0 says each line as it comes
+report.failed                               # how many checks found what is wrong
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.diagnose.doctor.board import Board
+from lockstep.diagnose.doctor.checks import CHECKS, LAUNCHER
+from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, Check, Finding, Found, Place, ok, warn
+from lockstep.diagnose.doctor.limits import within
+from lockstep.diagnose.doctor.meeting import Met, meet, surplus
+from lockstep.errors import LockstepError
+from lockstep.run.devices import ranges
+
+__all__ = ["LIMIT", "Line", "Report", "examine"]
+
+LIMIT = 58.0  # seconds in all
+_ANSWER = 3.0  # seconds that the others have to say what they found, once their time is over
+_END = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the report.
+
+    Attributes:
+        ranks: that found it; [] where it is of the whole.
+        where: the same in words, "" for all.
+    """
+
+    check: str
+    level: str
+    text: str
+    mend: str
+    ranks: list[int]
+    where: str
+
+    def __str__(self) -> str:
+        said = f"{self.where}: {self.text}" if self.where else self.text
+        return f"{self.level:<4}  {self.check:<14}  {said}" + (f"; {self.mend}" if self.mend else "")
+
+
+@dataclass
+class Report:
+    """What came out.
+
+    Attributes:
+        lines: one a finding, in order.
+        ranks: a row for each rank that said what it is: rank, host, device, name, memory in bytes, versions.
+        seconds: it took.
+        alone: this rank did not meet the others, and speaks for itself.
+        hung: a check's thread is still there.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    alone: bool = False
+    hung: bool = False
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the checks that found what is wrong."""
+        return list(dict.fromkeys(line.check for line in self.lines if line.level == FAIL))
+
+
+def examine(place: Place, say: Callable[[Line], None], checks: Sequence[Check] = CHECKS) -> Report:
+    """Makes every check within its time, and all of them within a minute.
+
+    Args:
+        place: where this rank stands.
+        say: takes each line: on rank 0, or on a rank that is alone.
+    """
+    began = time.monotonic()
+    report = Report()
+    with _nccl_log(place):
+        try:
+            _examine(place, report, say, checks, began + LIMIT)
+        finally:
+            for close in place.closing:
+                with contextlib.suppress(OSError):
+                    close()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _examine(
+    place: Place, report: Report, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
+) -> None:
+    def tell(lines: list[Line]) -> None:
+        report.lines += lines
+        if place.rank == 0 or report.alone:
+            for line in lines:
+                say(line)
+
+    launched, _ = within(LAUNCHER, place, LAUNCHER.seconds)
+    met, report.hung = _meeting(place)
+    report.alone = place.alone = met.board is None
+    place.board = met.board or Board(None, place.rank, 1)
+    tell(_lines(_gathered(LAUNCHER, launched, place, report.alone, deadline), place, report.alone))
+    tell([_line(finding) for finding in met.findings])
+    for check in checks:
+        left = deadline - time.monotonic()
+        if left < 1.0:
+            tell([_line(warn(check.name, "left out: the time is over", "see what took so long above"))])
+            continue
+        if check.together and (report.alone or not _all_here(check, place)):
+            if place.rank == 0:
+                why = "since not all ranks are there" if place.board.missing or report.alone else "see above"
+                tell([_line(ok(check.name, f"left out, {why}"))])
+            continue
+        found, hung = within(check, place, min(check.seconds, left))
+        report.hung |= hung
+        until = min(deadline, time.monotonic() + check.seconds) + _ANSWER
+        every = _gathered(check, found, place, report.alone, until, hung=hung)
+        if check.together and any(_broke(check, each) for each in every):
+            place.broken = True
+        lines = _lines(every, place, report.alone)
+        if check.judge is not None and (place.rank == 0 or report.alone):
+            facts = [each["facts"] if each else None for each in every]
+            if report.alone:
+                facts = [facts[0] if rank == place.rank else None for rank in range(place.size)]
+            lines += [_line(finding) for finding in check.judge(facts, place)]
+            if check.name == "versions":
+                report.ranks = _rows(facts)
+        tell(_settled(lines))
+    if place.rank == 0 and not report.alone:  # they may have come at any time
+        tell([_line(finding) for finding in surplus(place.board, place)])
+    _part(place, report.alone)
+
+
+def _meeting(place: Place) -> tuple[Met, bool]:
+    """Within its time, as any check."""
+    box: list[Met] = []
+
+    def run(place: Place) -> Found:
+        box.append(meet(place))
+        return box[0].found
+
+    stuck = "check MASTER_ADDR and MASTER_PORT, and the network to it"
+    found, hung = within(Check("meeting", run, stuck=stuck), place, place.patience + 5.0)
+    return (box[0] if box and not hung else Met(None, found.findings)), hung
+
+
+def _broke(check: Check, each: dict[str, Any] | None) -> bool:
+    """Whether a rank's groups can no longer be relied upon after a check in which ranks wait for each other."""
+    failed = each is not None and any(level == FAIL for _, level, _, _ in each["findings"])
+    return each is None or each["hung"] or (check.name == "group" and failed)
+
+
+def _gathered(
+    check: Check, found: Found, place: Place, alone: bool, until: float, *, hung: bool = False
+) -> list[dict[str, Any] | None]:
+    """What each rank found, by rank; None of one that says nothing. A rank that is alone has itself."""
+    own = {
+        "findings": [[one.check, one.level, one.text, one.mend] for one in found.findings],
+        "facts": found.facts,
+        "hung": hung,
+    }
+    if alone or place.board is None:
+        return [own]
+    before = set(place.board.missing)
+    every = place.board.gather(f"found/{check.name}", own, max(_ANSWER, until - time.monotonic()))
+    lost = sorted(place.board.missing - before)
+    if lost and place.rank == 0:
+        text = f"{', '.join(place.who(rank) for rank in lost)} said nothing"
+        mend = "see its own output: it ended, or stands still"
+        own["findings"].append([check.name, FAIL, text, mend])
+    return every
+
+
+def _all_here(check: Check, place: Place) -> bool:
+    """Rank 0's word on whether ranks may wait for each other: the same everywhere."""
+    board = place.board
+    assert board is not None
+    if place.size == 1:
+        return True
+    key = f"together/{check.name}"
+    if place.rank == 0:
+        board.put(key, not board.missing and not place.broken)
+    return bool(board.of(key, 0, check.seconds + 2 * _ANSWER))
+
+
+def _lines(every: list[dict[str, Any] | None], place: Place, alone: bool) -> list[Line]:
+    """What several ranks found alike is one line."""
+    held: dict[tuple[str, str, str, str], list[int]] = {}
+    for rank, each in enumerate(every):
+        for one in each["findings"] if each else ():
+            held.setdefault(tuple(one), []).append(place.rank if alone else rank)
+    lines = []
+    for (check, level, text, mend), who in held.items():
+        whole = len(who) == place.size or (level == OK and who[0] == 0)
+        hosts = sorted({place.hosts[rank] for rank in who if rank < len(place.hosts)} or {place.host})
+        where = f"rank{'s' * (len(who) > 1)} {ranges(who)} on {', '.join(hosts)}"
+        if place.lost and level != OK:
+            where = f"process {os.getpid()} on {place.host}"
+        elif place.size == 1 or level == OK or text.startswith(f"rank {who[0]}") or "rank " in text.partition(":")[0]:
+            where = ""
+        elif whole:
+            where = "all ranks"
+        lines.append(Line(check, level, text, mend, who, where))
+    return lines
+
+
+def _line(finding: Finding) -> Line:
+    return Line(finding.check, finding.level, finding.text, finding.mend, [], "")
+
+
+def _settled(lines: list[Line]) -> list[Line]:
+    """Without what is well where the same check has something to say, and one such line where all is well."""
+    spoken = {line.check for line in lines if line.level in (WARN, FAIL)}
+    seen: set[str] = set()
+    kept = []
+    for line in lines:
+        if line.level == OK:
+            if line.check in spoken or line.check in seen:
+                continue
+            seen.add(line.check)
+        kept.append(line)
+    return kept
+
+
+def _rows(facts: list[Any]) -> list[dict[str, Any]]:
+    return [{"rank": rank, **each} for rank, each in enumerate(facts) if each]
+
+
+def _part(place: Place, alone: bool) -> None:
+    """Rank 0 holds the board until the others have done with it."""
+    board = place.board
+    if alone or board is None or place.size == 1:
+        return
+    with contextlib.suppress(RuntimeError, LockstepError):
+        if place.world is not None and not place.given and not place.broken:
+            place.world.leave(_END)
+        board.gather("done", True, _END)
+
+
+@contextlib.contextmanager
+def _nccl_log(place: Place) -> Iterator[None]:
+    """Within it NCCL writes its log into a file of ours, where it writes none for the person."""
+    if not place.devices or place.size == 1 or place.environ.get("NCCL_DEBUG_FILE") or place.environ is not os.environ:
+        yield
+        return
+    own = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
+    before = {name: os.environ.get(name) for name in (*own, "NCCL_DEBUG_FILE")}
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
+        os.environ |= {**own, "NCCL_DEBUG_FILE": str(Path(folder) / "nccl.%h.%p")}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

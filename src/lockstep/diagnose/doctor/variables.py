@@ -1,0 +1,184 @@
+"""The launcher's variables, and those that steer NCCL, gloo and torch: missing, contradictory, without effect.
+
+place_of = numbers(os.environ)              # rank, local rank, size, local size; None where they do not hold
+"""
+
+from collections.abc import Iterator, Mapping
+
+from lockstep.diagnose.doctor.addresses import address_of, infiniband, interfaces
+from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+
+__all__ = ["launcher", "numbers", "settings"]
+
+_NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+_NAME = "variables"
+_START = "start with `lockstep launch --nproc-per-node N -- ...` or torchrun, which set them all"
+
+# What people set, and nothing reads, or only under another name.
+_DEAD = {
+    "NCCL_TIMEOUT": "is read by nobody; the time after which a collective fails is --timeout",
+    "NCCL_ASYNC_ERROR_HANDLING": "is the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING, whose default is right",
+    "NCCL_BLOCKING_WAIT": "is the old name of TORCH_NCCL_BLOCKING_WAIT, which is not needed",
+    "NCCL_RINGS": "is gone since NCCL 2.4, which finds its rings itself",
+    "NCCL_TREE_THRESHOLD": "is gone since NCCL 2.5, which chooses by itself",
+    "NCCL_LL_THRESHOLD": "is gone since NCCL 2.5, which chooses by itself",
+    "NCCL_IB_CUDA_SUPPORT": "is gone since NCCL 2.4; NCCL_NET_GDR_LEVEL is what there is",
+    "NCCL_MAX_NRINGS": "is the old name of NCCL_MAX_CTAS",
+    "NCCL_MIN_NRINGS": "is the old name of NCCL_MIN_CTAS",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "is the old name of TORCH_FR_BUFFER_SIZE",
+}
+# What is for a search, and costs speed where it stays.
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "makes the host wait for every kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "compares every collective between the ranks first"),
+    "NCCL_P2P_DISABLE": ("1", "sends what NVLink or PCIe would carry through host memory"),
+    "NCCL_SHM_DISABLE": ("1", "sends what shared memory would carry through the network"),
+    "NCCL_ALGO": ("", "keeps NCCL from choosing by message size"),
+    "NCCL_PROTO": ("", "keeps NCCL from choosing by message size, and may hang where it does not fit"),
+}
+
+
+def numbers(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE; None where they are no place in a world."""
+    found = {}
+    for name, least in _NUMBERS.items():
+        text = environ.get(name, "")
+        if text and (not text.isascii() or not text.isdigit() or int(text) < least):
+            return None
+        found[name] = int(text) if text else least
+    if "LOCAL_WORLD_SIZE" not in environ:
+        found["LOCAL_WORLD_SIZE"] = found["WORLD_SIZE"]
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        return None
+    return found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]
+
+
+def launcher(place: Place) -> Found:
+    """Whether the launcher's variables are there, and do not contradict each other."""
+    return Found(list(_launcher(place)) or [ok(_NAME, _said(place))])
+
+
+def _said(place: Place) -> str:
+    if "WORLD_SIZE" not in place.environ:
+        return "no launcher: one process"
+    return f"RANK, LOCAL_RANK, WORLD_SIZE {place.size} and the master's address agree"
+
+
+def _launcher(place: Place) -> Iterator[Finding]:
+    environ = place.environ
+    wrong = False
+    for name, least in _NUMBERS.items():
+        text = environ.get(name, "")
+        if name in environ and (not text.isascii() or not text.isdigit() or int(text) < least):
+            wrong = True
+            yield fail(_NAME, f"{name} is '{text}', and must be a number from {least}", _START)
+    if wrong:
+        return
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        yield from _without_launcher(environ)
+        return
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
+    ]
+    if missing:
+        there = next(name for name in ("WORLD_SIZE", "RANK") if name in environ)
+        yield fail(
+            _NAME, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and {there} is", _START
+        )
+        return
+    rank, local, size = (int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if rank >= size:
+        yield fail(_NAME, f"RANK is {rank} and WORLD_SIZE {size}: ranks are 0 to {size - 1}", _START)
+    on_node = int(environ.get("LOCAL_WORLD_SIZE", size))
+    if on_node > size:
+        yield fail(_NAME, f"LOCAL_WORLD_SIZE is {on_node}, more than WORLD_SIZE, {size}", _START)
+    if local >= on_node:
+        yield fail(_NAME, f"LOCAL_RANK is {local}, and LOCAL_WORLD_SIZE {on_node}: they are 0 to {on_node - 1}", _START)
+    elif local > rank:
+        yield fail(_NAME, f"LOCAL_RANK is {local}, more than RANK, {rank}", _START)
+    port = environ["MASTER_PORT"]
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        yield fail(_NAME, f"MASTER_PORT is '{port}'", "give a number from 1 to 65535, the same on all nodes")
+    if place.devices and local >= place.devices and place.config.device != "cpu":
+        seen = environ.get("CUDA_VISIBLE_DEVICES")
+        mend = f"start at most {place.devices} processes on this node"
+        if seen is not None:
+            mend += f", or let each see all devices: CUDA_VISIBLE_DEVICES is '{seen}'"
+        yield fail(_NAME, f"LOCAL_RANK is {local}, and torch sees {place.devices} CUDA device(s) here", mend)
+
+
+def _without_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Several processes of a scheduler's that would each train alone."""
+    for name, size, what in (
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
+        ("PMI_RANK", "PMI_SIZE", "mpirun"),
+    ):
+        text = environ.get(size, "1")
+        if name in environ and text.isascii() and text.isdigit() and int(text) > 1:
+            yield fail(
+                _NAME,
+                f"{what} started {text} processes, and RANK and WORLD_SIZE are not set: each would train alone",
+                f"have {what} start one torchrun or `lockstep launch` a node",
+            )
+            return
+
+
+def settings(place: Place) -> Found:
+    """Whether what is set for NCCL, gloo and CUDA has an effect, and a good one."""
+    found = [*_interfaces(place), *_without_effect(place), *_slowing(place)]
+    kept = [name for name in place.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))]
+    told = f"{', '.join(sorted(kept))} set, and nothing against {'it' if len(kept) == 1 else 'them'}"
+    return Found(found or [ok("settings", told if kept else "NCCL and gloo are left to choose")])
+
+
+def _interfaces(place: Place) -> Iterator[Finding]:
+    known, environ = interfaces(place.root), place.environ
+    shown = ", ".join(sorted(known)) or "none"
+    for name in [each for each in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]:
+        if name not in known:
+            text = f"GLOO_SOCKET_IFNAME names {name}, and there is no such interface"
+            yield fail("settings", text, f"name one of {shown}, by its whole name")
+        elif place.root.as_posix() == "/" and not address_of(name):
+            yield fail("settings", f"GLOO_SOCKET_IFNAME names {name}, which has no address", f"take one of {shown}")
+        elif place.several_nodes and name.startswith("lo"):
+            text = "GLOO_SOCKET_IFNAME is the loopback, and there are several nodes"
+            yield warn("settings", text, f"name the interface between the nodes, one of {shown}; right on one machine")
+    asked = environ.get("NCCL_SOCKET_IFNAME", "")
+    if asked and not chosen(asked, known):
+        text = f"NCCL_SOCKET_IFNAME is '{asked}', and no interface goes with it"
+        yield fail("settings", text, f"there are {shown}; a prefix, =NAME for a whole name, ^NAME for all others")
+
+
+def chosen(asked: str, known: list[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME leaves: prefixes; `=` whole names; `^` all others."""
+    others, text = asked.startswith("^"), asked.removeprefix("^")
+    exact, text = text.startswith("="), text.removeprefix("=")
+    names = [part for part in text.split(",") if part]
+    return [name for name in known if any(name == part if exact else name.startswith(part) for part in names) != others]
+
+
+def _without_effect(place: Place) -> Iterator[Finding]:
+    environ = place.environ
+    for name, why in _DEAD.items():
+        if name in environ:
+            yield warn("settings", f"{name} {why}", f"unset {name}")
+    file = environ.get("NCCL_DEBUG_FILE", "")
+    if "%r" in file:
+        mend = "%h is the host's name, %p the process; `lockstep launch --nccl-debug` sets it"
+        yield warn("settings", f"NCCL_DEBUG_FILE is '{file}', and %r stands for nothing", mend)
+    elif file and "%p" not in file and place.size > 1:
+        yield warn("settings", f"NCCL_DEBUG_FILE is '{file}', one file for all ranks", "put %h and %p into its name")
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and place.config.device != "cpu":
+        yield warn("settings", "CUDA_VISIBLE_DEVICES hides every device", "unset it, or say --device cpu")
+    ports = infiniband(place.root)
+    if environ.get("NCCL_IB_DISABLE") == "1" and ports:
+        text = f"NCCL_IB_DISABLE is 1, and {', '.join(ports)} is up: NCCL takes sockets"
+        yield warn("settings", text, "unset NCCL_IB_DISABLE")
+
+
+def _slowing(place: Place) -> Iterator[Finding]:
+    for name, (value, why) in _SLOW.items():
+        held = place.environ.get(name, "")
+        if held and (not value or held.upper() == value):
+            yield warn("settings", f"{name}={held} {why}", f"unset {name} unless you search for a fault with it")

@@ -1,0 +1,132 @@
+"""Planted faults in the launcher's variables and in those for NCCL and gloo."""
+
+import pytest
+from doctor_places import LAUNCHED, place, silent, wrong
+
+from lockstep.diagnose.doctor.addresses import gloo_address, infiniband, link_speed
+from lockstep.diagnose.doctor.variables import chosen, launcher, numbers, settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"RANK": "2"}, ["RANK is 2 and WORLD_SIZE 2: ranks are 0 to 1", "lockstep launch"]),
+        ({"RANK": None}, ["RANK is not set, and WORLD_SIZE is"]),
+        ({"WORLD_SIZE": None}, ["WORLD_SIZE is not set, and RANK is"]),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, ["MASTER_ADDR, MASTER_PORT are not set"]),
+        ({"LOCAL_RANK": None}, ["LOCAL_RANK is not set"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two', and must be a number from 1"]),
+        ({"RANK": "-1"}, ["RANK is '-1'"]),
+        ({"LOCAL_RANK": "2", "RANK": "1"}, ["LOCAL_RANK is 2, and LOCAL_WORLD_SIZE 2: they are 0 to 1"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK is 1, more than RANK, 0"]),
+        ({"LOCAL_WORLD_SIZE": "4"}, ["LOCAL_WORLD_SIZE is 4, more than WORLD_SIZE, 2"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT is '70000'", "from 1 to 65535"]),
+    ],
+)
+def test_contradictions_of_the_launcher(changes, texts):
+    environ = {name: value for name, value in (LAUNCHED | changes).items() if value is not None}
+    assert all(each.level == "FAIL" for each in wrong(launcher(place(environ)).findings, "variables", *texts))
+
+
+def test_a_local_rank_without_a_device():
+    environ = LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"}
+    found = launcher(place(environ, devices=1)).findings
+    wrong(
+        found, "variables", "LOCAL_RANK is 1, and torch sees 1 CUDA", "start at most 1", "CUDA_VISIBLE_DEVICES is '3'"
+    )
+    silent(launcher(place(environ, devices=1, config={"device": "cpu"})).findings)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_a_schedulers_tasks_that_would_each_train_alone(environ):
+    wrong(launcher(place(environ)).findings, "variables", "each would train alone", "one torchrun or `lockstep launch`")
+
+
+@pytest.mark.parametrize("environ", [{}, LAUNCHED, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}])
+def test_nothing_is_wrong_with_what_launchers_set(environ):
+    silent(launcher(place(environ)).findings)
+    silent(settings(place(environ)).findings)
+
+
+def test_where_a_process_stands():
+    assert numbers({}) == (0, 0, 1, 1)
+    assert numbers(LAUNCHED) == (0, 0, 2, 2)
+    assert numbers({**LAUNCHED, "RANK": "2"}) is None
+    assert numbers({**LAUNCHED, "RANK": "x"}) is None
+
+
+def system(root, interfaces=("eth0", "lo"), ports=()):
+    """Files of /sys of a machine with these interfaces, and InfiniBand ports: {"mlx5_0": "4: ACTIVE"}."""
+    for name in interfaces:
+        (root / "sys/class/net" / name).mkdir(parents=True)
+    for name, state in dict(ports).items():
+        folder = root / "sys/class/infiniband" / name / "ports/1"
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "texts"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "FAIL", ["GLOO_SOCKET_IFNAME names eth7, and there is no", "eth0, lo"]),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "FAIL", ["NCCL_SOCKET_IFNAME is 'ib', and no interface", "=NAME"]),
+        ({"NCCL_TIMEOUT": "1800"}, "warn", ["NCCL_TIMEOUT is read by nobody", "--timeout", "unset NCCL_TIMEOUT"]),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "warn", ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]),
+        ({"NCCL_DEBUG_FILE": "/tmp/nccl_rank_%r.log"}, "warn", ["%r stands for nothing", "--nccl-debug"]),
+        ({"NCCL_IB_DISABLE": "1"}, "warn", ["NCCL_IB_DISABLE is 1, and mlx5_0:1 is up", "unset NCCL_IB_DISABLE"]),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn", ["makes the host wait for every kernel"]),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", ["compares every collective"]),
+        ({"NCCL_P2P_DISABLE": "1"}, "warn", ["host memory"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "warn", ["hides every device"]),
+    ],
+)
+def test_settings_that_do_harm_or_nothing(tmp_path, environ, level, texts):
+    root = system(tmp_path, ports={"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"})
+    found = wrong(settings(place(environ, root=root)).findings, "settings", *texts)
+    assert {each.level for each in found} == {level}
+
+
+def test_one_log_for_all_ranks_and_the_loopback_between_nodes(tmp_path):
+    root = system(tmp_path)
+    wrong(
+        settings(place(LAUNCHED | {"NCCL_DEBUG_FILE": "nccl.log"}, root=root)).findings, "settings", "one file for all"
+    )
+    nodes = LAUNCHED | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    wrong(
+        settings(place(nodes, root=root)).findings, "settings", "the loopback, and there are several nodes", "eth0, lo"
+    )
+    silent(settings(place(LAUNCHED | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}, root=root)).findings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth", []),
+        ("=eth1", ["eth1"]),
+        ("^eth", ["lo"]),
+        ("^=eth0,lo", ["eth1"]),
+        ("ib,lo", ["lo"]),
+    ],
+)
+def test_ncclls_way_to_name_interfaces(asked, left):
+    assert chosen(asked, ["eth0", "eth1", "lo"]) == left
+
+
+def test_what_the_systems_files_say(tmp_path):
+    root = system(tmp_path, ports={"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"})
+    assert infiniband(root) == ["mlx5_0:1"]
+    (root / "sys/class/net/eth0/speed").write_text("10000\n")
+    assert link_speed(root, "eth0") == 0.0  # a virtual one: what it says is made up
+    (root / "sys/class/net/eth0/device").mkdir()
+    assert link_speed(root, "eth0") == 1.25e9
+    assert link_speed(root, "lo") == 0.0
+    assert gloo_address({"GLOO_SOCKET_IFNAME": "lo"}, "anything") == ("127.0.0.1", "lo")
+    assert gloo_address({}, "no-such-name.invalid") == ("127.0.0.1", "lo")
