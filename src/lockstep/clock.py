@@ -16,13 +16,16 @@ from torch.profiler import record_function
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "MarkingClock", "make_clock", "marked"]
 
+_ALONE = "backward/alone"
 _Marks = list[tuple[str, torch.cuda.Event]]
 
 
 class Clock(Protocol):
     """Adds up the time between `start` or a lap and the next lap, under the lap's name.
 
-    Laps whose names begin alike, up to a "/", are one in what `read` returns, and apart in `spent`.
+    Laps whose names begin alike, up to a "/", are one in what `read` returns, and apart in `spent`. But where there are
+    other ranks, by which the last backward of a step takes longer than those before it, which are "backward/alone", is
+    "exchange" there, and no backward: told without waiting for anything.
 
     Attributes:
         steps: those that `spent` knows of, the present one included where it does.
@@ -45,10 +48,15 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, for a CPU: work is done when the call returns."""
+    """The host's clock, for a CPU: work is done when the call returns.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: that share the steps.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
         self._sums: dict[str, float] = {}
+        self._alone, self._ranks = 0, ranks  # backwards of this window that no exchange was in
         self._before: dict[str, float] = {}  # until the last reading
         self.steps = self._read = 0  # in all, and up to the last reading
         self._last = 0.0
@@ -61,14 +69,15 @@ class HostClock:
         now = time.perf_counter()
         self._sums[name] = self._sums.get(name, 0.0) + now - self._last
         self._last = now
+        self._alone += name == _ALONE
 
     def spent(self) -> dict[str, float]:
         return _added(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
         self._before = self.spent()
-        found = _by_step(self._sums, self.steps - self._read)
-        self._sums, self._read = {}, self.steps
+        found = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
+        self._sums, self._read, self._alone = {}, self.steps, 0
         return found
 
 
@@ -76,9 +85,13 @@ class DeviceClock:
     """CUDA events on the current stream: recorded as the step goes by, and read when the device has passed them.
 
     Nothing here waits for the device. A step is known once its last event has come to pass, mostly in the step after.
+
+    Args:
+        ranks: that share the steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._alone, self._ranks = 0, ranks  # as in HostClock
         self._flying: deque[_Marks] = deque()  # a step's each, its start first; the last is the present one's
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}  # until the last reading
@@ -107,8 +120,8 @@ class DeviceClock:
         self._land(len(self._flying))
         if self.steps > self._read:
             self._before = _added(self._before, self._sums)
-            self._found = _by_step(self._sums, self.steps - self._read)
-            self._sums, self._read = {}, self.steps
+            self._found = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
+            self._sums, self._read, self._alone = {}, self.steps, 0
         return dict(self._found)
 
     def _land(self, whole: int) -> None:
@@ -119,6 +132,7 @@ class DeviceClock:
             marks, whole = self._flying.popleft(), whole - 1
             for (_, before), (name, after) in pairwise(marks):
                 self._sums[name] = self._sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
+                self._alone += name == _ALONE
             self._free += [event for _, event in marks]
             self.steps += 1
 
@@ -239,15 +253,18 @@ def _added(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]
     return before | {name: before.get(name, 0.0) + spent for name, spent in sums.items()}
 
 
-def _by_step(seconds: dict[str, float], steps: int) -> dict[str, float]:
-    """Milliseconds a step, by the names' first words."""
+def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, float]:
+    """Milliseconds a step, by the names' first words; of `alone` backwards it is known what one takes by itself."""
     found: dict[str, float] = {}
     for name, spent in seconds.items():
         first = name.partition("/")[0]
         found[first] = found.get(first, 0.0) + 1e3 * spent / max(1, steps)
+    if alone and "backward" in seconds:
+        exchange = 1e3 * max(0.0, seconds["backward"] / max(1, steps) - seconds[_ALONE] / alone)
+        found |= {"backward": found["backward"] - exchange, "exchange": exchange}
     return found
 
 
-def make_clock(device: torch.device) -> Clock:
-    """The clock for a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+def make_clock(device: torch.device, ranks: int = 1) -> Clock:
+    """The clock for a device, in a world of so many ranks."""
+    return DeviceClock(ranks) if device.type == "cuda" else HostClock(ranks)

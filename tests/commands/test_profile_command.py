@@ -1,4 +1,4 @@
-"""`lockstep profile`: a run of its own under the command, the verdict over traces that are there, and what is refused."""
+"""`lockstep profile`: a run of its own under the command, the verdict over traces that are there, what is refused."""
 
 import json
 import subprocess

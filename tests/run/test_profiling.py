@@ -12,7 +12,7 @@ from small_runs import config
 from toys import Ragged
 
 import lockstep
-from lockstep.clock import HostClock, MarkingClock, marked
+from lockstep.clock import HostClock, MarkingClock, make_clock, marked
 from lockstep.config.config import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
@@ -181,6 +181,10 @@ def test_a_slow_rank_is_named(tmp_path, exact):
     folder = tmp_path / "r" / "profile" / "5-8"
     assert len(read_all(folder)) == 2
     verdict = json.loads((folder / "verdict.json").read_text())
+    kept = [record for record in records(tmp_path / "r" / "metrics.jsonl") if "time/backward" in record]
+    assert all(record["time/exchange"] >= 0 and record["time/backward"] >= 0 for record in kept)
+    if not exact:  # rank 0 waits for the other in its last backward; with --exact in the update
+        assert max(record["time/exchange"] for record in kept) > 50
     assert verdict["bottleneck"] == "imbalance"
     assert "rank 1" in verdict["sentence"]
     assert verdict["ranks"][0]["imbalance"] > 50 > verdict["ranks"][1]["imbalance"]
@@ -236,3 +240,21 @@ def test_positions_that_hold_nothing():
 def test_a_trace_that_is_foreign_is_said_so():
     with pytest.raises(ConfigError, match="no trace of lockstep's"):
         understood({"traceEvents": []})
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(1, {"backward": 11.0}), (2, {"backward": 6.0, "exchange": 5.0})])
+def test_the_exchange_is_told_apart_from_the_last_backward(monkeypatch, ranks, wanted):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = make_clock(torch.device("cpu"), ranks)
+    for last in (6e-3, 8e-3):  # beside two of 2 ms each
+        clock.start()
+        for name, spent in (("forward", 1e-3), ("backward/alone", 2e-3), ("backward/alone", 2e-3), ("backward", last)):
+            now[0] += spent
+            clock.lap(name)
+    assert clock.read() == pytest.approx({"forward": 1.0, **wanted})
+    assert clock.spent() == pytest.approx({"forward": 2e-3, "backward/alone": 8e-3, "backward": 14e-3})
+    clock.start()
+    now[0] += 3e-3
+    clock.lap("backward")  # one micro-batch: what it takes by itself is not known
+    assert clock.read() == pytest.approx({"backward": 3.0})

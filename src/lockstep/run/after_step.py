@@ -85,7 +85,7 @@ def works(session: Session, built: Built) -> Works:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
-    profiling = Profiling(built, make_clock(world.device), step_loader)
+    profiling = Profiling(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
