@@ -290,7 +290,8 @@ def _follow(session: Session, built: Built) -> Training:
             timeline.enter(TRAINING)
             if saves:
                 save(ongoing, step.global_step)
-            ongoing.meter.pause(profiling.after(step.global_step))  # collective, where a trace ends
+            if spent := profiling.after(step.global_step):  # collective, where a trace ends
+                ongoing.meter.pause(spent)
             if ending:
                 break
             if step.evaluation and out_of_patience(built.config, built.state):  # alike on every rank
