@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": ("lockstep.commands.evaluate", "command", "evaluate a checkpoint of a run, as the run itself does"),
     "generate": ("lockstep.commands.generate", "command", "text from a run that trained a language model"),
     "runs": ("lockstep.commands.runs", "command", "a table of the runs in a folder: how far, how good, how they ended"),
+    "report": ("lockstep.commands.report", "command", "one page about a run, or about several beside each other"),
     "goodput": ("lockstep.commands.goodput", "command", "where the wall time of a run went, over all its starts"),
     "checkpoint": (
         "lockstep.commands.checkpoint",

@@ -1,0 +1,108 @@
+"""A curve of any length in bounded memory: means over spans of steps, and in each span the lowest and the highest.
+
+    curve = Curve()
+    for step, value in ...: curve.add(step, value)
+    curve.spans()           # at most 512, in order; a single spike among a million values is still the highest of its
+
+A span is a power of two of steps wide, and doubles where there would be too many; so the same values give the same
+spans, whatever came first.
+"""
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Curve", "Span"]
+
+_MOST = 512
+
+
+@dataclass(slots=True)
+class Span:
+    """The finite values of some steps: from `first` to `last`, `count` of them, which add up to `total`."""
+
+    first: int
+    last: int
+    count: int
+    total: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """Of the values; not finite only where their sum is too large for a float."""
+        return self.total / self.count
+
+    @property
+    def step(self) -> float:
+        """The middle."""
+        return (self.first + self.last) / 2
+
+    def take(self, other: "Span") -> None:
+        """Takes in the values of another span."""
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+
+
+class Curve:
+    """Values by step.
+
+    Attributes:
+        count: of all values; `bad`: of those that are not finite, the first of which was at step `first_bad`.
+        first, newest: (step, value) that came first and last, finite ones.
+        lowest, highest: (step, value).
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most, self._wide = most, 1
+        self._spans: dict[int, Span] = {}
+        self.count = self.bad = 0
+        self.first_bad: int | None = None
+        self.first = self.newest = self.lowest = self.highest = (0, math.nan)
+
+    def add(self, step: int, value: float) -> None:
+        """Takes in a value."""
+        self.count += 1
+        if not math.isfinite(value):
+            self.bad += 1
+            self.first_bad = step if self.first_bad is None else self.first_bad
+            return
+        if self.count - self.bad == 1:
+            self.first = self.lowest = self.highest = (step, value)
+        self.newest = (step, value)
+        if value < self.lowest[1]:
+            self.lowest = (step, value)
+        if value > self.highest[1]:
+            self.highest = (step, value)
+        place = step // self._wide
+        span = self._spans.get(place)
+        if span is not None:
+            span.first, span.last = min(span.first, step), max(span.last, step)
+            span.count, span.total = span.count + 1, span.total + value
+            span.low, span.high = min(span.low, value), max(span.high, value)
+            return
+        self._spans[place] = Span(step, step, 1, value, value, value)
+        while len(self._spans) > self._most:
+            self._double()
+
+    def spans(self, most: int = _MOST) -> list[Span]:
+        """In order of steps, at most `most` of them."""
+        found, wide = dict(self._spans), 1
+        while len(found) > most:
+            wide *= 2
+            found = _merged(self._spans, wide)
+        return [found[place] for place in sorted(found)]
+
+    def _double(self) -> None:
+        self._spans, self._wide = _merged(self._spans, 2), self._wide * 2
+
+
+def _merged(spans: dict[int, Span], wide: int) -> dict[int, Span]:
+    found: dict[int, Span] = {}
+    for place, span in spans.items():
+        own = Span(span.first, span.last, span.count, span.total, span.low, span.high)
+        if place // wide in found:
+            found[place // wide].take(own)
+        else:
+            found[place // wide] = own
+    return found

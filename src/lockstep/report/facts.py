@@ -1,0 +1,288 @@
+"""All that a run's folder says of the run, as plain values; what is missing or damaged is noted, and is no error.
+
+    facts = gather(Path("outputs/digits"))
+    facts.verdict()                 # a sentence or two: how it ended, how good, what stood in the way
+
+Raises ConfigError for a folder that is no run's.
+"""
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep import checkpoint
+from lockstep.checkpoint.format import read_manifest
+from lockstep.config import options
+from lockstep.config.config import Config, is_auto
+from lockstep.config.secrets import is_secret_name
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.report.goodput import Goodput, duration, goodput
+from lockstep.report.reading import Records, lines_of, shown, small_json, small_toml
+from lockstep.tasks.options import OWN, kind_of
+
+__all__ = ["Facts", "Stored", "gather", "number"]
+
+_OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
+_READ = 512 << 20  # bytes of checkpoints that are read for their fingerprints
+_LOGS, _LINES = 64, 12  # files that are looked at, and lines that are shown
+_CHECKPOINTS, _CERTIFICATES, _VERDICTS = 24, 4, 8
+_LINE = re.compile(rb"(\S+) rank (\d+) (WARNING|ERROR) (.*)")
+_SPIKE = b"three times the usual or more"  # as the guards say it
+_TROUBLES = {
+    "skipped_steps": "updates that were not applied, in the last start",
+    "steps_left_out": "steps left out by a guard",
+    "loading/retries": "tries of a sample that failed",
+    "loading/left_out": "samples left out",
+    "loading/restarts": "loader processes started again",
+}
+
+
+@dataclass(slots=True)
+class Stored:
+    """A checkpoint. `fingerprint`: the digest of the parameters, or why there is none; `whole`: whether it is one."""
+
+    step: int
+    world: str
+    engine: str
+    size: int
+    fingerprint: str
+    whole: bool
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a run's folder says.
+
+    Attributes:
+        changed: settings that differ from their defaults, by name: (value, default), as text without secrets.
+        chosen: those that were left to lockstep ("auto"), by name, as text.
+        config: all settings as text, for comparisons.
+        troubles: (what, how often).
+        warnings: the newest lines of the logs that warn: (time, rank, level, text); `warned`: how many there are.
+        account: where the time went; None where the run has no timeline.
+        notes: what could not be read.
+    """
+
+    folder: Path
+    name: str
+    records: Records
+    notes: list[str]
+    state: dict[str, Any] = field(default_factory=dict)
+    ended: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
+    troubles: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[tuple[str, str, str, str]] = field(default_factory=list)
+    warned: int = 0
+    spikes: int = 0
+    checkpoints: list[Stored] = field(default_factory=list)
+    certificates: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    account: Goodput | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps taken, by the newest record, checkpoint or word."""
+        curves = [curve.newest[0] for curve in self.records.curves.values() if curve.count > curve.bad]
+        said = [whole(self.state.get("global_step")), whole(self.ended.get("step"))]
+        return max(
+            [*curves, *(each for each in said if each is not None), *(each.step for each in self.checkpoints), 0]
+        )
+
+    @property
+    def steps(self) -> int | None:
+        """Of the plan; None where nothing says so."""
+        plan = self.state.get("plan")
+        planned = whole(plan.get("steps")) if isinstance(plan, dict) else None
+        return planned or whole(_number_of(self.config.get("max_steps"))) or None
+
+    @property
+    def status(self) -> str:
+        """How it ended, by its own word."""
+        said = self.ended.get("status")
+        if said in ("finished", "stopped", "interrupted", "preempted", "failed"):
+            return str(said)
+        return "no word of its end"
+
+    @property
+    def best(self) -> tuple[str, float, int] | None:
+        """(what it is judged by, the value, the step) of the best evaluation."""
+        best = self.state.get("best")
+        if not isinstance(best, dict):
+            return None
+        value, step = best.get("value", best.get("loss")), whole(best.get("step"))
+        if not isinstance(value, int | float) or isinstance(value, bool) or step is None:
+            return None
+        return shown(str(best.get("metric", "loss")), 60), float(value), step
+
+    def verdict(self) -> str:
+        """How it ended, how good it is, what stood in the way."""
+        of = f" of {self.steps:,}" if self.steps else ""
+        words = {
+            "finished": f"Finished: {self.step:,}{of} steps",
+            "failed": f"Failed after {self.step:,}{of} steps",
+            "no word of its end": f"No word of its end: it goes on, or was killed, at step {self.step:,}{of}",
+        }
+        text = words.get(self.status, f"{self.status.capitalize()} after {self.step:,}{of} steps")
+        if self.account:
+            text += f" in {duration(self.account.wall)}"
+        loss = self.records.curves.get("running_loss")
+        if loss and loss.count > loss.bad:
+            text += f"; the training loss went from {number(loss.first[1])} to {number(loss.newest[1])}"
+        if self.best:
+            metric, value, step = self.best
+            text += f"; the best evaluation was {metric} {number(value)} after step {step:,}"
+        text += "."
+        if self.account:
+            text += f" {self.account.share:.0%} of the time went into training steps that were kept."
+        if self.profiles:
+            text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
+        wrong = [f"{what}: {count}" for what, count in self.troubles]
+        return f"{text} On the way: {'; '.join(wrong)}." if wrong else text
+
+
+def gather(folder: Path, *, digits: bool = False) -> Facts:
+    """All of it. `digits`: losses and norms to the last digit too, for comparisons.
+
+    Raises:
+        ConfigError: no such folder, or none of a run.
+    """
+    folder = folder.expanduser()
+    where = shown(str(folder))
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{where} is no folder; give a run's: SAVE_DIR/EXPERIMENT_NAME")
+        if not any((folder / name).exists() for name in _OF_A_RUN):
+            raise ConfigError(f"{where} is no run's folder: it has none of {', '.join(_OF_A_RUN)}")
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror or error}") from error
+    notes: list[str] = []
+    records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
+    facts = Facts(folder, shown(folder.resolve().name, 100), records, notes)
+    facts.state = small_json(folder / "state.json", notes)
+    evaluated = small_json(folder / "checkpoints" / "evaluated.json", notes)
+    if isinstance(evaluated.get("best"), dict):
+        facts.state = {**facts.state, "best": evaluated["best"]}
+    facts.ended = small_json(folder / "ended.json", notes)
+    facts.environment = small_json(folder / "environment.json", notes)
+    _read_config(facts)
+    try:
+        facts.account = goodput(folder / "timeline.jsonl")
+        notes += facts.account.notes
+    except ConfigError:
+        notes.append("there is no timeline.jsonl that says where the time went")
+    _read_logs(facts)
+    _read_checkpoints(facts)
+    _read_proofs(facts)
+    _count_troubles(facts)
+    return facts
+
+
+def number(value: float) -> str:
+    """A number of a curve: five digits."""
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e12 and value == int(value) else f"{value:.5g}"
+
+
+def whole(value: Any) -> int | None:
+    """A whole number that is one; else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
+
+
+def _number_of(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"\d{1,15}", text) else None
+
+
+def _read_config(facts: Facts) -> None:
+    found = small_toml(facts.folder / "config.toml", facts.notes)
+    own = kind_of(str(found.get("task", ""))) == OWN
+    plain = Config()
+    defaults: Mapping[str, Any] = options.flat(plain, own_task=own)
+    for name, value in found.items():
+        name = shown(name, 80)
+        text = "***" if is_secret_name(name) and value else shown(value)
+        facts.config[name] = text
+        if name in ("experiment_name", "save_dir"):
+            continue
+        if name in defaults and is_auto(plain, name):
+            facts.chosen[name] = text
+        elif name not in defaults or defaults[name] != value:
+            facts.changed[name] = (text, shown(defaults[name]) if name in defaults else "")
+
+
+def _read_logs(facts: Facts) -> None:
+    last: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
+    files = sorted((facts.folder / "logs").glob("rank-*.log")) if (facts.folder / "logs").is_dir() else []
+    for path in files[:_LOGS]:
+        mine: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
+        for line in lines_of(path, facts.notes):
+            match = _LINE.match(line)
+            if match:
+                facts.warned += 1
+                facts.spikes += _SPIKE in line
+                when, rank, level, text = (part.decode("utf-8", "replace") for part in match.groups())
+                mine.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
+        last = deque(sorted([*last, *mine])[-_LINES:], _LINES)
+    facts.warnings = list(last)
+
+
+def _read_checkpoints(facts: Facts) -> None:
+    try:
+        steps = checkpoint.list_steps(facts.folder)
+    except CheckpointError as error:
+        facts.notes.append(shown(str(error)))
+        return
+    left = _READ
+    for step in reversed(steps[-_CHECKPOINTS:]):
+        path = checkpoint.path_of(facts.folder, step)
+        try:
+            manifest = read_manifest(path)
+            world, engine, size = str(manifest.world), shown(manifest.engine, 40), manifest.size
+        except (CheckpointError, OSError) as error:
+            facts.checkpoints.append(Stored(step, "?", "?", 0, shown(str(error)), False))
+            continue
+        if size > left:
+            text = f"not read here: `lockstep checkpoint inspect --step {step}` says it"
+            facts.checkpoints.append(Stored(step, world, engine, size, text, True))
+            continue
+        left -= size
+        try:
+            facts.checkpoints.append(Stored(step, world, engine, size, checkpoint.fingerprint(path), True))
+        except (CheckpointError, OSError) as error:
+            facts.checkpoints.append(Stored(step, world, engine, size, shown(str(error)), False))
+
+
+def _read_proofs(facts: Facts) -> None:
+    """Certificates of `lockstep verify` that lie in the folder, and the verdicts of `lockstep profile`."""
+    for path in sorted(facts.folder.glob("*.json")):
+        if path.name in ("state.json", "ended.json", "environment.json"):
+            continue
+        found = small_json(path, [])
+        rows = found.get("rows")
+        if isinstance(rows, list) and "fingerprints" in found and len(facts.certificates) < _CERTIFICATES:
+            kept = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
+            facts.certificates.append({"file": shown(path.name), "steps": shown(found.get("steps", "?")), "rows": kept})
+    paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
+    found_all = [(path, small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
+    facts.profiles = [verdict for _, verdict in found_all if isinstance(verdict.get("parts"), dict)]
+    facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
+
+
+def _count_troubles(facts: Facts) -> None:
+    for name, what in _TROUBLES.items():
+        count = facts.records.newest(name)
+        if count:
+            facts.troubles.append((what, f"{count:,.0f}"))
+    for name, what in (("restarts", "restarts after a failure"), ("losses", "ranks lost while the others went on")):
+        count = whole(facts.state.get(name))
+        if count:
+            facts.troubles.append((what, f"{count:,}"))
+    if facts.spikes:
+        facts.troubles.append(("spikes of the gradient's norm, by the logs", f"{facts.spikes:,}"))
+    loss = facts.records.curves.get("running_loss")
+    if loss and loss.bad:
+        facts.troubles.append(("records whose loss was not finite", f"{loss.bad:,}"))
