@@ -18,8 +18,8 @@ FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
 PATHS = {"config", "task", "dataset_name", "model_name", "tokenizer", "init_from", "run", "out", "against", "paths"}
 FOLDERS = {"save_dir", "scratch", "folder", "dir", "data.cache"}
 
-# Behind the `--` of launch stand a command and its flags, behind that of scale those of train; shtab's own completion would
-# offer none there.
+# Behind the `--` of launch stand a command and its flags, behind that of scale those of train; shtab's own completion
+# would offer none there.
 BEHIND_LAUNCH = """
 _lockstep() {
   local at

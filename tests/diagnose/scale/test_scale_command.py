@@ -338,7 +338,7 @@ def test_two_sizes_are_really_measured(tmp_path):
     assert not [*tmp_path.glob("lockstep-*"), *tmp_path.glob("outputs")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_it_with_its_run_and_its_files(tmp_path, number):
     (tmp_path / "mine.py").write_text(TASK)
     with subprocess.Popen(
@@ -351,7 +351,7 @@ def test_a_signal_ends_it_with_its_run_and_its_files(tmp_path, number):
         (folder,) = tmp_path.glob("lockstep-scale-*")
         scale.send_signal(number)
         _, said = scale.communicate(timeout=60)
-    assert scale.returncode == (143 if number == signal.SIGTERM else 130), said
+    assert scale.returncode == (130 if number == signal.SIGINT else 128 + number), said
     assert not list(tmp_path.glob("lockstep-*"))
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
-    """Within it SIGTERM (`timeout`, a scheduler) ends the present run and removes its files, as Ctrl-C does."""
+    """Within it SIGTERM (`timeout`, a scheduler) or SIGHUP ends the present run and removes its files, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,8 +104,9 @@ def _removing() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -63,7 +63,7 @@ class Outcome:
                 console.print(Text("extrapolated by the fit, not measured; nine of ten should lie between"))
                 console.print(_further(further))
         for line in self.notes():
-            console.print(Text(printable(line)))
+            console.print(Text(printable(line)), soft_wrap=True)
 
     def plain(self) -> dict[str, Any]:
         """The same as names and numbers; null for what was not measured."""

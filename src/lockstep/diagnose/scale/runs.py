@@ -119,7 +119,14 @@ def started(setting: Setting, flags: Sequence[str], machine: Machine, folder: Pa
     with (
         open(log, "wb") as output,
         _ended(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # as a launcher starts its ranks: schedulers share by session
+            )
         ) as run,
     ):
         code = run.wait()
@@ -131,7 +138,7 @@ def started(setting: Setting, flags: Sequence[str], machine: Machine, folder: Pa
 
 @contextlib.contextmanager
 def _ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """Ends the run with the block: after Ctrl-C it has the signal too, and saves itself."""
+    """Ends the run with the block, if it still goes on: it saves itself, and is waited for a while."""
     try:
         yield run
     finally:

@@ -50,8 +50,8 @@ def profiled(request: Request, row: Row, machine: Machine, micro_batch_size: int
 def grown(row: Row, base: Row, machine: Machine, samples: Sequence[Sample]) -> str:
     """Which parts of rank 0's step take longer than they would if the step scaled, by the time/ records; "" for none.
 
-    In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. Where
-    ranks share cores, all of it takes as many times longer as there are ranks to a core's worth of compute.
+    In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. On
+    shared cores all of it takes as many times longer as there are ranks to a core's worth of compute.
     """
     now, then = _parts(samples, row), _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
