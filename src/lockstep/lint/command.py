@@ -11,11 +11,15 @@ from lockstep.lint.discover import find_files
 from lockstep.lint.docs import page
 from lockstep.lint.finding import Finding
 from lockstep.lint.fixes import FixProblem, fix_files
-from lockstep.lint.output import FORMATS, render
+from lockstep.lint.output import FORMATS, render, summary
+from lockstep.lint.proposals import diff
 from lockstep.lint.rules import RULES
 from lockstep.lint.runner import check_paths, in_order
 
 __all__ = ["command"]
+
+# A correction may show the next one on its line; a bound for corrections that would show each other for ever.
+MAX_ROUNDS = 20
 
 
 def command(argv: list[str]) -> int:
@@ -40,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
     flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
+    flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
     return flags
 
@@ -50,12 +55,30 @@ def check(args: argparse.Namespace) -> int:
     groups = settings(args, paths)
     findings = check_all(groups)
     if args.fix:
-        changed = fix_files(findings)
-        if changed:
-            print(f"fixed {changed} place{'s' * (changed > 1)}", file=sys.stderr)
-            findings = check_all(groups)
+        findings = fix(findings, groups)
+    if args.unsafe_fixes:
+        print(diff(findings), end="")
+        print(summary(findings), file=sys.stderr)
+        return 1 if findings else 0
     print(render(findings, args.format, sources(findings)))
     return 1 if findings else 0
+
+
+def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:
+    """Corrects until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
+    total, assumed = 0, (0, 0)
+    for _ in range(MAX_ROUNDS):
+        changed, needed = fix_files(findings)
+        total, assumed = total + changed, max(assumed, needed)
+        if not changed:
+            break
+        findings = check_all(groups)
+    if total:
+        print(f"fixed {total} place{'s' * (total > 1)}", file=sys.stderr)
+    if assumed > (0, 0):
+        version = ".".join(map(str, assumed))
+        print(f"no file of the project pins torch: assumed {version} or newer", file=sys.stderr)
+    return findings
 
 
 def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-__all__ = ["Confidence", "Edit", "Finding", "Severity"]
+__all__ = ["Change", "Confidence", "Edit", "Finding", "Severity"]
 
 
 class Severity(StrEnum):
@@ -28,13 +28,26 @@ class Edit:
 
     `span` is its place: first line and column, last line and column (columns in UTF-8 bytes, as `ast` counts them).
     `kind` says what to do: "keyword" adds `name=value` to the call, "method" appends `.name()`, "callee" replaces what
-    is called by `name` and puts `value` before its arguments.
+    is called by `name` and puts `value` before its arguments. `needs` is the first torch that has what it writes.
     """
 
     kind: str
     span: tuple[int, int, int, int]
     name: str
     value: str = ""
+    needs: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Lines to put in the place of others, for `--unsafe-fixes`: it changes what the script does, and is for reading.
+
+    `start` is the first line that goes (from 1), `count` how many go; with 0 the new ones come before `start`.
+    """
+
+    start: int
+    count: int
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class Finding:
     fix: str | None = None
     edit: Edit | None = None
     end: int = 0
+    proposal: tuple[Change, ...] = ()
 
     @property
     def place(self) -> tuple[str, int, int, str]:

@@ -5,7 +5,7 @@ from collections import Counter
 
 from lockstep.lint.finding import Finding, Severity
 
-__all__ = ["FORMATS", "github", "render", "text"]
+__all__ = ["FORMATS", "github", "render", "summary", "text"]
 
 
 def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:

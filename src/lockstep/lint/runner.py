@@ -143,7 +143,17 @@ def _finding(rule: Rule, found: Found, module: Module) -> Finding:
     end = getattr(found.node, "end_lineno", line) or line
     remedy = rule.remedy or None
     return Finding(
-        module.path, line, column, rule.code, severity, rule.confidence, found.message, remedy, found.edit, end
+        module.path,
+        line,
+        column,
+        rule.code,
+        severity,
+        rule.confidence,
+        found.message,
+        remedy,
+        found.edit,
+        end,
+        found.proposal,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.view import View
-from lockstep.lint.finding import Confidence, Edit, Severity
+from lockstep.lint.finding import Change, Confidence, Edit, Severity
 
 __all__ = ["Check", "Found", "Rule", "at", "edit"]
 
@@ -19,6 +19,7 @@ class Found:
     message: str
     opinion: bool = False
     edit: Edit | None = None
+    proposal: tuple[Change, ...] = ()
 
 
 Check = Callable[[View], Iterator[Found]]
@@ -48,12 +49,14 @@ class Rule:
     moot: frozenset[str] = frozenset()
 
 
-def at(site: Site, message: str, *, opinion: bool = False, edit: Edit | None = None) -> Found:
+def at(
+    site: Site, message: str, *, opinion: bool = False, edit: Edit | None = None, proposal: tuple[Change, ...] = ()
+) -> Found:
     """A finding at a call."""
-    return Found(site.call, message, opinion, edit)
+    return Found(site.call, message, opinion, edit, proposal)
 
 
-def edit(kind: str, node: ast.expr, name: str, value: str = "") -> Edit:
+def edit(kind: str, node: ast.expr, name: str, value: str = "", needs: tuple[int, int] = (0, 0)) -> Edit:
     """A change of one expression, for `--fix`."""
     span = (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
-    return Edit(kind, span, name, value)
+    return Edit(kind, span, name, value, needs)

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.drafts import sampler_given
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import has_star, idents, is_true, keyword, strings
 from lockstep.lint.analysis.training import Training
@@ -32,6 +33,7 @@ def check(view: View) -> Iterator[Found]:
             yield Found(
                 site.call,
                 "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)",
+                proposal=sampler_given(view, site),
             )
 
 

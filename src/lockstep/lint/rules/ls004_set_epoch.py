@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import inside, loops
+from lockstep.lint.analysis.drafts import epoch_set
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import constant, dotted, keyword
@@ -32,6 +33,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site,
                 "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
+                proposal=epoch_set(view, site),
             )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import accumulations
+from lockstep.lint.analysis.drafts import synced_last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -32,6 +33,7 @@ def check(view: View) -> Iterator[Found]:
         yield at(
             found.training.backward,
             "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",
+            proposal=synced_last(view, found),
         )
 
 

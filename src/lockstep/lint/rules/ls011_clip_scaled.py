@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import apart, loops
+from lockstep.lint.analysis.drafts import unscaled
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, last, walk
 from lockstep.lint.analysis.view import View
@@ -23,12 +24,15 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site,
                 "clips gradients that are still multiplied by the loss scale: call scaler.unscale_(optimizer) first",
+                proposal=unscaled(view, site),
             )
         elif hasty(view, site):
             yield at(site, "clips before backward has made the gradients: clip between backward and step")
         elif late(view, site):
             yield at(
-                site, "clips after the optimizer has stepped, which changes nothing: clip between backward and step"
+                site,
+                "clips after the optimizer has stepped, which changes nothing: clip between backward and step",
+                proposal=unscaled(view, site),
             )
 
 

@@ -70,7 +70,8 @@ def modern(view: View, site: Site, full: str) -> Edit | None:
     """The call in torch.amp, where torch is imported and no positional argument would change its meaning."""
     if site.call.args or view.module.imports.get("torch") is None or "torch" in site.scope.binds:
         return None
-    return edit("callee", site.call, f"torch.amp.{site.name}", f'"{full.split(".")[1]}"')
+    needs = (2, 3) if site.name == "GradScaler" else (2, 0)
+    return edit("callee", site.call, f"torch.amp.{site.name}", f'"{full.split(".")[1]}"', needs)
 
 
 def trains_under(view: View, site: Site) -> bool:

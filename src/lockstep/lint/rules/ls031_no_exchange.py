@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.drafts import wrapped
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.nodes import Words
 from lockstep.lint.analysis.view import View
@@ -39,7 +40,11 @@ def check(view: View) -> Iterator[Found]:
     if not trained:
         return
     for site in view.sites("init_process_group"):
-        yield at(site, "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP")
+        yield at(
+            site,
+            "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP",
+            proposal=wrapped(view),
+        )
 
 
 def renamed(module: Module) -> bool:
