@@ -11,7 +11,7 @@ __all__ = ["diff", "proposed"]
 
 def diff(findings: list[Finding]) -> str:
     """A unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
-    parts = []
+    parts: list[str] = []
     for path in sorted({finding.path for finding in findings if finding.proposal and finding.path.endswith(".py")}):
         try:
             before = Path(path).read_bytes().decode("utf-8")

@@ -160,7 +160,8 @@ def _in_turn(taken: Spans, *given: Spans) -> list[Spans]:
 def _beginning_in(gaps: Spans, places: Spans) -> Spans:
     """The gaps that begin within one of the places."""
     edges = places.reshape(-1)
-    return gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
+    found: Spans = gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
+    return found
 
 
 def _all(trace: Trace) -> Spans:
@@ -197,7 +198,7 @@ def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
         after - 1,
         np.minimum(after, len(ends) - 1),
     )
-    begins = theirs[order[near], 0]
+    begins: NDArray[np.float64] = theirs[order[near], 0]
     fits = (np.abs(ends[near] - own[:, 1]) < _PAIRED) & (begins < own[:, 1])
     begins[~fits] = -np.inf
     return begins
