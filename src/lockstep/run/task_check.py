@@ -25,6 +25,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
+from lockstep.run.placement import explained
 from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, has_own
 from lockstep.transforms.eager import eager
@@ -114,7 +115,7 @@ def _losses(
     for batch in (trial.whole, *(trial.halves if both else ())):
         reseed(0, 0)
         with _watched(norms if batch is trial.whole else [], trial):  # halves are never trained on
-            loss = _called("loss", lambda data: task.loss(model, data), batch.data)
+            loss = _called("loss", lambda data: task.loss(model, data), batch.data, model, task)
         found.append(float(scalar(loss)))  # waits for the device
     return found
 
@@ -229,7 +230,7 @@ def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable
 def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callable[[int, int], None]) -> list[str]:
     reseed(0, 0)
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
-    result: Any = _called(method, lambda data: getattr(task, method)(model, data), batch.data)
+    result: Any = _called(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
@@ -251,13 +252,17 @@ def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callabl
     return list(result)
 
 
-def _called(method: str, call: Callable[[Any], Any], data: Any) -> Any:
+def _called(
+    method: str, call: Callable[[Any], Any], data: Any, model: nn.Module | None = None, task: Task | None = None
+) -> Any:
     try:
         return call(data)
     except (LockstepError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise blamed(method, error, "the first micro-batch, before step 1") from error
+        problem = blamed(method, error, "the first micro-batch, before step 1")
+        told = explained(error, model, task, data) if model is not None and task is not None else ""
+        raise (DataError(f"{problem}; {told}") if told else problem) from error
 
 
 def _is_number(value: Any) -> bool:

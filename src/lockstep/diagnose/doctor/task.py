@@ -1,15 +1,202 @@
-"""The task itself."""
+"""The task itself, tried for a few steps that nobody keeps: where its tensors lie, its gradients, its loader.
 
+found = task(place)                         # facts: digests of gradients and weights, seconds of loading and computing
+"""
+
+import dataclasses
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-from lockstep.diagnose.doctor.finding import Finding, Found, Place
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["judge_task", "task"]
+from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import LockstepError
+from lockstep.guards.digests import Digests, leaves, of_digests
+from lockstep.loop import loss_of, seeder
+from lockstep.run.build import Built, build
+from lockstep.run.placement import Lying, elsewhere
+
+__all__ = ["judge_loader", "judge_placement", "judge_task", "task"]
+
+_STEPS, _SECONDS = 4, 10.0  # tried at most
+_LATE, _SHARE = 0.010, 0.5  # seconds, and a share of the computing, that loading may take a step
+_NAMES = 2000  # tensors that are compared by name; more as one
+_SHOWN = 4
 
 
 def task(place: Place) -> Found:
-    return Found()
+    """Builds the run and takes its first steps, from new weights; nothing is written and nothing is kept."""
+    if not place.with_task:
+        return Found([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
+    if place.world is None:
+        place.world = World.join(place.config.device, 30.0)
+    config = dataclasses.replace(place.config, compile=False)
+    try:
+        built = build(config, None, place.world, resume=False)
+        size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())  # and AdamW's two moments
+        on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
+        return _tried(built)
+    except LockstepError as error:
+        if error.relayed:  # the rank that had it says it
+            return Found()
+        text, _, mend = str(error).partition("; ")
+        return Found([fail("task", text, mend or "see above")])
+
+
+def _tried(built: Built) -> Found:
+    world, device = built.world, built.world.device
+    steps = min(_STEPS, built.run_plan.step_plan.steps)
+    loading, computing, lying = [], [], list[Lying]()
+    gradients: dict[str, str] = {}
+    began = time.monotonic()
+    with closing(built.batches.from_step(0)) as stream, _watched(built, gradients):
+        for number in range(steps):
+            start = time.perf_counter()
+            step, micro = next(stream)
+            loaded = time.perf_counter()
+            items = sum(world.gather(sum(batch.items for batch in micro)))  # collective
+            if not number:
+                lying = elsewhere(built.model, built.task, micro[0].data, device)
+            computed = time.perf_counter()
+            _step(built, step, micro, items)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # waits for the device
+            loading.append(loaded - start)
+            computing.append(time.perf_counter() - computed)
+            if max(world.gather(time.monotonic() - began)) > _SECONDS:  # collective
+                break
+    findings = list(judge_placement(lying, device))
+    weights = _digests({name: p for name, p in built.model.named_parameters() if _is_whole(p)})
+    facts = {
+        "data": _sampled(built),
+        "gradients": _few(gradients),
+        "weights": _few(weights),
+        "loading": statistics.median(loading[1:] or loading),
+        "computing": statistics.median(computing[1:] or computing),
+        "workers": built.config.data.workers,
+        "steps": len(loading),
+    }
+    return Found(findings, facts)
+
+
+def _step(built: Built, step: int, micro: list[Any], items: int) -> None:
+    """As the training loop does it."""
+    engine, loss_sum = built.engine, loss_of(built.task)
+    seed = seeder(built.config.seed, "micro", built.world.device)
+    for batch in micro:
+        seed(step, batch.index)
+        with engine.accumulate(batch is micro[-1]):
+            loss = loss_sum(engine.model, batch)
+        engine.backward(loss, batch.weight / max(items, 1))
+    engine.step(built.rate(step), momentum=built.momentum(step))
+
+
+@contextmanager
+def _watched(built: Built, gradients: dict[str, str]) -> Iterator[None]:
+    """Within it the gradients of the first update are noted, as the optimizer gets them: those held whole."""
+
+    def look(*_: Any) -> None:
+        if not gradients:
+            held = {name: p.grad for name, p in built.model.named_parameters() if p.grad is not None}
+            gradients.update(_digests({name: grad for name, grad in held.items() if _is_whole(grad)}))
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether every rank holds all of it: not so of a DTensor."""
+    return not hasattr(tensor, "placements") and not tensor.is_meta
+
+
+def _digests(named: dict[str, Tensor]) -> dict[str, str]:
+    bits = Digests()
+    for name, tensor in named.items():
+        bits.add(name, tensor)
+    return bits.read()
+
+
+def _sampled(built: Built) -> str:
+    """A digest of the first micro-batch, loaded on this rank, whoever computes it."""
+    digest = hashlib.sha256()
+    for path, leaf in leaves(built.batches.alone(0, 0).held):
+        digest.update(f"{path}:{_digests({path: leaf})[path]}".encode() if isinstance(leaf, Tensor) else leaf)
+    return digest.hexdigest()
+
+
+def _few(found: dict[str, str]) -> dict[str, str]:
+    return found if len(found) <= _NAMES else {"all": of_digests(found)}
+
+
+def judge_placement(lying: list[Lying], device: torch.device) -> Iterator[Finding]:
+    """What is to be said of tensors that lie elsewhere."""
+    mend = "register_buffer() has a tensor move with its module; a criterion belongs into the model, or moves in `loss`"
+    for say, sure in ((fail, True), (warn, False)):
+        found = [each for each in lying if each.sure is sure and (sure or "attribute" in each.what)]
+        if not sure:  # of a task's plain tensors nobody knows what they are for: a dataset's belong to the host
+            found = [each for each in found if not each.what.startswith("the task's attribute")]
+        if found:
+            shown = ", ".join(f"{each.what} on {each.where}" for each in found[:_SHOWN])
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            yield say("placement", f"the run computes on {device}, and elsewhere lie: {shown}{more}", mend)
 
 
 def judge_task(facts: list[Any], place: Place) -> list[Finding]:
-    return []
+    """Whether gradients and weights are the same on all ranks, and whether the loader keeps up."""
+    there = {rank: each for rank, each in enumerate(facts) if each}
+    if not there:
+        return []
+    first = min(there)
+    found = []
+    other = [rank for rank, each in there.items() if each["data"] != there[first]["data"]]
+    if other:
+        text = f"the dataset of {place.who(other[0])} has other samples at the same indices than that of rank 0"
+        mend = "have every rank read the same files in the same order, and draw nothing at random but in __getitem__"
+        found.append(fail("data", text, mend))
+    elif len(there) > 1:
+        found.append(ok("data", "every rank's dataset gives the same first micro-batch"))
+    for kind, when in (("gradients", "after one backward"), ("weights", "after the first steps")):
+        names = there[first][kind]
+        wrong = [
+            (
+                rank,
+                [name for name in names if each[kind].get(name) != names[name]] or sorted(set(each[kind]) - set(names)),
+            )
+            for rank, each in there.items()
+            if each[kind] != names
+        ]
+        if wrong:
+            rank, odd = wrong[0]
+            text = f"{place.who(rank)} has other {kind} than rank 0 {when}: {odd[0]}"
+            text += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            mend = (
+                "look for hooks that change gradients, and for what the model does by rank; `lockstep verify` says more"
+            )
+            found.append(fail(kind, text, mend))
+        elif len(there) > 1 and names:
+            found.append(ok(kind, f"the same on all ranks {when}: {len(names)} tensors"))
+        elif len(there) > 1:
+            found.append(ok(kind, "split over the ranks, and not compared; `lockstep verify` does"))
+    found.append(judge_loader(there[first]))
+    taken = f"{there[first]['steps']} steps taken, {1e3 * there[first]['computing']:.3g} ms of computing each"
+    return [*found, ok("task", taken), ok("placement", "all that is the task's lies where the run computes")]
+
+
+def judge_loader(told: Any) -> Finding:
+    """What is to be said of `loading` beside `computing` seconds a step."""
+    loading, computing, workers = told["loading"], told["computing"], told["workers"]
+    text = f"{1e3 * loading:.3g} ms of loading a step, {1e3 * computing:.3g} ms of computing"
+    if loading > _LATE and loading > _SHARE * computing:
+        mend = f"raise --data.workers (now {workers}), or prepare the data once (smaller files, decoded, tokenized)"
+        return warn("loader", f"{text}: the device waits for data", mend)
+    return ok("loader", text)

@@ -1,0 +1,236 @@
+"""Planted faults of the task: where its tensors lie, gradients, data, the loader."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from doctor_places import on_rank, place, silent, wrong
+from ranks import run
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.diagnose.doctor import task as checked
+from lockstep.engines.shared import ddp_common
+from lockstep.errors import DataError
+from lockstep.run import task_check
+from lockstep.run.placement import elsewhere, explained
+from lockstep.task import Task
+
+FILE = """
+import torch, lockstep
+from torch import nn
+from torch.nn import functional as F
+
+class Digits(lockstep.Task):
+    draws = 0
+
+    def model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def dataset(self, split):
+        torch.manual_seed(self.draws)
+        return torch.utils.data.TensorDataset(torch.randn(64, 4, 4), torch.randint(4, (64,)))
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class Shifted(Digits):
+    def model(self):
+        made = super().model()
+        made[1].shift = torch.zeros(8, device="meta")
+        made[1].register_forward_hook(lambda layer, given, out: out + layer.shift)
+        return made
+
+
+class Failing(Digits):
+    def loss(self, model, batch):
+        raise KeyError("label")
+
+
+class ByRank(Digits):
+    def dataset(self, split):
+        import os
+        self.draws = int(os.environ["RANK"])
+        return super().dataset(split)
+"""
+
+
+@pytest.fixture
+def digits(tmp_path):
+    (tmp_path / "digits.py").write_text(FILE)
+    (tmp_path / "out").mkdir()
+    return lambda name="Digits": {
+        "task": f"{tmp_path}/digits.py:{name}",
+        "save_dir": str(tmp_path / "out"),
+        "batch_size": 16,
+        "max_steps": 20,
+    }
+
+
+class Scaled(nn.Module):
+    """A tensor that is no buffer, one in a list, and one that is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.scale = torch.ones(4)
+        self.tables = [torch.ones(2), {"deep": torch.ones(3)}]
+        self.factor = torch.tensor(2.0)
+
+
+class Holding(Task):
+    def __init__(self):
+        self.criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
+        self.images = torch.ones(8, 4)
+
+    def model(self):
+        raise NotImplementedError
+
+    def dataset(self, split):
+        raise NotImplementedError
+
+    def loss(self, model, batch):
+        raise NotImplementedError
+
+
+def test_every_kind_of_tensor_is_found_where_it_lies():
+    model, there = Scaled(), torch.device("meta")
+    model.layer.to("meta")
+    found = {each.what: (each.where.type, each.sure) for each in elsewhere(model, Holding(), [torch.ones(2)], there)}
+    assert found == {
+        "buffer 'mean'": ("cpu", True),
+        "attribute 'scale', no buffer": ("cpu", False),
+        "attribute 'tables[0]', no buffer": ("cpu", False),
+        "attribute 'tables[1]['deep']', no buffer": ("cpu", False),
+        "the task's criterion: buffer 'weight'": ("cpu", True),
+        "the task's attribute 'images'": ("cpu", False),
+        "batch[0]": ("cpu", True),
+    }
+    assert elsewhere(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
+
+
+def test_a_criterion_and_a_parameter_elsewhere_are_faults_and_a_tasks_own_data_is_none():
+    there = torch.device("meta")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    found = list(checked.judge_placement(elsewhere(model, Holding(), (), there), there))
+    told = wrong(found, "placement", "parameter '0.weight' on cpu", "the task's criterion: buffer 'weight' on cpu")
+    assert [each.level for each in told] == ["FAIL"]
+    plain = Scaled().to("meta")
+    told = wrong(
+        list(checked.judge_placement(elsewhere(plain, Holding(), (), there)[:2], there)), "placement", "'scale'"
+    )
+    assert [each.level for each in told] == ["warn"]
+    assert "register_buffer()" in told[0].mend
+
+
+def test_a_model_that_is_offloaded_is_meant():
+    assert elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))[0].what.startswith("the task's criterion")
+    assert not [e for e in elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0)) if "parameter" in e.what]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "Tensor on device meta is not on the expected device cpu!",
+        "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
+        "Expected all tensors to be on the same device, but got mat2 is on cpu, different from other tensors on cuda:0",
+    ],
+)
+def test_torchs_complaint_is_explained(text):
+    model = Scaled()
+    model.scale = model.scale.to("meta")
+    told = explained(RuntimeError(text), model, Holding(), (torch.ones(2),))
+    assert told.startswith(
+        "the model lies on cpu, and elsewhere: attribute 'scale', no buffer on meta; register_buffer()"
+    )
+    assert "made inside the method" in explained(RuntimeError(text), Scaled(), Holding(), ())
+
+
+def test_other_errors_are_left_alone():
+    assert explained(RuntimeError("shapes cannot be multiplied (2x3 and 4x5)"), Scaled(), Holding(), ()) == ""
+    assert explained(KeyError("same device"), Scaled(), Holding(), ()) == ""
+
+
+def test_train_says_which_tensor_stands_where():
+    model = Scaled()
+    model.scale = model.scale.to("meta")
+    batch = torch.ones(2, 4)
+    with pytest.raises(DataError, match="failed at the first micro-batch.*attribute 'scale', no buffer on meta"):
+        task_check._called("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
+    with pytest.raises(DataError) as caught:
+        task_check._called("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
+    assert "no buffer" not in str(caught.value)
+
+
+def tried(config):
+    """What the check says of a task in one process."""
+    here = dataclasses.replace(place(config=config), with_task=True)
+    found = checked.task(here)
+    return found.findings + checked.judge_task([found.facts], here)
+
+
+def test_a_task_that_is_well(digits, tmp_path):
+    silent(tried(digits()))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_tensor_on_another_device_is_found_before_step_one(digits):
+    wrong(tried(digits("Shifted")), "task", "Tensor on device meta", "attribute '1.shift', no buffer on meta")
+
+
+def test_a_loss_that_fails(digits):
+    wrong(tried(digits("Failing")), "task", "the task's `loss` failed at the first micro-batch", "KeyError")
+
+
+def test_a_task_that_is_not_there(digits):
+    wrong(tried(digits("Missing")), "task", "Missing")
+
+
+def test_a_checkpoint_that_does_not_fit(digits, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    wrong(tried(digits()), "task", "has 100 B free and a checkpoint of this run takes", "make room")
+
+
+def test_a_loader_that_is_slower_than_the_step():
+    told = {"loading": 0.2, "computing": 0.05, "workers": 1}
+    wrong(
+        [checked.judge_loader(told)],
+        "loader",
+        "200 ms of loading a step, 50 ms of computing",
+        r"--data.workers \(now 1\)",
+    )
+    silent([checked.judge_loader({"loading": 0.004, "computing": 0.001, "workers": 0})])
+
+
+def unequal(world, config, fault):
+    if fault == "gradients":
+        ddp_common.sum_by_hand = lambda parameters, world: None
+    return on_rank(world, config, ("task",), with_task=True)
+
+
+def test_gradients_that_were_not_exchanged(digits):
+    lines, failed = run(unequal, 2, digits(), "gradients")[0]
+    told = "\n".join(lines)
+    assert failed == ["gradients", "weights"]
+    assert (
+        "FAIL  gradients       rank 1 on node-1 has other gradients than rank 0 after one backward: 1.weight and 3"
+        in told
+    )
+
+
+def test_a_dataset_that_differs_by_rank(digits):
+    lines, failed = run(unequal, 2, digits("ByRank"), "")[0]
+    assert failed == ["data"]
+    assert "the dataset of rank 1 on node-1 has other samples at the same indices" in "\n".join(lines)
+
+
+def test_two_ranks_with_a_task_that_is_well(digits, tmp_path):
+    lines, failed = run(unequal, 2, digits(), "")[0]
+    told = "\n".join(lines)
+    assert failed == []
+    assert "the same on all ranks after one backward: 4 tensors" in told
+    assert list((tmp_path / "out").iterdir()) == []
