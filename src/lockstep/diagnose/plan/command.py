@@ -34,8 +34,7 @@ def run(own: argparse.Namespace) -> int:
     told = frozenset(values)
     config = options.build(presets.applied(values))
     if "batch_size" not in told:  # a step has at least one micro-batch for each device
-        micro = config.micro_batch_size or 1
-        config = dataclasses.replace(config, batch_size=max(config.batch_size, micro * own.world_size))
+        config = _widened(config, own.world_size)
     answer = answered(config, None, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
     print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
     return 0 if answer.fits else _NOTHING_FITS
@@ -54,6 +53,14 @@ def answered(config: Config, task: Any, size: int, device: Device, *, fast: bool
     """
     planner = Planner(config, subject_of(config, task, _say), size, device)
     return searched(planner, fast=fast, open_batch=open_batch)
+
+
+def _widened(config: Config, size: int) -> Config:
+    """With a batch that gives each device a micro-batch."""
+    micro = config.micro_size
+    if micro * size <= config.batch_size:
+        return config
+    return dataclasses.replace(config, batch_size=micro * size, micro_batch_size=micro)
 
 
 def _device(name: str, memory: str) -> Device:

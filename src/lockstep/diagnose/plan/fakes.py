@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,6 +35,7 @@ __all__ = ["REFUSED", "FakeWorld", "as_fake", "exchanging", "fake_world", "local
 
 # What a model raises that needs numbers, which are not there.
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_ATTENTION: Any = F.scaled_dot_product_attention
 
 
 class FakeWorld(World):
@@ -75,7 +75,7 @@ def fake_world(size: int, *, launched: bool) -> Iterator[FakeWorld]:
             _patched(stack)
         _set(stack, nn.Module, "_apply", _Apply())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Unmasked())
+        _set(stack, F, "scaled_dot_product_attention", _undropped)
         yield world
 
 
@@ -152,17 +152,11 @@ class _Chunks:
         return self._tensor.narrow(self._dim, begin, length)
 
 
-class _Unmasked(TorchFunctionMode):
+def _undropped(*args: Any, **kwargs: Any) -> Tensor:
     """Attention without dropout of its weights: a CPU has no fused kernel with it, which every GPU has."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
+    kwargs.pop("dropout_p", None)
+    found: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
+    return found
 
 
 def exchanging(model: nn.Module) -> None:

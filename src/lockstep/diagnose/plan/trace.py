@@ -15,6 +15,7 @@ import math
 import warnings
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -133,7 +134,7 @@ class _Stage:
         )
 
     def play(self, slots: int) -> Trace:
-        """Two steps; what the second one did, in which the optimizer has its states."""
+        """One step, in which the optimizer has its states."""
         recorder, start = self._recorder, self._recorder.peaks.get("start", 0)
         before = recorder.level
         batch = self._batch()
@@ -141,14 +142,10 @@ class _Stage:
         recorder.divide = self._parts
         with contextlib.ExitStack() as stack:
             _mark(self._blocks, recorder, stack)
-            for first in (True, False):
-                gc.collect()
-                recorder.begin()
-                made = 1 if first and not self._exact else slots
-                for slot in range(made):
-                    self._slot(batch, last=slot == made - 1)
-                recorder.phase = "update"
-                self._engine.step(1.0, math.inf, None)
+            self._begin(batch, slots)
+            gc.collect()
+            recorder.begin()
+            self._step(batch, slots)
         gc.collect()
         peaks = {name: float(peak - own) for name, peak in recorder.peaks.items()}
         parts = {
@@ -157,6 +154,23 @@ class _Stage:
         }
         held = float(recorder.level - own)
         return Trace({**peaks, "start": float(start)}, parts, held, _merged(recorder.work, slots), float(own))
+
+    def _begin(self, batch: MicroBatch, slots: int) -> None:
+        """A first step, which makes the optimizer's states."""
+        if self._exact:
+            self._step(batch, slots)
+            return
+        for parameter in self._engine.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self._recorder.phase = "update"
+        self._engine.step(1.0, math.inf, None)
+
+    def _step(self, batch: MicroBatch, slots: int) -> None:
+        for slot in range(slots):
+            self._slot(batch, last=slot == slots - 1)
+        self._recorder.phase = "update"
+        self._engine.step(1.0, math.inf, None)
 
     def _batch(self) -> MicroBatch:
         with without_modes():
