@@ -34,14 +34,17 @@ def tables():
             yield path.stem, found, table
 
 
-def fitted(rows, size, per_node):
-    """The fit's throughput at `size`, and whether the published one may lie in its interval: (low, high)."""
-    found = Fit([Measured(n, 1.0, (n / rate,)) for n, rate in rows], per_node).predict(size, 1.0)
-    return size / found.value, (size / found.high, size / found.low)
+def fitted(rows, size, table, mode):
+    """The fit's throughput at `size`, and between what it should lie: (low, high)."""
+    strong = table.get("mode", mode) == "strong"  # a rank's work is a share of the batch, else always the same
+    points = [Measured(n, 1 / n, (1 / rate,)) if strong else Measured(n, 1.0, (n / rate,)) for n, rate in rows]
+    found = Fit(points, table["ranks_per_node"]).predict(size, 1 / size if strong else 1.0)
+    done = 1 if strong else size
+    return done / found.value, (done / found.high, done / found.low)
 
 
 def amdahl(rows, size):
-    """Amdahl's law, t(n) = n / X(n) = (s n + 1 - s) / X(1), with neither term negative."""
+    """Amdahl's law, n / X(n) = (s n + 1 - s) / X(1), with neither term negative."""
     n = np.array([each for each, _ in rows], float)
     t = np.array([each / rate for each, rate in rows])
     matrix = np.stack([n / t, 1 / t], 1)
@@ -62,13 +65,13 @@ def kept(rows, size):
 def scores(ends=False):
     """A dict a row that is left out: where it is from, the published value, the error of each method, `inside`."""
     found = []
-    for source, _, table in tables():
+    for source, head, table in tables():
         rows = [(int(n), float(rate)) for n, rate in table["rows"]]
         for place, (size, rate) in enumerate(rows):
             if ends and place < len(rows) - 1:
                 continue
             others = rows[:place] + rows[place + 1 :]
-            mine, (low, high) = fitted(others, size, table["ranks_per_node"])
+            mine, (low, high) = fitted(others, size, table, head["mode"])
             said = dict(zip(METHODS, (mine, amdahl(others, size), kept(others, size)), strict=True))
             errors = {name: value / rate - 1 for name, value in said.items()}
             place_of = {"source": source, "table": table["name"], "size": size, "rate": rate}

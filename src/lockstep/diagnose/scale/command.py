@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
-    """Within it SIGTERM (`timeout`, a scheduler) or SIGHUP ends the present run and removes its files, as Ctrl-C."""
+    """Within it SIGTERM (`timeout`, a scheduler) or SIGHUP ends the present run and removes its files, like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
