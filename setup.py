@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).resolve().parent
 FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
 PATHS = {"config", "task", "dataset_name", "model_name", "tokenizer", "init_from", "run", "out", "against", "paths"}
-FOLDERS = {"save_dir", "scratch", "folder", "dir", "data.cache"}
+FOLDERS = {"save_dir", "scratch", "folder", "dir", "data.cache", "runs"}
 
 # Behind the `--` of launch stand a command and its flags, behind that of scale those of train; shtab's own completion
 # would offer none there.

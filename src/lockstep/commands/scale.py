@@ -3,11 +3,14 @@
 lockstep scale --world-sizes 1,2,4 -- --task mine.py:Task --batch-size 64
 lockstep scale --world-sizes 1,2 --strong --rounds 5 --extrapolate 8,64 -- --task mine.py:Task
 lockstep scale --world-sizes 1,2,4 --json -- --exact
+lockstep scale --runs outputs/n8 outputs/n16 --ranks-per-node 8 --extrapolate 64          of several nodes
 
 Here are the flags; `diagnose/scale/command.py` does the work.
 """
 
+import argparse
 import importlib
+from pathlib import Path
 
 from lockstep.config import options
 from lockstep.config.flags import Parser
@@ -30,6 +33,11 @@ def command(argv: list[str]) -> int:
     own, flags = _split(argv)
     try:
         given = _parser().read(own)
+        further = ascending("--extrapolate", given.extrapolate) if given.extrapolate else ()
+        if given.runs:
+            return _of_runs(given, flags, further)
+        if given.ranks_per_node:
+            raise ConfigError("--ranks-per-node goes with --runs: what is started here is on one node")
         sizes = ascending("--world-sizes", given.world_sizes)
         config = options.parse(flags)
     except SystemExit as end:  # --help
@@ -42,11 +50,21 @@ def command(argv: list[str]) -> int:
         modes=asked or (STRONG, WEAK),
         rounds=given.rounds,
         steps=given.steps,
-        extrapolate=ascending("--extrapolate", given.extrapolate) if given.extrapolate else (),
+        extrapolate=further,
     )
     if config.micro_batch_size:
         request.check(config.micro_batch_size)
     code: int = importlib.import_module("lockstep.diagnose.scale.command").run(request, as_json=given.json)
+    return code
+
+
+def _of_runs(given: argparse.Namespace, flags: list[str], further: tuple[int, ...]) -> int:
+    """The tables of runs that were made before."""
+    if flags:
+        raise ConfigError("--runs reads runs that were made before: leave out the flags of train behind `--`")
+    paths = [Path(each).expanduser() for each in given.runs]
+    module = importlib.import_module("lockstep.diagnose.scale.command")
+    code: int = module.compare(paths, further, given.ranks_per_node, as_json=given.json)
     return code
 
 
@@ -80,8 +98,10 @@ def _parser() -> Parser:
     add("--rounds", type=int, default=3, metavar="N", help="runs of each size, in turns (default: %(default)s)")
     add("--steps", type=int, default=20, metavar="N", help="steps of a run that are counted (default: %(default)s)")
     add("--extrapolate", default="", metavar="N,N,...", help="sizes to carry the fit on to")
+    add("--runs", nargs="+", default=[], metavar="DIR", help="start nothing: compare runs that were made before")
+    add("--ranks-per-node", type=int, default=0, metavar="N", help="of --runs on several nodes (default: all on one)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "json")
+_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "runs", "ranks_per_node", "json")

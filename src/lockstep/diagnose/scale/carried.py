@@ -54,7 +54,8 @@ def carried(request: Request, machine: Machine, rows: Sequence[Row], samples: Se
         Measured(row.ranks, row.work / base.work, row.rounds, row.ranks / machine.allowed(row.ranks))
         for row in measured.values()
     ]
-    fit = Fit(points, most_imbalance=_SLACK * _step_spread(samples, base, request.window))
+    spread = _step_spread(samples, base, request.window)
+    fit = Fit(points, request.ranks_per_node, most_imbalance=_SLACK * spread)
     return [_further(fit, request, mode, size, base) for mode in request.modes for size in request.extrapolate]
 
 

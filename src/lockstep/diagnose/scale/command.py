@@ -4,12 +4,14 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lockstep.diagnose.scale import report
 from lockstep.diagnose.scale.carried import carried
+from lockstep.diagnose.scale.existing import existing
 from lockstep.diagnose.scale.findings import Row, rows_of
 from lockstep.diagnose.scale.machine import Machine, machine_for
 from lockstep.diagnose.scale.request import Request, Setting, order
@@ -17,7 +19,7 @@ from lockstep.diagnose.scale.runs import RunFailed, Sample, measure, micro_batch
 from lockstep.diagnose.scale.why import grown, profiled, slowest
 from lockstep.errors import ConfigError, LockstepError
 
-__all__ = ["run"]
+__all__ = ["compare", "run"]
 
 
 def run(request: Request, *, as_json: bool) -> int:
@@ -44,6 +46,25 @@ def run(request: Request, *, as_json: bool) -> int:
     if failures:
         told = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())
         raise LockstepError(f"not every size could be measured: {told}")
+    return 0
+
+
+def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, *, as_json: bool) -> int:
+    """The same of runs that were made before: prints it and returns 0.
+
+    Raises:
+        ConfigError: they cannot be compared.
+    """
+    request, machine, samples, sources = existing(paths, extrapolate, per_node)
+    size = request.config.micro_batch_size
+    rows = rows_of(request, machine, samples, {}, size)
+    slow = slowest(rows)
+    said = slow and {"mode": slow.mode, "ranks": slow.ranks, "sentence": grown(slow, rows[0], machine, samples)}
+    further = carried(request, machine, rows, samples)
+    verdict = said | {"profile": None} if said else None
+    report.Outcome(request, machine, size, rows, verdict=verdict, further=further, sources=sources).show(
+        as_json=as_json
+    )
     return 0
 
 

@@ -38,6 +38,7 @@ class Outcome:
         micro_batch_size: samples in one forward.
         verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None where none is.
         further: what the fit says of sizes that were not measured.
+        sources: what must be known of where the numbers are from; [] where they were measured here.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class Outcome:
     rows: list[Row]
     verdict: dict[str, Any] | None = None
     further: list[Further] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
     def show(self, *, as_json: bool) -> None:
         """Prints it: tables and lines, or one JSON object."""
@@ -86,7 +88,7 @@ class Outcome:
 
     def notes(self) -> list[str]:
         """What has to be known to read the tables, a line each."""
-        found = [*_of_machine(self.machine, self.rows)]
+        found = [*self.sources, *_of_machine(self.machine, self.rows)]
         found += _of_spread(self.rows)
         uneven = sorted({row.ranks for row in self.rows if row.full < 1})
         if uneven:
@@ -94,7 +96,7 @@ class Outcome:
             sizes = ", ".join(map(str, uneven))
             found.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
         if self.further:
-            found += _of_fit(self.rows, self.further)
+            found += _of_fit(self.rows, self.further, self.request.ranks_per_node)
         if self.verdict:
             why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would tell more"
             found.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
@@ -120,11 +122,12 @@ def _of_machine(machine: Machine, rows: list[Row]) -> list[str]:
     return found
 
 
-def _of_fit(rows: list[Row], further: list[Further]) -> list[str]:
+def _of_fit(rows: list[Row], further: list[Further], per_node: int) -> list[str]:
     measured = sorted({row.ranks for row in rows if row.rounds})
+    crossed = per_node and measured[-1] > per_node
     found = [
         f"the extrapolation goes from {', '.join(map(str, measured))} ranks to others as if each rank had a device (or "
-        "cores) of its own and every link were like those measured; no network between nodes was"
+        f"cores) of its own and every link were like the measured{'' if crossed else '; no network between nodes was'}"
     ]
     for mode in dict.fromkeys(each.mode for each in further):
         last = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from lockstep.config.config import Config
 from lockstep.config.options import option_list
 from lockstep.config.shares import counts_of
+from lockstep.engines.options import ENGINES, PLAIN
 from lockstep.errors import ConfigError
 
 __all__ = ["PROFILE", "STRONG", "WEAK", "WINDOWS", "Request", "Setting", "ascending", "order"]
@@ -42,6 +43,7 @@ class Request:
         rounds: how often each setting is run.
         steps: of each run that are counted; they are cut into WINDOWS records.
         extrapolate: numbers of ranks to which the fit is carried on.
+        ranks_per_node: of runs on several nodes; 0: all on one.
     """
 
     flags: tuple[str, ...]
@@ -51,6 +53,7 @@ class Request:
     rounds: int = 3
     steps: int = 20
     extrapolate: tuple[int, ...] = ()
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         for flag, value, least in (("rounds", self.rounds, 1), ("steps", self.steps, WINDOWS)):
@@ -60,6 +63,8 @@ class Request:
             raise ConfigError(
                 f"--world-sizes has {len(self.sizes)} size: scaling is a ratio, so give two at least, such as 1,2"
             )
+        if ENGINES.get(self.config.engine, ENGINES[PLAIN]).one_process and self.config.engine != "auto":
+            raise ConfigError(f"--engine {self.config.engine} is one process whatever the size: leave it out")
         if counts_of(self.config.shares):
             raise ConfigError(
                 f"--shares {self.config.shares} fits one number of ranks alone: leave it out, or give --shares auto"

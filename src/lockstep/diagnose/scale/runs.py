@@ -8,11 +8,12 @@ A run is what a person would start. Its first record is its start (kernels chose
 import contextlib
 import os
 import re
-import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["RunFailed", "Sample", "measure", "micro_batch_of", "parts_of", "star
 
 _RATE, _TOTAL, _PARTS = "items_per_second", "time/total", "time/"
 _ERROR = re.compile(r"^(?:lockstep|\S+\.py): error: (.*)$")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 15.0  # seconds for a run that is told to end
 _OF_LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|LOCKSTEP_LAUNCHER)"
@@ -116,20 +118,22 @@ def started(setting: Setting, flags: Sequence[str], machine: Machine, folder: Pa
     log = folder / "output.txt"
     environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
     environment["OMP_NUM_THREADS"] = str(machine.threads)
-    with (
-        open(log, "wb") as output,
-        _ended(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # as a launcher starts its ranks: schedulers share by session
-            )
-        ) as run,
-    ):
-        code = run.wait()
+    run: subprocess.Popen[bytes] | None = None
+    with open(log, "wb") as output:
+        try:
+            with _unbroken():
+                run = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,  # as a launcher starts its ranks: schedulers share by session
+                )
+            code = run.wait()
+        finally:
+            if run is not None:
+                _end(run)
     if code:
         error = RunFailed(first_error(log.read_text(encoding="utf-8", errors="replace"), code))
         error.exit_code = code if code in (2, 130) else 1
@@ -137,17 +141,30 @@ def started(setting: Setting, flags: Sequence[str], machine: Machine, folder: Pa
 
 
 @contextlib.contextmanager
-def _ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """Ends the run with the block, if it still goes on: it saves itself, and is waited for a while."""
+def _unbroken() -> Iterator[None]:
+    """Signals that come within it are heeded at its end: a process that is just being started would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in _ENDING}
     try:
-        yield run
+        yield
     finally:
-        if run.poll() is None:
-            run.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(_PATIENCE)
-            run.kill()
-            run.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _end(run: "subprocess.Popen[bytes]") -> None:
+    """Ends a run that still goes on: it saves itself, and is waited for a while."""
+    if run.poll() is None:
+        run.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(_PATIENCE)
+        run.kill()
+        run.wait()
 
 
 def first_error(said: str, code: int) -> str:
@@ -155,8 +172,3 @@ def first_error(said: str, code: int) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
     return errors[0] if errors else lines[-1] if lines else f"it ended with code {code} and said nothing"
-
-
-def shown(request: Request) -> str:
-    """The flags of train as one writes them in a shell."""
-    return shlex.join(request.flags)
