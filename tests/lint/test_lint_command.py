@@ -40,6 +40,7 @@ def test_text(folder, capsys):
         "    | model.load(torch.load('cuda.pt'))",
         "    |            ^",
         "1 finding in 1 file: LS015 1",
+        "why, and what to write instead: lockstep lint --explain LS015, docs/lint/LS015.md",
     ]
 
 

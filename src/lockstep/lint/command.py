@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from lockstep.lint.analysis.source import read
 from lockstep.lint.config import Config, ConfigProblem, configure, find_table
 from lockstep.lint.discover import find_files
 from lockstep.lint.docs import page
@@ -101,9 +102,15 @@ def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, l
 
 
 def sources(findings: list[Finding]) -> dict[str, list[str]]:
-    """The lines of the files that have findings."""
-    lines = {}
+    """The lines of the files, or of the notebooks' cells, that have findings."""
+    lines: dict[str, list[str]] = {}
     for path in {finding.path for finding in findings}:
+        if path.endswith(".ipynb"):
+            source = read(path)
+            starts = [cell.start for cell in source.cells] + [len(source.lines) + 1]
+            for cell, end in zip(source.cells, starts[1:], strict=True):
+                lines[f"{path}:cell {cell.number}"] = source.lines[cell.start - 1 : end - 1]
+            continue
         try:
             lines[path] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:

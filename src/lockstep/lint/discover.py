@@ -1,4 +1,4 @@
-"""Finds the Python files under the paths that the user names."""
+"""Finds the Python files and notebooks under the paths that the user names."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ __all__ = ["find_files"]
 
 
 def find_files(paths: list[str]) -> list[str]:
-    """The Python files at and under `paths`, sorted, each once. Raises FileNotFoundError for what is not there."""
+    """The Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
     found: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
@@ -26,5 +26,5 @@ def _under(folder: str) -> Iterator[str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
         for name in names:
-            if name.endswith(".py") and not name.startswith("."):
+            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
                 yield str(Path(parent) / name)

@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule found its pitfall."""
+    """One place where a rule found its pitfall; in a notebook `line` counts within the cell."""
 
     path: str
     line: int
@@ -65,16 +65,21 @@ class Finding:
     edit: Edit | None = None
     end: int = 0
     proposal: tuple[Change, ...] = ()
+    cell: int = 0
 
     @property
-    def place(self) -> tuple[str, int, int, str]:
+    def place(self) -> tuple[str, int, int, int, str]:
         """What findings are sorted by."""
-        return self.path, self.line, self.column, self.rule
+        return self.path, self.cell, self.line, self.column, self.rule
+
+    @property
+    def where(self) -> str:
+        """The file, and in a notebook the cell (counted from 1, text cells too)."""
+        return f"{self.path}:cell {self.cell}" if self.cell else self.path
 
     def as_dict(self) -> dict[str, object]:
         """The finding as `--format json` prints it."""
         data = asdict(self)
         data["severity"], data["confidence"] = self.severity.value, self.confidence.value
-        return {
-            key: data[key] for key in ("path", "line", "column", "rule", "severity", "confidence", "message", "fix")
-        }
+        keys = ("path", "line", "column", "rule", "severity", "confidence", "message", "fix")
+        return {key: data[key] for key in keys} | ({"cell": self.cell} if self.cell else {})

@@ -1,9 +1,11 @@
-"""Findings as text for a person, JSON for a program, or annotations for GitHub."""
+"""Findings as text for a person, JSON or SARIF for a program, or annotations for GitHub."""
 
 import json
 from collections import Counter
 
 from lockstep.lint.finding import Finding, Severity
+from lockstep.lint.rules import RULES
+from lockstep.lint.sarif import log
 
 __all__ = ["FORMATS", "github", "render", "summary", "text"]
 
@@ -12,12 +14,15 @@ def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
     """Each finding on a line, with the source line under it, and a summary."""
     parts = []
     for finding in findings:
-        place = f"{finding.path}:{finding.line}:{finding.column}"
+        place = f"{finding.where}:{finding.line}:{finding.column}"
         parts.append(
             f"{place}: {finding.rule} {finding.severity.value}: {finding.message}"
-            + _excerpt(finding, lines.get(finding.path, []))
+            + _excerpt(finding, lines.get(finding.where, []))
         )
     parts.append(summary(findings))
+    known = [finding.rule for finding in findings if finding.rule in RULES]
+    if known:
+        parts.append(f"why, and what to write instead: lockstep lint --explain {known[0]}, docs/lint/{known[0]}.md")
     return "\n".join(parts)
 
 
@@ -45,8 +50,9 @@ def github(findings: list[Finding]) -> str:
     levels = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
     lines = []
     for f in findings:
-        place = f"file={_escape(f.path, True)},line={f.line},col={f.column},title={f.rule}"
-        lines.append(f"::{levels[f.severity]} {place}::{_escape(f.message)}")
+        spot = "" if f.cell else f",line={f.line},col={f.column}"  # GitHub counts the lines of the notebook's file
+        text = f"cell {f.cell}, line {f.line}: {f.message}" if f.cell else f.message
+        lines.append(f"::{levels[f.severity]} file={_escape(f.path, True)}{spot},title={f.rule}::{_escape(text)}")
     return "\n".join(lines)
 
 
@@ -55,11 +61,13 @@ def _escape(value: str, in_property: bool = False) -> str:
     return value.replace(":", "%3A").replace(",", "%2C") if in_property else value
 
 
-FORMATS = ("text", "json", "github")
+FORMATS = ("text", "json", "github", "sarif")
 
 
 def render(findings: list[Finding], form: str, lines: dict[str, list[str]]) -> str:
     """The findings in one of FORMATS."""
     if form == "json":
         return json.dumps([finding.as_dict() for finding in findings], indent=2)
+    if form == "sarif":
+        return json.dumps(log(findings), indent=2)
     return github(findings) if form == "github" else text(findings, lines)

@@ -5,10 +5,12 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 from lockstep.lint.analysis.budget import WORK, TooIntricate
 from lockstep.lint.analysis.imports import Graph, draw
 from lockstep.lint.analysis.index import Module
+from lockstep.lint.analysis.notebooks import place
 from lockstep.lint.analysis.project import Project
 from lockstep.lint.analysis.source import Problem, Source, parse, read
 from lockstep.lint.analysis.view import Analysis, View
@@ -105,12 +107,22 @@ def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None
         if source.problem is not None:
             findings.append(_problem(source))
             continue
+        findings.extend(_located(_problem(replace(source, problem=problem)), source) for problem in source.broken)
         found: list[Finding] = []
         module = modules.get(source.path)
         if module is not None and module.whole:
             found = list(_check_module(module, analysis, config))
-        findings.extend(Silencer(source, config.codes_for(source.path)).filter(found))
+        kept = Silencer(source, config.codes_for(source.path)).filter(found)
+        findings.extend(_located(finding, source) for finding in kept)
     return findings
+
+
+def _located(finding: Finding, source: Source) -> Finding:
+    """A notebook's finding with its cell, and the line in that cell."""
+    if not source.cells:
+        return finding
+    cell, line = place(source.cells, finding.line)
+    return replace(finding, cell=cell, line=line, edit=None, proposal=())
 
 
 def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterator[Finding]:

@@ -194,7 +194,7 @@ class Module:
     @property
     def is_script(self) -> bool:
         """Whether the file says that it can be run."""
-        return "__main__" in self.text
+        return "__main__" in self.text or self.path.endswith(".ipynb")
 
 
 def _is_string(node: ast.expr) -> bool:
