@@ -54,6 +54,21 @@ def test_json(folder, capsys):
     assert json.loads(capsys.readouterr().out) == []
 
 
+def test_a_habit_is_told_once_to_a_person_and_whole_to_a_program(folder, capsys):
+    prints = "".join(f"    print({i})\n" for i in range(3))
+    code = f"import torch.distributed as dist\n\ndef main():\n    dist.init_process_group()\n{prints}"
+    (folder / "bad.py").write_text(f"{code}    dist.destroy_process_group()\n")
+    command(["bad.py"])
+    out = capsys.readouterr().out
+    assert out.count("LS028 warning") == 1
+    assert "print on rank 0 only (and 2 more places in this file)" in out
+    assert "3 findings in 1 file: LS028 3" in out
+    command(["bad.py", "--format", "github"])
+    assert capsys.readouterr().out.count("title=LS028") == 1
+    command(["bad.py", "--format", "json"])
+    assert len(json.loads(capsys.readouterr().out)) == 3
+
+
 def test_github(folder, capsys):
     command(["--format", "github"])
     assert capsys.readouterr().out.startswith("::warning file=bad.py,line=3,col=12,title=LS015::loads onto")

@@ -85,9 +85,9 @@ def run_action(folder, **inputs):
 
 
 def test_the_action(folder):
-    done = run_action(folder, **{"sarif-file": "found.sarif", "arguments": "--ignore LS900"})
+    done = run_action(folder, **{"sarif-file": "found.sarif", "arguments": "--select LS015"})
     assert done.returncode == 1, done.stderr
-    assert "::warning file=./a folder/bäd.py,line=3,col=12,title=LS015::" in done.stdout
+    assert "::warning file=a folder/bäd.py,line=3,col=12,title=LS015::" in done.stdout
     check_sarif(json.loads((folder / "found.sarif").read_text(encoding="utf-8")))
     clean = run_action(folder, paths="idle.py", arguments="--ignore LS015")
     assert (clean.returncode, clean.stdout.strip()) == (0, "")

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 from lockstep.lint.finding import Finding, Severity
 from lockstep.lint.rules import RULES
@@ -13,7 +14,7 @@ __all__ = ["FORMATS", "github", "render", "summary", "text"]
 def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
     """Each finding on a line, with the source line under it, and a summary."""
     parts = []
-    for finding in findings:
+    for finding in folded(findings):
         place = f"{finding.where}:{finding.line}:{finding.column}"
         parts.append(
             f"{place}: {finding.rule} {finding.severity.value}: {finding.message}"
@@ -35,6 +36,27 @@ def _excerpt(finding: Finding, lines: list[str]) -> str:
     return f"\n    | {shown}\n    | {' ' * min(indent, 160)}^"
 
 
+# Rules that find the same habit in many places of a file: a person needs to be told once.
+FOLDED = ("LS028", "LS036")
+
+
+def folded(findings: list[Finding]) -> list[Finding]:
+    """The findings for a person: of a rule that repeats itself the first of each file, with how many others there are."""
+    others = Counter((finding.path, finding.rule) for finding in findings if finding.rule in FOLDED)
+    told = set()
+    kept = []
+    for finding in findings:
+        key = (finding.path, finding.rule)
+        more = others[key] - 1
+        if key not in told and more > 0:
+            places = f"{more} more place{'s' * (more > 1)} in this file"
+            kept.append(replace(finding, message=f"{finding.message} (and {places})"))
+        elif key not in told or finding.rule not in FOLDED:
+            kept.append(finding)
+        told.add(key)
+    return kept
+
+
 def summary(findings: list[Finding]) -> str:
     """How many findings there are, by rule."""
     if not findings:
@@ -49,7 +71,7 @@ def github(findings: list[Finding]) -> str:
     """GitHub's workflow commands: one annotation a finding."""
     levels = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
     lines = []
-    for f in findings:
+    for f in folded(findings):
         spot = "" if f.cell else f",line={f.line},col={f.column}"  # GitHub counts the lines of the notebook's file
         text = f"cell {f.cell}, line {f.line}: {f.message}" if f.cell else f.message
         lines.append(f"::{levels[f.severity]} file={_escape(f.path, True)}{spot},title={f.rule}::{_escape(text)}")
