@@ -41,7 +41,7 @@ FOLDED = ("LS028", "LS036")
 
 
 def folded(findings: list[Finding]) -> list[Finding]:
-    """The findings for a person: of a rule that repeats itself the first of each file, with how many others there are."""
+    """The findings for a person: of a rule that repeats itself the first of each file, and how many more."""
     others = Counter((finding.path, finding.rule) for finding in findings if finding.rule in FOLDED)
     told = set()
     kept = []

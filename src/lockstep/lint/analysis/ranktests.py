@@ -55,7 +55,7 @@ class RankTests:
         sign = 1 if when else -1
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             return sign * self.compare(node)
-        name = last(node)
+        name = last(node).lstrip("_")
         if MAIN.search(name) or name in MAIN_EXACT:
             return sign
         key = dotted(node)
