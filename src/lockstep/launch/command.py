@@ -24,6 +24,7 @@ from lockstep.config.hints import FOREIGN
 from lockstep.distributed.addresses import check_reachable, own_address
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
+from lockstep.launch.nccl_log import log_folder, log_variables, made
 
 __all__ = ["command"]
 
@@ -45,11 +46,15 @@ def command(argv: list[str]) -> int:
         exact = _behind(rest)
     except SystemExit:  # --help
         return 0
+    logs = None if given.nccl_debug is None else log_folder(given.nccl_debug, rest)
     job = _job(given, rest, exact)
+    if logs:
+        job.environment.update(log_variables(logs))
     if given.dry_run:
         print(_shown(job))
         return 0
-    well, asked, code = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
+    with made(logs):
+        well, asked, code = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
     if well:
         return int(code)
     number = asked or signal.SIGTERM
@@ -115,6 +120,8 @@ def _parser() -> Parser:
         metavar="K",
         help="losses within an hour after which the others go on, on one node; 0: a loss ends all (default: 8)",
     )
+    text = "NCCL's log, a file a process, into DIR (default: logs in the run's folder)"
+    add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
     add("--dry-run", action="store_true", help="print the torchrun command that comes closest, and start nothing")
     return parser
 
