@@ -15,13 +15,14 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.data.device import AHEAD
-from lockstep.diagnose.plan.devices import Device
+from lockstep.diagnose.plan.devices import Device, device_of
 from lockstep.diagnose.plan.fakes import fake_world
 from lockstep.diagnose.plan.recorder import Work
 from lockstep.diagnose.plan.subject import Subject, layers_of
-from lockstep.diagnose.plan.trace import Trace, traced
+from lockstep.diagnose.plan.trace import Trace, Untraceable, probed, traced
 from lockstep.engines.make import name_of
-from lockstep.engines.shared.exact import held_at_most
+from lockstep.engines.options import ENGINES
+from lockstep.engines.shared.exact import check_servable, held_at_most
 from lockstep.errors import ConfigError
 from lockstep.run.defaults import settled
 
@@ -29,6 +30,7 @@ __all__ = ["Estimate", "Planner", "Sizes", "check_size"]
 
 _SHALLOW = (3, 4)  # blocks of a model that is drawn to its depth
 _DEEP = 6  # from so many on
+_MEASURABLE = 0.5  # of this machine's memory
 _MANY = 1000  # steps of a plan whose data is not known
 
 
@@ -80,6 +82,7 @@ class Planner:
         asked: the configuration.
         config: the same, with the values of everything that was left open.
         sizes: of the whole model.
+        note: how it was estimated, where the model could not be traced; "".
 
     Raises:
         UsageError: as in training.
@@ -89,11 +92,16 @@ class Planner:
         self.subject, self.size, self.device = subject, size, device
         self.asked = config
         self.config, self.sizes = self._settled(config)
+        self.note = ""
         self._traces: dict[tuple[Any, ...], Trace] = {}
 
     def _settled(self, config: Config) -> tuple[Config, Sizes]:
         world: Any = _Asked(self.size)
         engine = name_of(config.engine, world)
+        if not ENGINES[engine].everywhere:
+            raise ConfigError(f"--engine {engine} cannot be planned: it keeps memory of its own; name another one")
+        if ENGINES[engine].one_process and self.size > 1:
+            raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-size 1")
         precision = config.precision
         if precision == "auto":
             precision = "bf16" if self.device.bf16 else "float32"
@@ -107,6 +115,8 @@ class Planner:
                 sum(p.numel() for p in model.parameters() if p.requires_grad),
                 layers_of(self.subject.task, model),
             )
+        if config.exact:
+            check_servable(run_plan.config.micro_batches, self.size)
         return run_plan.config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> Estimate:
@@ -148,8 +158,21 @@ class Planner:
         alike = dataclasses.replace(config, batch_size=config.micro_size)  # a trace has its own number of slots
         key = (repr(alike), id(used), layers, slots)
         if key not in self._traces:
-            self._traces[key] = traced(config, used, self.size, layers=layers, slots=slots)
+            try:
+                self._traces[key] = traced(config, used, self.size, layers=layers, slots=slots)
+            except Untraceable as error:
+                self._traces[key] = self._probed(config, used, slots, error)
         return self._traces[key]
+
+    def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> Trace:
+        """What one process takes here, with real numbers."""
+        room = _MEASURABLE * device_of("cpu").memory
+        if 16 * self.sizes.parameters > room:
+            raise error
+        found = probed(config, subject, slots)
+        more = "" if ENGINES[config.engine].one_process else "; what its engine splits or exchanges is not in it"
+        self.note = f"{error}; so it is measured on this machine's CPU, as one process holds it{more}"
+        return found
 
     def _whole(self, config: Config, found: Trace, slots: int, copies: float) -> Estimate:
         """With what lies beside the tensors of a step: batches, sums of a tree, and the device's allowance."""

@@ -64,24 +64,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         parts: name -> tensors that are of that part now; asked at each new peak. None: peaks are not divided.
+        real: tensors have values.
 
     Attributes:
         phase: what is counted goes to it.
-        asked: whether operations may ask for numbers: they get 1.
+        asked: whether operations may ask for numbers that are not there: they get 1.
         level, peaks: bytes now; the most of them by phase.
         parts: by phase, the bytes of each part at its peak.
         work: by phase.
         operation: the last one, for an error.
     """
 
-    def __init__(self, parts: Callable[[], dict[str, list[Tensor]]] | None = None) -> None:
+    def __init__(self, parts: Callable[[], dict[str, list[Tensor]]] | None = None, real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.asked, self.level = "start", True, 0
         self.peaks: dict[str, int] = {}
         self.parts: dict[str, dict[str, int]] = {}
         self.work: dict[str, Work] = {}
         self.operation = ""
-        self.divide = parts
+        self.divide, self.real = parts, real
         self._cells: weakref.WeakKeyDictionary[Any, _Cell] = weakref.WeakKeyDictionary()
         self._ends: dict[int, Any] = {}
         self._resize: _Resize | None = None
@@ -114,7 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.operation = str(func)
-        if self.asked:
+        if self.asked and not self.real:
             if func is _ATEN._local_scalar_dense.default:
                 return 1
             if func is _ATEN.equal.default:

@@ -37,6 +37,8 @@ def described(answer: Answer) -> str:
         lines += ["", "what fits, the fastest first:"]
         lines += [f"  {'samples/s':>10} {'memory':>10}  add"]
         lines += [_row(row) for row in answer.rows[:_SHOWN]]
+    if answer.note:
+        lines += ["", answer.note]
     if answer.advice:
         lines += ["", answer.advice]
     return said("\n".join(lines))
@@ -105,4 +107,5 @@ def as_json(answer: Answer) -> dict[str, Any]:
             for row in answer.rows
         ],
         "advice": answer.advice,
+        "note": answer.note,
     }

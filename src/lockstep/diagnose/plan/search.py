@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config.config import Config
 from lockstep.diagnose.plan.devices import Device
 from lockstep.diagnose.plan.estimate import Estimate, Planner, Sizes
+from lockstep.diagnose.plan.recorder import Work
 from lockstep.diagnose.plan.speed import Times, step_time
 from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.sizes import exchanged, least_held, variants
@@ -61,6 +62,7 @@ class Answer:
             was not looked for.
         rows: other ways, the fastest first.
         advice: what to change first where what was asked for does not fit; "".
+        note: see `Planner`; then nothing else is looked for.
     """
 
     config: Config
@@ -75,6 +77,7 @@ class Answer:
     layers: int | None = None
     rows: tuple[Row, ...] = ()
     advice: str = ""
+    note: str = ""
 
 
 def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
@@ -91,8 +94,8 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
     found = planner.estimate(config)
     fits = found.peak <= device.room
     times = _times(planner, found)
-    plain = Answer(config, device, size, planner.sizes, found, times, fits)
-    if fast:
+    plain = Answer(config, device, size, planner.sizes, found, times, fits, note=planner.note)
+    if fast or planner.note:
         return plain
     rows = _rows(planner, open_batch)
     return dataclasses.replace(
@@ -221,7 +224,7 @@ def _rows(planner: Planner, open_batch: bool) -> list[Row]:
         for policy in _POLICIES:
             if (policy, 1) in base:
                 found += _best_row(planner, plain, policy, own, base, open_batch)
-    return _confirmed(planner, sorted(found, key=lambda row: -row.rate))
+    return _confirmed(planner, found)
 
 
 def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: bool) -> Config:
@@ -280,14 +283,14 @@ def _scaled(
         for name, size in low.phases.items()
         if name in high.phases and name in own.phases and name in plain.phases
     }
-    work = {
-        name: dataclasses.replace(
-            each,
-            flops=line(each.flops, high.work[name].flops),
-            moved=line(each.moved, high.work[name].moved),
-        )
-        for name, each in low.work.items()
-    } | {"update": own.work["update"]}
+    one_micro, other_micro = low.work["compute"], high.work["compute"]
+    mine, theirs = own.work["compute"], plain.work["compute"]
+    compute = Work(
+        line(one_micro.flops, other_micro.flops) + mine.flops - theirs.flops,
+        line(one_micro.moved, other_micro.moved) + mine.moved - theirs.moved,
+        line(one_micro.calls, other_micro.calls) + mine.calls - theirs.calls,
+    )
+    work = {"compute": compute, "update": own.work["update"]}
     slots = -(-config.micro_batches // planner.size)
     batch = line(low.batch, high.batch) * planner.batches(slots)
     peak = (1 + planner.device.fragments) * (max(phases.values()) + batch)
@@ -296,17 +299,17 @@ def _scaled(
 
 def _confirmed(planner: Planner, rows: list[Row]) -> list[Row]:
     """The rows, the first of them estimated by itself: what does not hold is left out."""
-    while rows:
+    rows = sorted(rows, key=lambda row: -row.rate)
+    while rows and not rows[0].traced:
+        first = rows.pop(0)
         try:
-            found = planner.estimate(rows[0].config)
+            found = planner.estimate(first.config)
         except UsageError:
-            rows = rows[1:]
             continue
         if found.peak <= planner.device.room:
-            first = dataclasses.replace(rows[0], peak=found.peak, times=_times(planner, found), traced=True)
-            return [first, *rows[1:]]
-        rows = rows[1:]
-    return []
+            rows.append(dataclasses.replace(first, peak=found.peak, times=_times(planner, found), traced=True))
+            rows.sort(key=lambda row: -row.rate)
+    return rows
 
 
 def _flags(planner: Planner, config: Config) -> tuple[str, ...]:

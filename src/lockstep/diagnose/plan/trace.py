@@ -25,16 +25,17 @@ from lockstep.data.batches import MicroBatch
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, without_modes
 from lockstep.diagnose.plan.recorder import Recorder, Work
 from lockstep.diagnose.plan.subject import Subject
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.make import engine
-from lockstep.engines.options import ENGINES, own_options
+from lockstep.engines.make import engine, options_for
+from lockstep.engines.options import ENGINES, PLAIN, own_options
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of
 
-__all__ = ["Trace", "Untraceable", "traced"]
+__all__ = ["Trace", "Untraceable", "probed", "traced"]
 
 _EDGE = 2  # blocks at each end that have a phase of their own
 
@@ -94,6 +95,19 @@ def traced(config: Config, subject: Subject, size: int, *, layers: int = 0, slot
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {said}"
                 ) from error
+
+
+def probed(config: Config, subject: Subject, slots: int) -> Trace:
+    """The same, measured: real numbers, on this machine's CPU, as one process holds them.
+
+    Raises:
+        UsageError: the model or the optimizer refuses.
+    """
+    recorder = Recorder(real=True)
+    config = dataclasses.replace(config, engine=PLAIN, engine_options=options_for(PLAIN, config.engine_options))
+    with recorder:
+        stage = _Stage(config, subject, World(), recorder, 0)
+        return stage.play(slots)
 
 
 class _Stage:
@@ -176,7 +190,7 @@ class _Stage:
         with without_modes():
             real = self._subject.batch(self._size)
             items = int(self._task.count(real))
-        return MicroBatch(as_fake(real), 0, items, 1.0)
+        return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:
         recorder = self._recorder
