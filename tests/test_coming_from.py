@@ -37,3 +37,16 @@ def test_every_flag_that_is_named_exists():
     theirs = {"standalone", "nproc_per_node", "help", "help_all", "gradient_clip_val"}
     assert named - theirs <= set(option_list())
     assert lockstep.__all__
+
+
+def test_a_trainer_trains_here(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    theirs = BLOCKS["hf"].replace('"out", ', '"out", use_cpu=True, report_to="none", ')
+    made = theirs.replace("trainer.train(resume_from_checkpoint=None)\n", "")
+    assert made.count("\n") == theirs.count("\n") - 1
+    names = {}
+    code = BLOCKS["shared"] + "import lockstep\n" + made + BLOCKS["trainer"]
+    exec(compile(code, "coming-from.md", "exec"), names)
+    assert names["result"].global_step == 20
+    assert checkpoint.newest(tmp_path / "out", say=print).name == "step-00000020"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
     from lockstep.tasks.causal_lm import CausalLM
+    from lockstep.tasks.trainer import from_trainer
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _MODULES = {
     "lockstep.run.run": ("Result", "Run", "train"),
     "lockstep.task": ("Task",),
     "lockstep.tasks.causal_lm": ("CausalLM",),
+    "lockstep.tasks.trainer": ("from_trainer",),
     "lockstep.distributed.world": ("World",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -69,6 +71,7 @@ __all__ = [
     "engine",
     "find_lr",
     "find_micro_batch",
+    "from_trainer",
     "gather_for_metrics",
     "load",
     "load_state",

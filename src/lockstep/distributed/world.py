@@ -8,6 +8,9 @@ A process that torchrun started joins the others; any other process is a world o
 All small agreements between ranks (`gather`, `barrier`, `check_same`) go over one CPU (gloo) group, `control`, so that
 they neither wait for a device nor stand between two collectives of the training group.
 
+Where somebody else has made the default group in this process (accelerate, a script), that one is taken, and left to
+them at the end.
+
 A process may join and leave many times, and torchrun's agent keeps one meeting point for all restarts of the processes:
 whatever the ranks write there stands under a name that only these processes, in this join, have.
 """
@@ -24,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.addresses import check_reachable, listening
 from lockstep.distributed.progress import MEETING_VARIABLE
@@ -59,6 +62,7 @@ class World:
     _scope: str = ""
     _named: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
+    _is_guest: bool = False  # the default group is somebody else's, who has made it and will leave it
 
     def __post_init__(self) -> None:
         """A CUDA device that was named without its number is the present one."""
@@ -85,7 +89,10 @@ class World:
         if where.type == "cuda":
             torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
         if dist.is_available() and "WORLD_SIZE" in os.environ:
-            world._make_groups()
+            if dist.is_initialized() and not _OWN:
+                world._be_guest()
+            else:
+                world._make_groups()
         return world
 
     @classmethod
@@ -121,11 +128,11 @@ class World:
             others: groups besides the default one and `control`, held by nobody else; emptied.
         """
         held = [self.control, *others]
-        self.control = None
+        self.control, self._is_guest = None, False
         others.clear()
         if dist.is_initialized():
             held.append(dist.group.WORLD)
-            dist.destroy_process_group()
+            _destroy()
         while held:
             box = [held.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
@@ -146,6 +153,7 @@ class World:
             self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
+            _OWN[:] = [os.getpid()]
             if self._patience and dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
@@ -157,7 +165,19 @@ class World:
                 f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
             ) from error
 
-    def _new_scope(self, store: TCPStore) -> str:
+    def _be_guest(self) -> None:
+        """Takes the default group that is there already. Raises ConfigError where it is of other ranks."""
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+            raise ConfigError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that it has "
+                f"made, and rank {self.rank} of {self.size} for its launcher: leave the group before the run"
+            )
+        self._is_guest = True
+        # Not over the meeting point: the group's own store may be what listens there.
+        self._scope = self._new_scope(dist.distributed_c10d._get_default_store())
+        self.control = self.new_group()
+
+    def _new_scope(self, store: Store) -> str:
         """A name for what these processes write in this join: another after each restart, and in each join.
 
         The restarts that the agent counts are those after a failure; where a node came or went it starts the processes
@@ -267,8 +287,11 @@ class World:
                     work = dist.barrier(group=self.control, async_op=True)  # collective
                     work.wait(timedelta(seconds=patience))
         finally:
-            self.control = None
-            dist.destroy_process_group()
+            control, self.control = self.control, None
+            if self._is_guest:
+                dist.destroy_process_group(control)
+            else:
+                _destroy()
 
     def abandon(self) -> None:
         """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
@@ -288,6 +311,12 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
         error = problem
     world.check(error)  # collective
     return result  # type: ignore[return-value]
+
+
+def _destroy() -> None:
+    """Ends all groups of this process."""
+    dist.destroy_process_group()
+    _OWN.clear()
 
 
 def meeting_point() -> tuple[str, int, bool]:
@@ -340,6 +369,7 @@ def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
+_OWN: list[int] = []  # a world of this process has made the default group
 _REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
+from lockstep.run.stateful_metrics import ANY
 
 __all__ = [
     "JUDGED",
@@ -76,7 +77,7 @@ def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
 def check_known(judge: Judge, metrics: Iterable[str]) -> None:
     """Raises ConfigError where the evaluation has no number of the judge's name."""
     known = ["loss", *metrics]
-    if judge.metric not in known:
+    if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):
         close = difflib.get_close_matches(judge.metric, known, n=1)
         meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
         raise ConfigError(f"--best-metric: the task's evaluation has no '{judge.metric}'; {meant}")

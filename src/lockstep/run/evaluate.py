@@ -109,7 +109,8 @@ def evaluate(
     ratios = {name: sums[2 + 2 * k] / max(sums[3 + 2 * k], 1.0) for k, name in enumerate(own.pairs)}
     in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
     computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
-    metrics = {name: ratios[name] if name in ratios else computed[name] for name in own.names}
+    parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
+    metrics = {name: value for part in parts_of for name, value in part.items()}
     return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
 
 

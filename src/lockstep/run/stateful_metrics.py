@@ -1,13 +1,15 @@
 """Metrics that are more than a sum over a count: a `torchmetrics.Metric` that the task updates with each batch.
 
     state = taken(metric)                   # what one micro-batch left in it, as plain values; the metric is reset
-    check_mergeable(name, metric, state)    # what can be told of one micro-batch
-    value = merged(name, metric, states)    # of the whole set: the states in the order of the micro-batches
+    names = check_mergeable(name, metric, state)    # what can be told of one micro-batch
+    values = merged(name, metric, states)   # of the whole set: the states in the order of the micro-batches
 
 Each micro-batch begins with an empty metric and the states are merged in order, so the value does not depend on the
-number of ranks. Nothing here imports torchmetrics: what has its methods is one.
+number of ranks. Nothing here imports torchmetrics: what has its methods is one. One that says `several = True` computes
+a dict, name -> number, each of which is a metric by its own name.
 """
 
+import base64
 import contextlib
 import math
 import warnings
@@ -17,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
-__all__ = ["check_mergeable", "is_metric", "merged", "taken"]
+__all__ = ["ANY", "check_mergeable", "is_metric", "merged", "taken"]
+
+ANY = "*"  # among the names of metrics: there are others, which only the whole set will tell
 
 _NEEDED = ("metric_state", "merge_state", "reset", "compute", "clone")
 
@@ -36,32 +40,46 @@ def taken(metric: Any) -> dict[str, Any]:
     return state
 
 
-def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> float:
-    """The value of `metric` over all `states`, on this rank alone: every rank has them all.
+def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
+    """The numbers of `metric` over all `states`, by name, on this rank alone: every rank has them all.
 
     Raises:
-        ConfigError: it cannot be merged, or computes no single number.
+        ConfigError: it cannot be merged, or computes no number.
     """
     with _one_number(name, metric):
-        return float(_whole(metric, states).compute() if states else math.nan)
+        return _named(name, metric, _whole(metric, states).compute() if states else math.nan)
 
 
-def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> None:
-    """Looks at the `state` of a single micro-batch, which may be too little for the metric to compute (R2 needs two
-    samples, a correlation more than one value): that is passed over.
+def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
+    """The names of the metric's numbers, by the `state` of a single micro-batch.
+
+    That may be too little for the metric to compute (R2 needs two samples, a correlation more than one value), which
+    is passed over; the names of several numbers are not known then.
 
     Raises:
-        ConfigError: it cannot be merged, or computes no single number.
+        ConfigError: it cannot be merged, or computes no number.
     """
     with _one_number(name, metric):
         whole = _whole(metric, [state])
     try:
         with _quiet():
             value = whole.compute()
+    except LockstepError:
+        raise
     except Exception:
-        return
+        return [ANY] if _is_several(metric) else [name]
     with _one_number(name, metric):
-        float(value)
+        return list(_named(name, metric, value))
+
+
+def _named(name: str, metric: Any, value: Any) -> dict[str, float]:
+    if not _is_several(metric):
+        return {name: float(value)}
+    return {key: float(each) for key, each in value.items()} if isinstance(value, dict) else {}
+
+
+def _is_several(metric: Any) -> bool:
+    return bool(getattr(metric, "several", False))
 
 
 def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
@@ -99,11 +117,18 @@ def _never() -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "v": value.tolist()}
+        held = value.detach().cpu().contiguous()  # waits for the device
+        text = base64.b64encode(
+            held.reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).decode()  # a third more than it takes
+        return {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape), "v": text}
     return [_plain(each) for each in value]
 
 
 def _tensors(value: Any) -> Any:
     if isinstance(value, dict):
-        return torch.tensor(value["v"], dtype=getattr(torch, value["dtype"])).reshape(value["shape"])
+        held = bytearray(base64.b64decode(value["v"]))
+        dtype = getattr(torch, value["dtype"])
+        flat = torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
     return [_tensors(each) for each in value]

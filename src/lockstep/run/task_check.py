@@ -239,17 +239,20 @@ def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callabl
     told = _BOTH if method == "evaluate" else _PAIR
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {told}; it returned {described(result)}")
+    names = list[str]()
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
             raise ConfigError(
                 f"the task's {told}; one is named {name!r}, and 'loss' and 'items' are the evaluation's own"
             )
         if is_metric(pair):
-            check_mergeable(name, pair, taken(pair))
-        elif not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
+            names += check_mergeable(name, pair, taken(pair))
+            continue
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
-    return list(result)
+        names.append(name)
+    return names
 
 
 def _called(
