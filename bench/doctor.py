@@ -58,11 +58,11 @@ def main():
                 said = [each for each in found.get("findings", ()) if each["level"] != "ok"]
                 alarms += bool(said) or not found
                 for each in said:
-                    print(f"  run {number}: {each['level']} {each['check']}: {each['text']}")
+                    print(f"  run {number}: {each['level']} {each['check']}: {each['text']}", flush=True)
             wrong += alarms
             middle, most = statistics.median(seconds), max(seconds)
             print(f"{processes} processes: {alarms} of {given.runs} runs with an alarm", end="; ")
-            print(f"{middle:.1f} s each, {most:.1f} at most")
+            print(f"{middle:.1f} s each, {most:.1f} at most", flush=True)
     return int(wrong > 0)
 
 

@@ -39,7 +39,7 @@ def log_folder(given: str, rest: list[str]) -> Path:
 
 
 def log_variables(folder: Path) -> dict[str, str]:
-    """What NCCL is told. Its file is named by the process's host and number; where there is no GPU it writes none."""
+    """What NCCL is told. Its file's name has the process's host and number; where there is no GPU it writes none."""
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": _SUBSYSTEMS,
