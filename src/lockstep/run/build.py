@@ -37,6 +37,7 @@ from lockstep.run.defaults import settled
 from lockstep.run.device_defaults import on_device
 from lockstep.run.evaluation_sets import batches_of, named_sets
 from lockstep.run.extending import check_longer, extended, plan_before
+from lockstep.run.fitting import fitted
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
@@ -227,6 +228,7 @@ def build(
     source, state = _found(folder, world) if resume and not joins else (None, _new_state())
     state |= _glimpsed(folder) if joins else {}
     config = on_device(config, state, world, notify(world))
+    config = fitted(config, state, world, given is not None, notify(world))
     check_auditable(config, world)
     same_kernels = config.exact or bool(config.guards.audit)
     pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)

@@ -84,7 +84,7 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
     """The answer for what the planner was asked.
 
     Args:
-        fast: only that.
+        fast: only that; and where it does not fit, the micro-batch that would.
         open_batch: other batch sizes may be proposed.
 
     Raises:
@@ -96,7 +96,9 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
     times = _times(planner, found)
     plain = Answer(config, device, size, planner.sizes, found, times, fits, note=planner.note)
     if fast or planner.note:
-        return plain
+        return (
+            plain if fits or planner.note else dataclasses.replace(plain, micro_batch=_micro_batch(planner, open_batch))
+        )
     rows = _rows(planner, open_batch)
     return dataclasses.replace(
         plain,
