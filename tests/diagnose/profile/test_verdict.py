@@ -238,6 +238,19 @@ def test_a_kernel_counts_for_the_part_that_asked_for_it():
     assert verdict(hand).parts["update"] == pytest.approx(0.3)
 
 
+def test_what_explains_the_numbers_is_said_beside_them():
+    def notes(**about):
+        return " ".join(verdict(on_cpu(data=200, **about)).notes)
+
+    assert notes(cpu={"forward": 2.9, "backward": 6.0}, untraced_ms=9.5) == ""
+    assert "had a core for 50%" in notes(cpu={"forward": 1.5, "backward": 3.0})
+    assert "tracing itself makes steps longer: 5 ms" in notes(untraced_ms=5.0)
+    exchanging = verdict(*ranks(on_cpu, data=200, exchange=6000)).notes
+    assert "1.5:1; below 10:1" in exchanging[0]
+    assert "38% of a step; above 30 %" in exchanging[1]
+    assert verdict(*ranks(on_cpu, data=200, exchange=100, hidden=700)).notes == ["computing to exchange is 11.3:1"]
+
+
 def test_the_file_holds_what_others_read(tmp_path):
     found = verdict(*PLANTED["one bucket"][2]())
     found.write(tmp_path)

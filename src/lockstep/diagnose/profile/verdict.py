@@ -23,6 +23,7 @@ FILE = "verdict.json"
 _WORTH = 1.1  # times as fast: what gains less is not proposed
 _RULE = 10.0  # compute to exchange: the rule of thumb for training on several devices
 _MUCH = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
+_OWN_CORE = 0.8  # of the time in operations: with less, the machine is shared
 _SLOWED = 1.1  # by tracing: worth a word
 _WORDS = {
     "compute": "computing",
@@ -155,6 +156,13 @@ def _notes(run: Measured) -> list[str]:
                 f"the exchange that is waited for is {exposed / run.step:.0%} of a step; above 30 % more ranks hardly "
                 "help: a larger batch a rank, fewer bytes, or a faster link come first"
             )
+    had = sum(float(run.about.get("cpu", {}).get(name, 0.0)) for name in ("forward", "backward"))
+    compute = run.ranks[0].parts["compute"]
+    if run.ranks[0].trace.on_cpu and 0.0 < had < _OWN_CORE * compute:
+        found.append(
+            f"while rank 0 computed it had a core for {had / compute:.0%} of the time: other processes take them, and "
+            "all times here are longer for it"
+        )
     plain = run.about.get("untraced_ms")
     if plain and run.step > _SLOWED * float(plain):
         found.append(
