@@ -2,7 +2,7 @@
 
 Makes a run's folder with so many training records (an evaluation every hundredth, a spike in the middle), writes its
 report in a process of its own, and prints the seconds, the bytes of the page, and the memory above what the process had
-after its imports. Aims: 300 MB, 300 KB. Then the same for `lockstep goodput`, and the cost at the end of a short run.
+after its imports. Aims: 300 MB, 300 KB.
 """
 
 import argparse
@@ -93,17 +93,17 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         base = given.keep or Path(scratch)
-        one = made(base / "one", given.records)
-        other = made(base / "other", given.records, seed=1, rate=1.2)
-        few = made(base / "few", 100)
+        few, one = made(base / "few", 100), made(base / "one", given.records)
         print("| report of | seconds | bytes | MB above the start |\n|---|---|---|---|")
-        for name, folders in (
-            ("100 records", [few]),
-            (f"{given.records:,} records", [one]),
-            ("two of these", [one, other]),
-        ):
-            seconds, size, memory = measured(base / "page.html", *folders)
-            print(f"| {name} | {seconds:.2f} | {size:,} | {memory:.0f} |", flush=True)
+        tell("100 records", measured(base / "page.html", few))
+        tell(f"{given.records:,} records", measured(base / "page.html", one))
+        other = made(base / "other", given.records, seed=1, rate=1.2)
+        tell("two of these", measured(base / "page.html", one, other))
+
+
+def tell(name, found):
+    seconds, size, memory = found
+    print(f"| {name} | {seconds:.2f} | {size:,} | {memory:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

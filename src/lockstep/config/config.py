@@ -146,6 +146,7 @@ class Config:
         tasks="causal-lm, classification",
     )
     profile: str = option("", "steps to trace and judge, FIRST:LAST as 100:110; see docs/profile.md")
+    report: bool = option(True, "write report.html, a page about the run, at its end")
     tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")

@@ -67,21 +67,35 @@ class Curve:
             self.bad += 1
             self.first_bad = step if self.first_bad is None else self.first_bad
             return
-        if self.count - self.bad == 1:
-            self.first = self.lowest = self.highest = (step, value)
         self.newest = (step, value)
+        span = self._spans.get(step // self._wide)
+        if span is None:
+            self._begin(step, value)
+            return
+        span.count += 1
+        span.total += value
+        if step > span.last:
+            span.last = step
+        elif step < span.first:
+            span.first = step
+        if value < span.low:
+            span.low = value
+            if value < self.lowest[1]:
+                self.lowest = (step, value)
+        elif value > span.high:
+            span.high = value
+            if value > self.highest[1]:
+                self.highest = (step, value)
+
+    def _begin(self, step: int, value: float) -> None:
+        """A span of its own."""
+        if not self._spans:
+            self.first = self.lowest = self.highest = (step, value)
         if value < self.lowest[1]:
             self.lowest = (step, value)
         if value > self.highest[1]:
             self.highest = (step, value)
-        place = step // self._wide
-        span = self._spans.get(place)
-        if span is not None:
-            span.first, span.last = min(span.first, step), max(span.last, step)
-            span.count, span.total = span.count + 1, span.total + value
-            span.low, span.high = min(span.low, value), max(span.high, value)
-            return
-        self._spans[place] = Span(step, step, 1, value, value, value)
+        self._spans[step // self._wide] = Span(step, step, 1, value, value, value)
         while len(self._spans) > self._most:
             self._double()
 

@@ -143,7 +143,10 @@ class Records:
             self.damaged += bool(line.strip())
             return
         for name, value in record.items():
-            if name != "global_step":
+            curve = self.curves.get(name)
+            if curve is not None and type(value) is float:  # most of them
+                curve.add(step, value)
+            elif name != "global_step":
                 self._add(name, step, _NOT_FINITE.get(value, value) if isinstance(value, str) else value)
         if "running_loss" in record:
             self.count += 1

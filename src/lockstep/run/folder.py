@@ -2,7 +2,7 @@
 
     outputs/EXPERIMENT/
       config.toml  environment.json  state.json  metrics.jsonl  timeline.jsonl  run.lock  ended.json
-      logs/rank-00000.log
+      report.html  logs/rank-00000.log
       checkpoints/step-00000500/
 
 Only rank 0 writes here, but for logs and the shards of checkpoints. One process at a time owns the folder.

@@ -218,6 +218,7 @@ class RunRecorder:
                     "checkpoint": checkpoint.path_of(built.folder.path, self.saved),
                     "records": built.folder.metrics,
                     "log": built.folder.path / "logs",
+                    **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
                 },
                 "next": self._next(code),
             }

@@ -56,6 +56,7 @@ from lockstep.run.recovery import (
     regroup_to_build,
     why_not,
 )
+from lockstep.run.reporting import write_report
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
@@ -238,6 +239,8 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
         raise
     finally:
         session.timeline.close(_ended(session, left))
+        if not isinstance(left, Rollback | Anew):
+            write_report(session, built, left)
         close_log()
         built.folder.release()
 

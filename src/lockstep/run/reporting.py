@@ -1,0 +1,34 @@
+"""The page about the run, at its end: on rank 0, and never a reason for a run to fail.
+
+write_report(session, built, left)          # once the sinks and the timeline are closed
+"""
+
+import logging
+
+from lockstep.report.page import write
+from lockstep.run.build import Built
+from lockstep.run.session import Session
+
+__all__ = ["write_report"]
+
+_LOG = logging.getLogger("lockstep")
+
+
+def write_report(session: Session, built: Built, left: BaseException | None) -> None:
+    """Writes report.html into the run's folder where the run has ended: finished, stopped, or failed on the way
+    in a world of one.
+
+    What was interrupted or preempted goes on, and has no time; where one of several ranks has failed the launcher ends
+    the others, and starts again.
+
+    Args:
+        left: what ended it, if it was not its own end.
+    """
+    ended = session.status in ("finished", "stopped") and (left is None or isinstance(left, GeneratorExit))
+    failed = isinstance(left, Exception) and built.world.size == 1 and session.global_step > 0
+    if not (built.world.is_main and built.config.report and (ended or failed)):
+        return
+    try:
+        write([built.folder.path], built.folder.path / "report.html")
+    except Exception as error:
+        _LOG.warning("report.html was not written: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])

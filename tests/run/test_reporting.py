@@ -1,0 +1,68 @@
+"""The page at the end of a run: written where the run has ended, never where it goes on, and never a reason to fail."""
+
+import pytest
+from ranks import run
+from small_runs import config
+from toys import Ragged
+
+import lockstep
+from lockstep.errors import LockstepError
+from lockstep.report.facts import gather
+from lockstep.report.page import page
+from lockstep.run import reporting
+
+
+def test_a_run_leaves_its_page_and_the_command_writes_the_same(tmp_path, capsys):
+    lockstep.train(config(tmp_path, eval_freq=4), Ragged())
+    folder = tmp_path / "r"
+    html = (folder / "report.html").read_text()
+    assert "Finished: 12 of 12 steps" in html
+    assert page([gather(folder)]) == html
+    assert f"report      {folder / 'report.html'}" in capsys.readouterr().out
+    lockstep.train(config(tmp_path, experiment_name="none", report=False), Ragged())
+    assert not (tmp_path / "none" / "report.html").exists()
+
+
+def test_a_loop_that_is_left_and_one_that_fails(tmp_path):
+    for step in lockstep.Run(config(tmp_path, experiment_name="left"), Ragged()):
+        if step.global_step == 5:
+            break
+    assert "Stopped after 5 of 12 steps" in (tmp_path / "left" / "report.html").read_text()
+
+    class Breaks(Ragged):
+        def collate(self, samples):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().collate(samples if self.calls < 40 else 1 / 0)
+
+    with pytest.raises((LockstepError, ZeroDivisionError)):
+        lockstep.train(config(tmp_path, experiment_name="failed"), Breaks())
+    html = (tmp_path / "failed" / "report.html").read_text()
+    assert "Failed after" in html
+    assert "division by zero" in html  # the log's line
+
+
+def test_a_page_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(reporting._LOG, "warning", lambda text, *rest: warned.append(text % rest))
+    (tmp_path / "r" / "report.html").mkdir(parents=True)
+    assert lockstep.train(config(tmp_path), Ragged()).status == "finished"
+    monkeypatch.setattr(reporting, "write", lambda *_: 1 / 0)
+    assert lockstep.train(config(tmp_path, experiment_name="other"), Ragged()).status == "finished"
+    assert [line[:27] for line in warned] == ["report.html was not written"] * 2
+    assert "ZeroDivisionError" in warned[1]
+
+
+def two(world, settings):
+    return lockstep.train(settings, Ragged(), world).status
+
+
+def test_two_ranks_leave_one_page(tmp_path):
+    assert run(two, 2, config(tmp_path, exact=True)) == ["finished"] * 2
+    lockstep.train(config(tmp_path, experiment_name="alone", exact=True), Ragged())
+    html = (tmp_path / "r" / "report.html").read_text()
+    prints = {
+        each.fingerprint for name in ("r", "alone") for each in gather(tmp_path / name).checkpoints if each.step == 12
+    }
+    assert len(prints) == 1  # and so the two pages show the same proof
+    assert prints.pop() in html
+    assert '<td class="n">2</td><td>finished</td>' in html
