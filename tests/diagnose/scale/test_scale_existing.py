@@ -1,7 +1,7 @@
 """`lockstep scale --runs`: the records of runs that were made before, in the place of runs that are started here."""
 
-import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         with pytest.raises(ConfigError, match="is no run's folder"):
             existing([one, two], (), 0)
     (two / "state.json").write_text('{"world_size": 2}')
-    for damage in ("x = [", "batch_size = 'y'\nmicro_batch_size = 1\n", "", "nonsense = 3\n"):
+    for damage in ("x = [", "batch_size = 'y'\nmicro_batch_size = 1\n", ""):
         (two / "config.toml").write_text(damage)
         with pytest.raises(ConfigError, match="is no run's folder"):
             existing([one, two], (), 0)
@@ -110,10 +110,9 @@ def test_the_folder_of_a_real_run_is_read(tmp_path):
     settings = {"batch_size": 8, "micro_batch_size": 2, "log_freq": 2, "device": "cpu", "save_dir": str(tmp_path)}
     config = Config(**settings, experiment_name="one", max_steps=8)
     lockstep.train(config, Mine())
-    (tmp_path / "one").rename(tmp_path / "two")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
     state = tmp_path / "two" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"world_size": 2}))
-    lockstep.train(dataclasses.replace(config, experiment_name="one"), Mine())
     found = existing([tmp_path / "one", tmp_path / "two"], (), 0)
     assert found.request.sizes == (1, 2)
     assert [len(sample.rates) for sample in found.samples] == [3, 3]

@@ -6,11 +6,11 @@ Only their folders' files are read; no torch.
 """
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.config.secrets import printable
 from lockstep.diagnose.scale.machine import Machine
@@ -112,16 +112,25 @@ def _read(path: Path) -> _Run:
     where = f"--runs: {_named(path)}"
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        config = options.read(path / "config.toml")
+        config = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
         ranks, batch, micro = state["world_size"], config["batch_size"], config["micro_batch_size"]
         if not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
             raise ValueError
         found = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{where} is no run's folder, or not a whole one; give folders below --save-dir") from error
     if not found:
         raise ConfigError(f"{where} has fewer than two records of its speed: train on, or give a smaller --log-freq")
     return _Run(path, Setting(ranks, batch), config, found)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted names and values of the run's config.toml; another version's options are taken as they are."""
+    return {
+        name if section == name else f"{section}.{name}": value
+        for section, found in values.items()
+        for name, value in (found if isinstance(found, dict) else {section: found}).items()
+    }
 
 
 def _differences(runs: Sequence[_Run]) -> list[str]:

@@ -72,7 +72,7 @@ def measure(request: Request, setting: Setting, machine: Machine, micro_batch_si
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         flags = request.train_flags(setting, folder, micro_batch_size)
-        started(setting, flags, machine, Path(folder))
+        started(request, setting, flags, machine, Path(folder))
         records = windows_of(jsonl.read(Path(folder) / "run" / "metrics.jsonl"), after=request.window)
     if not records:
         raise RunFailed(f"the run wrote no records after step {request.window}")
@@ -102,19 +102,24 @@ def micro_batch_of(request: Request, machine: Machine) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting, given = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
-        started(setting, request.train_flags(setting, folder, given, windows=0), machine, Path(folder))
+        started(request, setting, request.train_flags(setting, folder, given, windows=0), machine, Path(folder))
         return int(options.read(Path(folder) / "run" / "config.toml")["micro_batch_size"])
 
 
-def started(setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
+def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
+    """The command of a run; one rank runs without a launcher, unless its engine, named by --engine, needs one."""
+    launch = ["launch", "--nproc-per-node", str(ranks), "--max-losses", "0", "--"]
+    alone = ranks == 1 and engine == "auto"
+    return [sys.executable, "-m", "lockstep", *([] if alone else launch), "train", *flags]
+
+
+def started(request: Request, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
     """Starts a run and waits for its end; what it says goes to a file in `folder`.
 
     Raises:
         RunFailed: it ended with another code than 0.
     """
-    train = ["train", *flags]
-    launch = ["launch", "--nproc-per-node", str(setting.ranks), "--max-losses", "0", "--"]
-    command = [sys.executable, "-m", "lockstep", *(launch if setting.ranks > 1 else []), *train]
+    command = command_of(request.config.engine, setting.ranks, flags)
     log = folder / "output.txt"
     environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
     environment["OMP_NUM_THREADS"] = str(machine.threads)

@@ -39,7 +39,7 @@ def profiled(request: Request, row: Row, machine: Machine, micro_batch_size: int
         last = first + min(_TRACED, (WINDOWS - 1) * request.window) - 1
         flags = [*request.train_flags(setting, folder, micro_batch_size), f"--{PROFILE}", f"{first}:{last}"]
         try:
-            started(setting, flags, machine, Path(folder))
+            started(request, setting, flags, machine, Path(folder))
             paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
             found = json.loads(paths[0].read_text(encoding="utf-8")) if paths else None
         except (RunFailed, OSError, ValueError):
