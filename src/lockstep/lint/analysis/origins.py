@@ -146,14 +146,14 @@ class _Walk:
             if key in self.seen:
                 continue
             self.seen.add(key)
-            below = list(self.step(*item))
+            below = list(self.back(*item))
             if not below:
                 self.found.append(Origin(item[0], item[1]))
             queue.extend(below)
         self.found.extend(Origin(item[0], item[1]) for item in queue)
         return self.found
 
-    def step(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+    def back(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         """One step back from an expression; nothing if it is where the value was made."""
         if isinstance(node, ast.IfExp):
             known = truth(node.test, scope, entry)

@@ -15,13 +15,15 @@ __all__ = ["RULE"]
 
 Turning = ast.For | ast.ListComp
 LAYERS = re.compile(r"(^|_)(layer|layers|block|blocks|stages|h)$")
+NAMES = re.compile(r"layers?\b|blocks?\b|stages\b|\bh\b")
 DECAY = re.compile(r"decay|llrd|gamma|factor|mult", re.IGNORECASE)
 RATE = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at loops from a model's first layer to its last that give each its rate."""
-    if "lr" not in view.module.text and "learning_rate" not in view.module.text:
+    text = view.module.text
+    if not ("lr" in text or "learning_rate" in text) or not ("**" in text or "*=" in text) or not NAMES.search(text):
         return
     for scope in view.scopes:
         for node in turning(scope):
