@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.lint import runner
+from lockstep.lint.analysis import imports
 from lockstep.lint.config import configure
 from lockstep.lint.runner import check_paths
 
@@ -95,6 +96,17 @@ def test_an_importer_outside_the_list_and_without_torch_is_seen(tmp_path):
         "from lib.comm import (\n    go,  # starts\n)\n\nif __name__ == '__main__':\n    go()\n"
     )
     assert [f.rule for f in check_paths([path], ALL)] == ["LS019"]
+
+
+def test_a_folder_that_is_no_project_is_searched_near_the_file_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(imports, "_places", lambda: (tmp_path,))
+    deep = tmp_path / "one" / "two"
+    deep.mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "one", deep):
+        (folder / "x.py").write_text("import torch\n")
+    assert imports.scan(imports.root_of(str(tmp_path))) == [str(tmp_path / "x.py")]
+    assert imports.root_of(str(deep)) == str(tmp_path / "one")
+    assert len(imports.scan(str(tmp_path / "one"))) == 2
 
 
 def test_an_answer_that_a_search_cut_short_is_not_kept(tmp_path):

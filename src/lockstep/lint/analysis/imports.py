@@ -20,6 +20,8 @@ ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.t
 SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
 # Files of one project that are searched for imports: a bound for a script that lies in a huge tree.
 MAX_SCANNED = 5000
+MAX_FOLDERS = 5000
+MAX_DEPTH = 3
 MAX_UP = 6
 IMPORTS = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+import[ \t\\\n]+(?P<names>\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
@@ -156,12 +158,16 @@ def root_of(folder: str) -> str:
 
 
 def scan(root: str) -> list[str]:
-    """The Python files of a project, in a fixed order."""
+    """The Python files of a project, in a fixed order; without a project's mark those near its root only."""
     files: list[str] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.startswith("."))
+    top = Path(root)
+    marked = any((top / mark).exists() for mark in ROOT_MARKS)
+    depth = None if marked else 0 if top in _places() else MAX_DEPTH
+    for count, (folder, folders, names) in enumerate(os.walk(root)):
+        deep = depth is not None and len(Path(folder).relative_to(top).parts) >= depth
+        folders[:] = sorted(name for name in folders if not deep and name not in SKIPPED and not name.startswith("."))
         files += [os.path.realpath(os.path.join(folder, name)) for name in sorted(names) if name.endswith(".py")]
-        if len(files) >= MAX_SCANNED:
+        if len(files) >= MAX_SCANNED or count >= MAX_FOLDERS:
             break
     return files[:MAX_SCANNED]
 
