@@ -167,3 +167,18 @@ def test_memory_is_read_as_people_write_it():
 def test_an_unknown_device_is_answered_with_the_known_ones():
     with pytest.raises(ConfigError, match="did you mean h100-80"):
         device_of("h100")
+
+
+class Normed(Stack):
+    """BatchNorm, whose statistics are replayed."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+
+    def blocks(self, model):
+        return None
+
+
+def test_batchnorm_is_planned_as_it_is_replayed():
+    expected, config = planned(config_of(micro_batch_size=16), Normed(), 1)
+    assert measured(World(), config, Normed()) == pytest.approx(expected, rel=0.01)

@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of
+from lockstep.transforms.batchnorm import recorders
 
 __all__ = ["Trace", "Untraceable", "probed", "traced"]
 
@@ -171,7 +172,7 @@ class _Stage:
 
     def _begin(self, batch: MicroBatch, slots: int) -> None:
         """A first step, which makes the optimizer's states."""
-        if self._exact:
+        if self._exact or recorders(self._model):  # which count their forwards
             self._step(batch, slots)
             return
         for parameter in self._engine.model.parameters():
