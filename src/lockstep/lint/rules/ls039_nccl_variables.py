@@ -45,7 +45,7 @@ def named(stmt: ast.stmt) -> Iterator[ast.expr]:
         for target in stmt.targets:
             if isinstance(target, ast.Subscript) and "environ" in last_names(target.value):
                 yield target.slice
-        if isinstance(stmt.value, ast.Dict):
+        if isinstance(stmt.value, ast.Dict) and any("env" in name.lower() for t in stmt.targets for name in idents(t)):
             yield from (key for key in stmt.value.keys if key is not None)
     if isinstance(stmt, ast.Assign | ast.Expr) and isinstance(stmt.value, ast.Call) and last(stmt.value) in SETS:
         yield from stmt.value.args[:1] if last(stmt.value) in ("setdefault", "putenv", "setenv") else ()
@@ -80,6 +80,14 @@ import torch.distributed as dist
 
 os.environ.update({"NCCL_TIMEOUT": "3600"})
 """,
+        """
+import subprocess
+import torch
+
+def launch(command):
+    env = {"NCCL_ASYNC_ERROR_HANDLING": "1"}
+    subprocess.run(command, env=env, check=True)
+""",
     ),
     good=(
         """
@@ -93,6 +101,11 @@ os.environ["NCCL_SOCKET_IFNAME"] = "eth0"
 
 def start():
     dist.init_process_group("nccl", timeout=timedelta(minutes=60))
+""",
+        """
+import torch.distributed as dist
+
+RENAMED = {"NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT"}
 """,
     ),
     severity=Severity.WARNING,
