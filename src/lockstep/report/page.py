@@ -7,11 +7,12 @@ The only file that needs the package Jinja2, which escapes whatever stands in a 
 asks for nothing, and says so to the browser (Content-Security-Policy).
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 import lockstep
 from lockstep.errors import ConfigError
@@ -51,16 +52,20 @@ def page(runs: Sequence[Facts]) -> str:
     Raises:
         ConfigError: names so long that no page of the size holds them.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": bytes_text, "duration": duration}
-    source = (Path(__file__).parent / _TEMPLATE).read_text(encoding="utf-8")
-    template = environment.from_string(source)
+    template = _template()
     for points, more, samples, rows in _DETAIL:
         share = max(2, points // len(runs) if len(runs) > 2 else points)
         html = template.render(_context(runs, share, more, samples, rows))
         if len(html.encode()) <= LIMIT:
             return html
     raise ConfigError("the report would be larger than 300 KB however little it says; give fewer runs")
+
+
+@functools.cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"bytes": bytes_text, "duration": duration}
+    return environment.from_string((Path(__file__).parent / _TEMPLATE).read_text(encoding="utf-8"))
 
 
 def _context(runs: Sequence[Facts], points: int, more: int, samples: int, rows: int) -> dict[str, Any]:

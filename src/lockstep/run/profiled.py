@@ -3,7 +3,10 @@
 code = profile(config, steps=10, warmup=5)
 """
 
+import contextlib
 import dataclasses
+import json
+import os
 import shutil
 import sys
 import time
@@ -30,12 +33,14 @@ def profile(config: Config, steps: int, warmup: int) -> int:
     first, last = warmup + 1, warmup + steps
     name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # that of rank 0 is taken
     traced = f"{first}:{last}"
-    run = Run(dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1))
-    result = run()
+    run = Run(dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the run's summary is not asked for
+        result = run()
     if run.is_main:
         folder = result.folder / "profile" / f"{first}-{last}"
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
         if not (folder / FILE).is_file():
             raise LockstepError(f"the steps were trained and gave no verdict; {result.folder}/logs says why")
         print(f"verdict and traces: {folder}", file=sys.stderr)
+        print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code
