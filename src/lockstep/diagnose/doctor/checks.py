@@ -32,6 +32,6 @@ CHECKS = (
     Check("sum", group.sums, 10.0, group.judge_sums, together=True, stuck=_LINK),
     Check("transport", group.transport, _PROMPT, group.judge_transport),
     Check("bandwidth", group.bandwidth, 15.0, group.judge_bandwidth, together=True, stuck=_LINK),
-    Check("speed", speed.speed, 12.0, speed.judge_speed),
+    Check("speed", speed.speed, 25.0, speed.judge_speed),
     Check("task", task.task, 40.0, task.judge_task, together=True, stuck="the task's own code, or a rank that failed"),
 )

@@ -17,8 +17,9 @@ __all__ = ["copying", "judge_speed", "multiplying", "slower", "speed", "suspects
 
 _SLOWER = 1.10
 _ROUNDS, _ROUND = 25, 0.008  # seconds that a round should take: less than a process is given at a time
+_LEAST, _ENOUGH = 5, 1.0  # rounds, and seconds after which no more are begun: a machine may be busy
 _AGAIN = 3  # times that a rank must be found slow, or it was something that passed
-_SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 64 << 20, "cuda": 256 << 20}
+_SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
 
 
 def multiplying(device: torch.device) -> Callable[[], None]:
@@ -45,7 +46,7 @@ def copying(device: torch.device) -> Callable[[], None]:
 
 
 def _times(work: Callable[[], None], device: torch.device) -> list[float]:
-    """Seconds of one call, in each of several rounds."""
+    """Seconds of one call, in each of up to 25 rounds."""
 
     def round_of(calls: int) -> float:
         began = time.perf_counter()
@@ -57,7 +58,10 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
 
     round_of(1)
     calls = max(1, min(200, int(_ROUND / max(round_of(2), 1e-6))))
-    return [round_of(calls) for _ in range(_ROUNDS)]
+    found, ended = list[float](), time.monotonic() + _ENOUGH
+    while len(found) < _ROUNDS and (len(found) < _LEAST or time.monotonic() < ended):
+        found.append(round_of(calls))
+    return found
 
 
 def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
