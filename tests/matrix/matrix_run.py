@@ -298,6 +298,8 @@ def settings(start: Start, folder: Path) -> Config:
         precision=case.precision,
         exact=case.exact,
         compile=_compiles(case),
+        profile="8:9" if case.task == "adapters" else "",
+        report=case.task == "default",
         timeout=_SECONDS,
         data=Data(workers=case.workers, drop_last=case.task == "options"),
         optim=Optim(
