@@ -159,7 +159,9 @@ class Planner:
         key = (repr(alike), id(used), layers, slots)
         if key not in self._traces:
             try:
-                self._traces[key] = traced(config, used, self.size, layers=layers, slots=slots)
+                self._traces[key] = traced(
+                    config, used, self.size, layers=layers, slots=slots, fused=not self.device.host
+                )
             except Untraceable as error:
                 self._traces[key] = self._probed(config, used, slots, error)
         return self._traces[key]

@@ -58,10 +58,11 @@ class FakeWorld(World):
 
 
 @contextlib.contextmanager
-def fake_world(size: int, *, launched: bool) -> Iterator[FakeWorld]:
+def fake_world(size: int, *, launched: bool, fused: bool = True) -> Iterator[FakeWorld]:
     """Rank 0 of `size` ranks on a CPU; within it every tensor is without values.
 
     Args:
+        fused: attention's dropout is a kernel's, as on every GPU; a CPU makes the table of weights for it.
         launched: a launcher started the ranks, so that there are groups: no other default group may exist.
     """
     with contextlib.ExitStack() as stack:
@@ -75,7 +76,8 @@ def fake_world(size: int, *, launched: bool) -> Iterator[FakeWorld]:
             _patched(stack)
         _set(stack, nn.Module, "_apply", _Apply())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _set(stack, F, "scaled_dot_product_attention", _undropped)
+        if fused:
+            _set(stack, F, "scaled_dot_product_attention", _undropped)
         yield world
 
 

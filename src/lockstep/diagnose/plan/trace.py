@@ -63,12 +63,15 @@ class Trace(NamedTuple):
     batch: float
 
 
-def traced(config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1) -> Trace:
+def traced(
+    config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
+) -> Trace:
     """What rank 0 of `size` ranks holds and computes.
 
     Args:
         config: without "auto"; its engine is one that can be made here.
         layers: of the model's blocks; 0: all.
+        fused: see `fake_world`.
         slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each rank.
 
     Raises:
@@ -81,7 +84,7 @@ def traced(config: Config, subject: Subject, size: int, *, layers: int = 0, slot
     recorder = Recorder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with fake_world(size, launched=launched) as world, recorder:
+        with fake_world(size, launched=launched, fused=fused) as world, recorder:
             try:
                 return _Stage(config, subject, world, recorder, layers).play(slots)
             except REFUSED as error:
