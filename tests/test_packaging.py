@@ -114,6 +114,7 @@ def empty(tmp_path_factory):
             wheel.name.rpartition("-py3")[0] + ".dist-info",
         }
         wanted = {"lockstep/py.typed", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
+        wanted.add("lockstep/report/page.html")
         wanted |= {f"lockstep/templates/{name}" for name in ("task.py", "config.toml", "test_task.py")}
         assert wanted <= set(content.namelist())
     go([sys.executable, "-m", "venv", "--without-pip", folder / "env"])
