@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -171,7 +172,18 @@ class _Stage:
             for name, each in recorder.parts.items()
         }
         held = float(recorder.level - own)
+        for each in parts.values():
+            self._name_what_engines_keep(each, held)
         return Trace({**peaks, "start": float(start)}, parts, held, _merged(recorder.work, slots), float(own))
+
+    def _name_what_engines_keep(self, parts: dict[str, float], held: float) -> None:
+        """DDP's buffers hold the gradients also while no parameter has one; ZeRO's optimizer keeps its states to itself
+        (or to rank 0's part of them)."""
+        trained = [p for p in self._engine.model.parameters() if p.requires_grad]
+        buckets = float(sum(p.nbytes for p in trained)) if isinstance(self._engine.model, DDP) else 0.0
+        _move(parts, "gradients", buckets - parts["gradients"])
+        if not parts["optimizer states"]:
+            _move(parts, "optimizer states", held - parts["parameters"] - buckets)
 
     def _begin(self, batch: MicroBatch, slots: int) -> None:
         """A first step, which makes the optimizer's states."""
@@ -222,6 +234,13 @@ class _Stage:
             "optimizer states": states,
             "gradients": [p.grad for p in parameters if p.grad is not None],
         }
+
+
+def _move(parts: dict[str, float], name: str, size: float) -> None:
+    """Calls by its name what was counted as nameless."""
+    size = min(max(size, 0.0), parts["rest"])
+    parts[name] += size
+    parts["rest"] -= size
 
 
 def _told(engine: str) -> str:
