@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from lockstep.tasks.trainer_arguments import TABLE
 from lockstep.tasks.trainer_data import Batching, EpochShuffled, labelled
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 from hf_trainers import KINDS, arguments, causal, causal_model, causal_rows, padded, text_classes, their_losses  # noqa: E402
 
@@ -477,3 +479,8 @@ def test_the_order_is_that_of_accelerates_sampler(size, seed, start, count):
     epochs, samples = EpochShuffled(size, seed).at(start, start + count)
     assert samples.tolist() == stream[start : start + count]
     assert epochs.tolist() == [place // size for place in range(start, start + count)]
+
+
+def test_the_document_names_every_argument():
+    text = (Path(__file__).parents[2] / "docs" / "hf-trainer.md").read_text(encoding="utf-8")
+    assert [name for name in TABLE if f"`{name}`" not in text] == []
