@@ -19,7 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-NAMED = {"PIL": "pillow", "sklearn": "scikit-learn"}  # what is imported -> its distribution, where they differ
+NAMED = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "pynvml": "nvidia-ml-py",
+}  # what is imported -> its distribution, where they differ
 
 
 def plain(name):

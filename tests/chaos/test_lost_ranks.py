@@ -82,7 +82,7 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     (once,) = spent.starts
     assert (once.first, once.last, once.ended, once.losses) == (0, taken, "preempted", 2)
     assert spent.seconds["recovery"] > 0
-    assert 0 < spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
+    assert 0 <= spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
 
 
 def test_the_new_process_is_forked_from_one_that_has_loaded_everything(data, tmp_path):

@@ -67,6 +67,6 @@ def test_what_is_no_program_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file .*none.py; give a script, or train, behind `--`"):
         cli.dispatch(["launch", "--", str(tmp_path / "none.py")])
     with pytest.raises(
-        ConfigError, match="launch starts `train`, `evaluate`, `profile` or a script, and behind .*'bash'"
+        ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor` or a script, and behind .*'bash'"
     ):
         cli.dispatch(["launch", "--", "bash"])

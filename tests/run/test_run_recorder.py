@@ -339,7 +339,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         engine=SimpleNamespace(model=model),
         task=task,
         state={"best": None},
-        config=SimpleNamespace(experiment_name="r"),
+        config=SimpleNamespace(experiment_name="r", report=False),
         run_plan=SimpleNamespace(place=lambda done: {}),
         folder=SimpleNamespace(
             write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import pickle
 from pathlib import Path
 
@@ -299,15 +300,26 @@ def test_batches_are_cut_for_the_devices_that_are_named(tmp_path):
     assert (config.batch_size, config.micro_batch_size) == (48, 4)
 
 
+@pytest.fixture
+def as_before():
+    """What `full_determinism` sets for the whole process is taken back."""
+    variables, pinned = dict(os.environ), torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.use_deterministic_algorithms(pinned)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+@pytest.mark.usefixtures("as_before")
 def test_what_the_arguments_become(tmp_path):
     more = {"max_steps": -1, "num_train_epochs": 2, "seed": 9, "logging_steps": 0.25, "eval_strategy": "epoch"}
     more |= {"save_strategy": "best", "metric_for_best_model": "loss", "save_total_limit": 2, "bf16": False}
     more |= {"per_device_eval_batch_size": 5, "dataloader_num_workers": 2, "dataloader_prefetch_factor": 3}
     more |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
     more |= {"ddp_timeout": 50, "full_determinism": True, "max_grad_norm": 0.5, "torch_compile": True}
-    before = torch.are_deterministic_algorithms_enabled()
     config, _ = lockstep.from_trainer(causal(tmp_path / "a", **more))
-    torch.use_deterministic_algorithms(before)
     assert (config.save_dir, config.experiment_name) == (str(tmp_path), "a")
     assert (config.num_epochs, config.max_steps, config.seed, config.log_freq) == (2, 0, 9, "25%")
     assert (config.eval_freq, config.ckpt_freq, config.checkpoint.keep) == ("1epoch", "1epoch", 2)

@@ -138,7 +138,8 @@ def test_each_of_two_ranks_holds_at_most_what_was_planned(name):
     assert config.engine == name
     settled = {"lr": 1e-3, "optim": {"beta2": 0.99, "weight_decay": 0.1, "warmup_steps": 0, "floor": 0.1}}
     found = run(in_ranks, 2, fields | settled | {"compile": False})
-    assert max(found) == pytest.approx(expected, rel=0.02)
+    # What FSDP has sent is let go of by another thread, sooner or later; 5 % is what a plan promises.
+    assert max(found) == pytest.approx(expected, rel=0.05 if name == "fsdp" else 0.02)
 
 
 def test_a_deep_model_is_drawn_from_shallow_ones():

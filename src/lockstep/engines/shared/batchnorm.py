@@ -42,9 +42,9 @@ class Replay:
         device = self._own[0].device
         widest = max((vector.dtype for vector in self._own), key=lambda dtype: dtype.itemsize)
         self._dtype = torch.promote_types(widest, torch.float32)
-        sizes = self._sizes[: len(layers)]
-        index, lengths = torch.arange(len(layers), device=device), torch.tensor(sizes, device=device)
-        layer_of = torch.repeat_interleave(index, lengths, output_size=sum(sizes))
+        index = torch.arange(len(layers), device=device)
+        lengths = torch.tensor(self._sizes[: len(layers)], device=device)
+        layer_of = torch.repeat_interleave(index, lengths, output_size=sum(self._sizes[: len(layers)]))
         self._layer_of = layer_of.repeat(2)  # of each element, its layer
         self._momentum = torch.tensor([layer.momentum or 0.0 for layer in layers], dtype=torch.float64, device=device)
         self._average = torch.tensor([layer.momentum is None for layer in layers], device=device)
