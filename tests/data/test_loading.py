@@ -229,6 +229,33 @@ def test_a_feed_that_fails_leaves_no_process():
     assert children() <= before
 
 
+def torchs_handler():
+    """The handler of SIGCHLD that torch installs with the first loader of a process, as somebody's script has it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
+    list(torch.utils.data.DataLoader([1, 2], num_workers=1))
+    return signal.getsignal(signal.SIGCHLD)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_handler_that_torch_installed_for_another_loader_does_not_raise_when_processes_are_ended(when):
+    before, handler = children(), signal.getsignal(signal.SIGCHLD)
+    try:
+        if when == "before":
+            assert callable(torchs_handler())
+        stream = feed(Noisy(), workers=2).from_step(0)
+        next(stream)
+        if when == "meanwhile":
+            assert callable(torchs_handler())
+        else:
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        stream.close()
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        assert children() <= before
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(3))

@@ -33,6 +33,8 @@ __all__ = ["Fetching", "Loader", "Loading"]
 _LOG = logging.getLogger("lockstep")
 _PATIENCE = 5.0  # seconds that a process may take to end before it is killed
 
+_TORCHS = "torch.utils.data._utils.signal_handling"  # where its handler of SIGCHLD is defined
+
 # What torch itself says, at the beginning of the line. A user's error that a process hands on begins with "Caught".
 _DEATH = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)")
 
@@ -128,12 +130,10 @@ class _Processes:
         )
         self._pinned = pinned
         before = set(multiprocessing.active_children())
-        handler = signal.getsignal(signal.SIGCHLD)
+        self._handler = signal.getsignal(signal.SIGCHLD)
         self._iterator: Any = iter(loader)
         self._children = [child for child in multiprocessing.active_children() if child not in before]
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not handler:
-            # Torch's handler would raise out of any line of the loop when a child dies; asking for a batch raises too.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+        self._without_torchs_handler()
 
     def __iter__(self) -> Self:
         return self
@@ -146,6 +146,7 @@ class _Processes:
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing, and waits until they are gone."""
+        self._without_torchs_handler()
         if not self._pinned:  # a thread that pins must not wait for the rest of a message that was cut off
             for child in self._children:
                 child.terminate()
@@ -159,6 +160,19 @@ class _Processes:
             if child.is_alive():
                 child.kill()
                 child.join()
+
+    def _without_torchs_handler(self) -> None:
+        """Torch's handler would raise out of any line of the loop when a child dies; asking for a batch raises too.
+
+        Torch installs it once in a process, with the first loader of any kind: before this one's, or while it lives.
+        """
+        if threading.current_thread() is threading.main_thread() and _is_torchs(signal.getsignal(signal.SIGCHLD)):
+            earlier = signal.SIG_DFL if self._handler is None or _is_torchs(self._handler) else self._handler
+            signal.signal(signal.SIGCHLD, earlier)
+
+
+def _is_torchs(handler: object) -> bool:
+    return getattr(handler, "__module__", "") == _TORCHS
 
 
 class _Failure:
