@@ -1,47 +1,25 @@
-"""`python bench/lint/score.py FOLDER [--part "development"] [--details]`: precision and recall against labels.json.
+"""`python bench/lint/score.py FOLDER [--labels FILE] [--part PART] [--details]`: precision and recall against labels.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
-A label that is arguable counts neither for nor against. With --torchfix COMMAND, TorchFix's findings on the same
-files are counted beside.
+A label that is arguable counts neither for nor against. FILE is labels.json, or labels2.json, whose half "aside" is
+scored only with `--part aside`. With --torchfix COMMAND, TorchFix's findings on the same files are counted beside.
 """
 
 import argparse
-import json
 import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 
+from labelled import FIRST, entries, matches, script
+
 from lockstep.lint.config import configure
 from lockstep.lint.rules import RULES
 from lockstep.lint.runner import check_paths
 
-LINES = 6
-# What is missing has no line of its own.
-WHOLE_FILE = {
-    "LS003",
-    "LS004",
-    "LS005",
-    "LS008",
-    "LS009",
-    "LS012",
-    "LS013",
-    "LS017",
-    "LS019",
-    "LS022",
-    "LS026",
-    "LS031",
-}
-LABELS = Path(__file__).with_name("labels.json")
 # TorchFix's rules for the pitfalls of the list.
 TORCHFIX = {"TOR102": "LS015", "TOR101": "LS029"}
-
-
-def matches(finding, label):
-    """Whether a finding is what a label means."""
-    rule, line = finding
-    return rule == label["rule"] and (rule in WHOLE_FILE or abs(line - label["line"]) <= LINES)
 
 
 class Tally:
@@ -54,20 +32,21 @@ class Tally:
         """Compares the findings in one file with its labels."""
         for finding in findings:
             if any(matches(finding, label) for label in entry["labels"]):
-                self.right[finding[0]] += 1
+                self.right[finding["rule"]] += 1
             elif not any(matches(finding, label) for label in entry["arguable"]):
-                self.wrong[finding[0]] += 1
-                self.tell(details, "wrong", entry, *finding)
+                self.wrong[finding["rule"]] += 1
+                self.tell(details, "wrong", entry, finding)
         for label in entry["labels"]:
             hit = any(matches(finding, label) for finding in findings)
             (self.found if hit else self.missed)[label["rule"]] += 1
             if not hit:
-                self.tell(details, "missed", entry, label["rule"], label["line"])
+                self.tell(details, "missed", entry, label)
 
-    def tell(self, details, what, entry, rule, line):
+    def tell(self, details, what, entry, label):
         """Prints one difference."""
         if details:
-            print(f"{what:<7} {rule} {entry['repository']}/{entry['path']}:{line}")
+            cell = f"cell {label['cell']}:" if label.get("cell") else ""
+            print(f"{what:<7} {label['rule']} {entry['repository']}/{entry['path']}:{cell}{label['line']}")
 
     def row(self, rules):
         """Precision, recall and their counts for some rules."""
@@ -83,40 +62,44 @@ def ratio(part, whole):
 
 
 def lint(path, config):
-    """Our findings in one file, as (rule, line)."""
-    return [(finding.rule, finding.line) for finding in check_paths([str(path)], config) if finding.rule in RULES]
+    """Our findings in one file, in the form of labels."""
+    found = check_paths([str(path)], config)
+    return [{"rule": f.rule, "line": f.line, "cell": f.cell} for f in found if f.rule in RULES]
 
 
 def torchfix(command, path):
     """TorchFix's findings in one file that belong to a pitfall of the list."""
     out = subprocess.run([command, "--select=ALL", str(path)], capture_output=True, text=True, check=False).stdout
     found = re.findall(r":(\d+):\d+: (TOR\d+)", out)
-    return [(TORCHFIX[code], int(line)) for line, code in found if code in TORCHFIX]
+    return [{"rule": TORCHFIX[code], "line": int(line)} for line, code in found if code in TORCHFIX]
 
 
 def main():
     """Scores the files that are there and prints a table."""
     flags = argparse.ArgumentParser()
     flags.add_argument("folder", type=Path)
-    flags.add_argument("--part", choices=["development", "held out", "second held out"])
+    flags.add_argument("--labels", type=Path, default=FIRST, metavar="FILE")
+    flags.add_argument("--part", help="one part of the file only")
     flags.add_argument("--torchfix", metavar="COMMAND")
     flags.add_argument("--details", action="store_true")
     args = flags.parse_args()
     ours, theirs = Tally(), Tally()
     config = configure({}, "ALL", "")
-    entries = [e for e in json.loads(LABELS.read_text()) if args.part in (None, e["part"])]
-    for entry in entries:
-        path = args.folder / entry["repository"].replace("/", "+") / entry["path"]
+    chosen = entries(args.labels, args.part)
+    if not chosen:
+        flags.error(f"no part {args.part!r} in {args.labels}")
+    for entry in chosen:
+        path = script(args.folder, entry)
         ours.add(lint(path, config), entry, args.details)
         if args.torchfix:
             theirs.add(torchfix(args.torchfix, path), entry)
-    report(entries, ours, theirs if args.torchfix else None)
+    report(chosen, ours, theirs if args.torchfix else None)
 
 
-def report(entries, ours, theirs):
+def report(chosen, ours, theirs):
     """Prints precision and recall by rule, of the default rules and of all."""
     default = [code for code, rule in RULES.items() if rule.default]
-    print(f"{len(entries)} files, {sum(len(e['labels']) for e in entries)} labels")
+    print(f"{len(chosen)} files, {sum(len(e['labels']) for e in chosen)} labels")
     print("| rule | precision | findings | recall | labels |" + (" TorchFix precision | recall |" if theirs else ""))
     print("|---|---|---|---|---|" + ("---|---|" if theirs else ""))
     for name, rules in [*((code, [code]) for code in RULES), ("default rules", default), ("all rules", list(RULES))]:

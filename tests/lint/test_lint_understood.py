@@ -37,6 +37,46 @@ def main(model, rank):
     save_on_master(model.module.state_dict(), "x.pt")
     dist.destroy_process_group()
 """,
+    "the level of the log depends on the rank": """
+import logging
+
+logger = logging.getLogger(__name__)
+
+def main(args):
+    logging.basicConfig(level=logging.INFO if args.local_rank in [-1, 0] else logging.WARN)
+    dist.init_process_group("gloo")
+    logger.info("hello")
+    dist.destroy_process_group()
+""",
+    "a process beside the ranks": """
+import torch.multiprocessing as mp
+
+def watch(args):
+    print("watching", args)
+
+def worker(rank, args):
+    dist.init_process_group("gloo", rank=rank)
+    dist.destroy_process_group()
+
+def main(args):
+    watcher = mp.Process(target=watch, args=(args,))
+    watcher.start()
+    mp.spawn(worker, nprocs=2, args=(args,))
+""",
+    "the other ranks hand the function over": """
+def objective(trial):
+    score = torch.zeros(1)
+    dist.all_reduce(score)
+    return score.item()
+
+def main(study):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        study.optimize(objective, n_trials=1)
+    else:
+        objective(None)
+    dist.destroy_process_group()
+""",
     "gradients cleared by hand": """
 def train(model, loader, optimizer):
     for x in loader:

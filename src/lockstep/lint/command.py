@@ -12,6 +12,8 @@ from lockstep.lint.discover import find_files
 from lockstep.lint.docs import page
 from lockstep.lint.finding import Finding
 from lockstep.lint.fixes import FixProblem, fix_files
+from lockstep.lint.migrate.command import FORMATS as MIGRATE_FORMATS
+from lockstep.lint.migrate.command import MigrateProblem, migrate
 from lockstep.lint.output import FORMATS, render, summary
 from lockstep.lint.proposals import diff
 from lockstep.lint.rules import RULES
@@ -30,10 +32,12 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # argparse has printed its line, or the help
         return 2 if end.code else 0
     try:
+        if args.migrate:
+            return _migrate(args)
         return explain(args.explain) if args.explain else check(args)
     except FileNotFoundError as error:
         return refuse(f"there is no file or folder '{error.args[0]}': name one that exists")
-    except (ConfigProblem, FixProblem) as problem:
+    except (ConfigProblem, FixProblem, MigrateProblem) as problem:
         return refuse(str(problem))
 
 
@@ -47,7 +51,19 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
     flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
+    flags.add_argument("--migrate", action="store_true", help="print which lines of FILE become which in lockstep")
     return flags
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    for name in ("select", "ignore", "fix", "unsafe_fixes", "explain"):
+        if getattr(args, name):
+            raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
+    if args.format not in MIGRATE_FORMATS:
+        raise MigrateProblem(f"--migrate has --format {' or '.join(MIGRATE_FORMATS)}, not {args.format}")
+    if args.paths == ["."]:
+        raise MigrateProblem("--migrate needs the script: lockstep lint --migrate train.py")
+    return migrate(args.paths, args.format)
 
 
 def check(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ def page(rule: Rule) -> str:
         f"{rule.what}",
         f"**Severity** {rule.severity.value}, **confidence** {rule.confidence.value}, {state}.",
         f"## Why\n\n{rule.why}",
+        *([f"## Where it is told\n\n{rule.note}"] if rule.note else []),
         *(f"## Found\n\n```python\n{example.strip()}\n```" for example in rule.bad[:1]),
         *(f"## Right\n\n```python\n{example.strip()}\n```" for example in rule.good[:1]),
         f"## Fix\n\n{rule.remedy}. {FIXES[rule.fix]}" if rule.remedy else f"## Fix\n\n{FIXES[rule.fix]}",

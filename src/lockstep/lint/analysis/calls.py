@@ -8,7 +8,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import dotted, keyword
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "given", "passed"]
 
 # Calls that run a function given as an argument, in this process or in others.
 # A name that is bound more often than this in one scope is generated code.
@@ -167,4 +167,23 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
             if arg.arg == key and arg.annotation is not None:
                 found = names.definition(arg.annotation, scope)
                 return found if found is not None and found.kind == "class" else None
+    return None
+
+
+def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
+    """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
+    if site.name in ("spawn", "Process", "start_processes"):
+        return next((item.value for item in site.call.keywords if item.arg == name), None)
+    return given(site.call, function, name)
+
+
+def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
+    """The expression that a call of a function gives for the parameter `name`."""
+    for item in call.keywords:
+        if item.arg == name:
+            return item.value
+    params = function.params
+    place = params.index(name) - (1 if params[:1] in (["self"], ["cls"]) else 0)
+    if 0 <= place < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args[: place + 1]):
+        return call.args[place]
     return None

@@ -16,6 +16,7 @@ __all__ = ["ROOT_MARKS", "SKIPPED", "Graph", "Paths", "draw", "root_of"]
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
 EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
 EXTERNAL |= {"apex", "yaml", "cv2", "PIL", "timm", "einops", "tensorboardX", "omegaconf", "hydra", "composer"}
+EXTERNAL |= {"ignite", "optuna", "loguru", "torchmetrics", "tensorboard", "albumentations"}
 ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
 # Files of one project that are searched for imports: a bound for a script that lies in a huge tree.

@@ -65,6 +65,7 @@ class Scope:
     binds: dict[str, list[Bind]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     stmts: list[ast.stmt] = field(default_factory=list)
+    reads: list[tuple[ast.Attribute, ast.stmt]] = field(default_factory=list)
     defs: dict[str, "Scope"] = field(default_factory=dict)
     globals: set[str] = field(default_factory=set)
 
@@ -287,6 +288,8 @@ class _Indexer:
             self.budget -= 1
             if isinstance(node, ast.Call):
                 scope.sites.append(Site(node, stmt, scope, last(node.func)))
+            elif isinstance(node, ast.Attribute):
+                scope.reads.append((node, stmt))
             elif isinstance(node, ast.NamedExpr):
                 self.add(node.target, node.value, stmt, scope, "assign")
 

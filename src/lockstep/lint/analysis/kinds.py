@@ -4,7 +4,7 @@ import ast
 import re
 
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import Words, dotted, last
+from lockstep.lint.analysis.nodes import Words, dotted, keyword, last
 from lockstep.lint.analysis.origins import Origins
 
 __all__ = ["EVALUATION", "MODEL", "SCALER", "Kinds"]
@@ -22,6 +22,8 @@ EVALUATION = Words(
     re.ASCII,
 )
 TORCH_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa)\w+(\.\w+)*$")
+SCHEDULERS = re.compile(r"lr_scheduler\.\w+$")
+SCALERS = re.compile(r"\.GradScaler$")
 
 
 class Kinds:
@@ -44,11 +46,11 @@ class Kinds:
 
     def is_scheduler(self, node: ast.expr | None, scope: Scope) -> bool:
         """Whether a value is a learning-rate scheduler."""
-        return SCHEDULER.search(last(node)) or self.made_by(node, scope, re.compile(r"lr_scheduler\.\w+$"))
+        return SCHEDULER.search(last(node)) or self.made_by(node, scope, SCHEDULERS)
 
     def is_scaler(self, node: ast.expr | None, scope: Scope) -> bool:
         """Whether a value is a gradient scaler."""
-        return SCALER.search(last(node)) or self.made_by(node, scope, re.compile(r"\.GradScaler$"))
+        return SCALER.search(last(node)) or self.made_by(node, scope, SCALERS)
 
     def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
         """Whether a value is a model, by its name or because a project class or torch.nn made it."""
@@ -108,3 +110,11 @@ class Kinds:
         """The DataLoader(...) that made a value, if that is certain."""
         found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
         return found[0] if found else None
+
+    def is_shard(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether a loop's header runs over a loader with a distributed sampler, a rank's own part of the data."""
+        made = self.loader_call(self.iterated(node, scope), scope)
+        sampler = keyword(made[0], "sampler") if made is not None else None
+        if made is None or sampler is None:
+            return False
+        return any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, made[1]))

@@ -43,32 +43,34 @@ _CHILDREN: dict[type[ast.AST], tuple[str, ...]] = {}
 
 
 def _children(kind: type[ast.AST]) -> tuple[str, ...]:
-    fields = _CHILDREN[kind] = tuple(name for name in kind._fields if name not in _SKIPPED)
+    kept = [name for name in kind._fields if name not in _SKIPPED and (kind is not ast.Constant or name != "value")]
+    fields = _CHILDREN[kind] = tuple(reversed(kept))
     return fields
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
     """`node` and everything below it, parents first, in source order, without recursion."""
     stack = [node]
-    known = _CHILDREN
+    known, add = _CHILDREN, stack.append
     while stack:
         current = stack.pop()
         yield current
-        names = known.get(type(current))
-        if names is None:
-            names = _children(type(current))
-        for name in reversed(names):
+        kind = current.__class__
+        names = known.get(kind)
+        for name in _children(kind) if names is None else names:
             value = getattr(current, name, None)
-            if value is None:
-                continue
-            if isinstance(value, ast.AST):
-                stack.append(value)
-            elif isinstance(value, list):
-                stack.extend(item for item in reversed(value) if isinstance(item, ast.AST))
+            if value.__class__ is list:
+                for item in reversed(value):
+                    if isinstance(item, ast.AST):
+                        add(item)
+            elif isinstance(value, ast.AST):
+                add(value)
 
 
 def dotted(node: ast.AST | None) -> str | None:
     """`a.b.c` for a chain of names and attributes, else None."""
+    if node.__class__ is ast.Name:
+        return node.id
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
-from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.calls import Calls, given, passed
 from lockstep.lint.analysis.context import above, guards
-from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
 
 __all__ = ["Origin", "Origins"]
@@ -79,6 +79,8 @@ class Origins:
         while current is not None:
             found = current.binds.get(key)
             if found and current.kind != "class":
+                if current is scope and key in current.params and found[0].stmt.lineno >= line:
+                    return []  # `model = model.to(device)`: on the right it is still the parameter
                 return [(bind, current) for bind in (reaching(found, current, line) if current is scope else found)]
             if current.kind == "function" and key.split(".")[0] in current.params:
                 return []
@@ -348,22 +350,3 @@ def _gives_back(call: ast.Call, place: int) -> bool:
     return (
         name in ("initialize", "prepare", "setup") and place < len(call.args) and isinstance(call.args[place], ast.Name)
     )
-
-
-def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
-    if site.name in ("spawn", "Process", "start_processes"):
-        return next((item.value for item in site.call.keywords if item.arg == name), None)
-    return given(site.call, function, name)
-
-
-def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
-    """The expression that a call of a function gives for the parameter `name`."""
-    for item in call.keywords:
-        if item.arg == name:
-            return item.value
-    params = function.params
-    place = params.index(name) - (1 if params[:1] in (["self"], ["cls"]) else 0)
-    if 0 <= place < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args[: place + 1]):
-        return call.args[place]
-    return None

@@ -1,10 +1,13 @@
 """Which programs run in several processes, and which of their functions those processes run."""
 
+import ast
 import functools
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.nodes import walk
 
 __all__ = ["Programs"]
 
@@ -24,8 +27,21 @@ class Programs:
     def direct(self, module: Module) -> bool:
         """Whether a file itself starts a process group or wraps a model for several processes."""
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
-            return False
+            return "horovod" in module.text and any(self.horovod(site) for site in module.sites("init"))
         return any(True for _ in module.sites(*STARTS)) or any(self.wraps(site) for site in module.sites())
+
+    def horovod(self, site: Site) -> bool:
+        """Whether a call starts Horovod."""
+        return self.calls.names.qualify(site.call.func, site.scope) == "horovod.torch.init"
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def started(self, module: Module) -> bool:
+        """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
+        return any(
+            function.module is not module and any(function.named(name) for name in STARTS)
+            for site in module.sites()
+            for function in self.calls.runs(site)
+        )
 
     def wraps(self, site: Site) -> bool:
         """Whether a call wraps a model for several processes."""
@@ -48,6 +64,22 @@ class Programs:
         ]
         return frozenset(self.reach(starts)) if starts else None
 
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def beside(self, module: Module) -> frozenset[Scope]:
+        """The functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
+        sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
+        once: list[Scope] = []
+        often: list[Scope] = []
+        for site in sites:
+            (once if site.name == "Process" and not _repeated(site) else often).extend(self.calls.runs(site))
+        lone = [function for function in once if once.count(function) == 1 and function not in often]
+        if not lone:
+            return frozenset()
+        rest = [function for function in (*once, *often) if function not in lone]
+        started = frozenset(self.reach(rest)) if rest else frozenset()
+        ranks = {f for f in self.reach(lone) if any(f.named(name) for name in STARTS)}
+        return frozenset() if ranks else frozenset(self.reach(lone)) - started
+
     def reach(self, starts: list[Scope]) -> Iterator[Scope]:
         """The functions that run when one of `starts` does."""
         seen = set(starts)
@@ -67,10 +99,16 @@ class Programs:
         seen, queue = {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
-            if self.direct(current.module):
+            if self.direct(current.module) or self.started(current.module):
                 return True
             for site in self.calls.callers(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
+
+
+def _repeated(site: Site) -> bool:
+    """Whether a call stands in a loop or a comprehension."""
+    around = any(isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp) for node in walk(site.stmt))
+    return around or bool(loops(site.stmt, site.module))

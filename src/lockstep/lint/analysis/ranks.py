@@ -53,9 +53,8 @@ class Ranks:
         if any(FIRST.search(last(item)) or "rank" in last(item) for item in scope.decorators):
             return True
         callers = self.calls.callers(scope) or self.calls.namesakes(scope)
-        return bool(callers) and all(
-            self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in callers[:MAX_CALLERS]
-        )
+        shared = [s for s in callers[:MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
+        return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
 
     def kept_out(self, site: Site) -> bool:
         """Whether all ranks but the main one are kept from a call where it stands."""
@@ -85,10 +84,19 @@ class Ranks:
             self.tests.many(guard.test, scope) == (-1 if guard.when else 1) for guard in guards(stmt, scope.module)
         )
 
+    def several(self, stmt: ast.stmt, scope: Scope) -> bool:
+        """Whether all ranks, or all but the main one, run a statement."""
+        if self.every(stmt, scope):
+            return True
+        kept = self.side(stmt, scope) == -1 and not self.reserved(scope) and not self.single(stmt, scope)
+        return kept and self.programs.spawned(scope.module) is None and self.programs.involved(scope)
+
     def every(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether every rank of a program of several processes runs a statement, as far as can be seen."""
         module = scope.module
         if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
+            return False
+        if scope in self.programs.beside(module):
             return False
         spawned = self.programs.spawned(module)
         if spawned is not None:

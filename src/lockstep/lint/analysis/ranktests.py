@@ -3,11 +3,13 @@
 import ast
 import re
 
-from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
+
+MAX_CALLERS = 20
 
 RANK = Words(
     r"(^|_)(rank|ranks|gpu|gpu_id|gpuid|proc_id|procid|process_index|device_id|rank_id|process_id|node_id)$",
@@ -38,6 +40,10 @@ COUNT = Words(
 )
 
 
+# What a test that holds on one rank, but not the main one, comes to.
+OTHER = -2
+
+
 class RankTests:
     """Answers which processes a test holds in, by the names in it and the values given to them."""
 
@@ -45,7 +51,9 @@ class RankTests:
         self.calls = calls
 
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
-        """1 if a test comes out `when` on the main rank only, -1 if on the others only, 0 if that is not known."""
+        """1 if a test comes out `when` on the main rank only, -1 if on the others only, OTHER if on one of the others,
+        0 if that is not known.
+        """
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.is_rank(node.operand):
                 return 1 if when else -1
@@ -54,7 +62,7 @@ class RankTests:
             return self.several(node, scope, when, depth)
         sign = 1 if when else -1
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return sign * self.compare(node)
+            return sign * self.compare(node) or (OTHER if when and self.one_rank(node) else 0)
         name = last(node).lstrip("_")
         if MAIN.search(name) or name in MAIN_EXACT:
             return sign
@@ -63,9 +71,19 @@ class RankTests:
             return self.named(key, scope, when, depth)
         return 0
 
+    def one_rank(self, node: ast.Compare) -> bool:
+        """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
+        left, right = node.left, node.comparators[0]
+        if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left) or isinstance(left, ast.BinOp):
+            return False
+        value = constant(right)
+        return (isinstance(value, int) and value > 0) or any(COUNT.search(name) for name in idents(right))
+
     def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
         """A test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
         found = [self.test(value, scope, when, depth) for value in node.values]
+        if when and isinstance(node.op, ast.Or) and any(map(counts_batches, node.values)):
+            return 0  # `rank == 0 and step % 25 == 0 or step == len(loader)`: the second part holds on every rank
         if when or isinstance(node.op, ast.Or):
             return next((value for value in found if value), 0)
         return found[0] if len(set(found)) == 1 else 0  # one part that failed says nothing about the others
@@ -77,7 +95,16 @@ class RankTests:
                 found = self.test(value, home, when, depth + 1)
                 if found:
                     return found
-        return 0
+        return self.handed(key, scope, when, depth)
+
+    def handed(self, key: str, scope: Scope, when: bool, depth: int) -> int:
+        """A parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
+        if key not in scope.params or key in scope.binds:
+            return 0
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        given = [(passed(site, scope, key), site.scope) for site in callers]
+        found = {self.test(value, home, when, depth + 1) if value is not None else 0 for value, home in given}
+        return found.pop() if len(found) == 1 else 0
 
     def compare(self, node: ast.Compare) -> int:
         left, op, right = node.left, node.ops[0], node.comparators[0]
@@ -123,4 +150,11 @@ class RankTests:
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             return 0
         name = last(test)
-        return 1 if MULTI.search(name) or name == "is_initialized" else 0
+        return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
+
+
+def counts_batches(node: ast.expr) -> bool:
+    """Whether a test compares with the length of something, as the last batch of a loop is told."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(item, ast.Call) and last(item) == "len" for item in (node.left, *node.comparators)
+    )

@@ -16,9 +16,16 @@ class Steps:
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
+        self.known: dict[ast.Call, bool] = {}
 
     def steps_optimizer(self, site: Site) -> bool:
         """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
+        found = self.known.get(site.call)
+        if found is None:
+            found = self.known[site.call] = self._steps_optimizer(site)
+        return found
+
+    def _steps_optimizer(self, site: Site) -> bool:
         if self.helps(site):
             return True
         if site.name != "step" or site.receiver is None:

@@ -10,7 +10,7 @@ from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kinds import SCALER
-from lockstep.lint.analysis.nodes import idents, last, walk
+from lockstep.lint.analysis.nodes import constant, idents, last, walk
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
@@ -88,6 +88,7 @@ class Trainings:
             return Training(nest[1], scope, site, inner)
         return Training(inner, scope, site, None)
 
+    @functools.cache  # noqa: B019 - lives as long as the run
     def steps_in(self, loop: Loop, scope: Scope) -> bool:
         block = self.body(loop, scope)
         return self.effects.find(block, self.steps.steps_optimizer) is not None
@@ -112,8 +113,12 @@ class Trainings:
                     seen.add(site.scope)
                     queue.append(site.scope)
 
-    def each_step(self, training: Training) -> Iterator[Site]:
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def each_step(self, training: Training) -> tuple[Site, ...]:
         """The calls that run in every step of a training loop, in it and in the functions that it calls."""
+        return tuple(self.walk_step(training))
+
+    def walk_step(self, training: Training) -> Iterator[Site]:
         seen: set[Scope] = set()
         queue = [(self.body(training.loop, training.scope), training.loop, training.scope)]
         while queue and len(seen) < 40:
@@ -135,6 +140,8 @@ class Trainings:
             if place == "handlers":
                 return True
         for guard in guards(stmt, scope.module, within):
+            if guard.when and isinstance(guard.stmt, ast.If) and self.steps_when(guard.stmt, scope):
+                continue  # what stands beside the optimizer's step is done in every step of the training
             if every_so_often(guard.test):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
@@ -142,8 +149,16 @@ class Trainings:
                 return True
         return False
 
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def steps_when(self, branch: ast.If, scope: Scope) -> bool:
+        """Whether the first arm of a test itself steps the optimizer."""
+        block = [s for s in self.effects.block(branch, scope) if s.stmt in branch.body]
+        return any(map(self.steps.steps_optimizer, block))
+
     def steady(self, test: ast.expr, scope: Scope) -> bool:
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
+            return True
+        if isinstance(test, ast.Compare) and _is_flag(test.left) and isinstance(constant(test.comparators[0]), str):
             return True
         return any(STEADY.search(name) for name in idents(test)) or any(
             isinstance(node, ast.Constant) and node.value is None for node in walk(test)
@@ -164,3 +179,8 @@ def every_so_often(test: ast.expr) -> bool:
     return any(
         re.search(r"(freq|interval|every|debug|verbose|dry_run|profil)", name, re.IGNORECASE) for name in idents(test)
     )
+
+
+def _is_flag(node: ast.expr) -> bool:
+    """Whether an expression is an option of the command line or of a configuration, the same in every step."""
+    return isinstance(node, ast.Attribute) and last(node.value) in ("args", "opt", "cfg", "config", "hparams", "FLAGS")

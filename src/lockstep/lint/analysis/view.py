@@ -72,7 +72,12 @@ class Analysis:
             bool(self.trainings.of(module)) and "manual_backward" not in module.text
         )  # a loop of its own, not a framework's
         related = dict.fromkeys((module,) if own else (*self.project.closure(module), *self.project.users(module)))
-        return frozenset(name for member in related for name in _frameworks(member))
+        return frozenset(name for member in related for name in self.named(member))
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def named(self, module: Module) -> frozenset[str]:
+        """The frameworks that a file itself names."""
+        return frozenset(_frameworks(module))
 
 
 class View:
@@ -124,9 +129,7 @@ class View:
     def cpu_only(self) -> bool:
         """Whether the programs of the file say that they run on a CPU and name no other device."""
         members = self.project.family(self.module)
-        return any(CPU.search(member.text) for member in members) and not any(
-            OTHER.search(member.text) for member in members
-        )
+        return any(map(_on_cpu, members)) and not any(map(_on_other, members))
 
     def on_cpu(self, site: Site) -> bool:
         """Whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
@@ -136,10 +139,11 @@ class View:
 
     def hidden(self, words: Words) -> bool:
         """Whether the programs call something of such a name that comes from a file that cannot be found."""
+        alone = self.module.is_script  # what other scripts that import it call is not its program
         return any(
             words.search(site.name)
             and ("*" in unseen or (isinstance(root := base(site.call), ast.Name) and root.id in unseen))
-            for member in self.project.family(self.module)
+            for member in (self.project.closure(self.module) if alone else self.project.family(self.module))
             if (unseen := self.project.unseen(member))
             for site in member.sites()
         )
@@ -165,6 +169,16 @@ def _asks_for_gpu(test: ast.expr) -> int:
     if name in ("is_available", "use_cuda", "cuda", "gpu", "use_gpu", "has_cuda"):
         return 1
     return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0
+
+
+@functools.cache
+def _on_cpu(module: Module) -> bool:
+    return CPU.search(module.text) is not None
+
+
+@functools.cache
+def _on_other(module: Module) -> bool:
+    return OTHER.search(module.text) is not None
 
 
 def _frameworks(module: Module) -> Iterator[str]:

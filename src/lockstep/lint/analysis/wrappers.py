@@ -26,6 +26,8 @@ class Wrappers:
 
     def wrapper_name(self, full: str, call: ast.Call) -> str:
         """The wrapper that a full name stands for."""
+        if not full.endswith(("Parallel", "DDP")):
+            return ""
         name = full.rsplit(".", 1)[-1]
         if name == DDP or (name == "DDP" and "parallel" in full):
             return "ddp"

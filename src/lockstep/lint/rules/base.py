@@ -31,7 +31,7 @@ class Rule:
 
     `bad` and `good` are whole scripts; the tests run every one of them. `moot` names the packages that do the thing
     for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a look, "none" has
-    no single right answer.
+    no single right answer. `note` says where it is told, and what near it does not count.
     """
 
     code: str
@@ -47,6 +47,7 @@ class Rule:
     remedy: str = ""
     default: bool = True
     moot: frozenset[str] = frozenset()
+    note: str = ""
 
 
 def at(

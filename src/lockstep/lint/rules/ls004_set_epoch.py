@@ -3,12 +3,12 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import inside, loops
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import above, inside, loops
 from lockstep.lint.analysis.drafts import epoch_set
-from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, keyword
-from lockstep.lint.analysis.origins import passed
+from lockstep.lint.analysis.nodes import constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -28,8 +28,10 @@ def check(view: View) -> Iterator[Found]:
     near = view.trainings.near(view.module)
     if not any(list(view.trainings.epochs(t)) for t in near) and not (near and endless(view)):
         return
-    for site in view.sites("DistributedSampler"):
-        if trains(view, site):
+    for site in view.sites():
+        if site.name != "DistributedSampler" and from_helper(view, site):
+            yield at(site, "set_epoch is never called on this sampler, so every epoch has the first one's order")
+        elif site.name == "DistributedSampler" and trains(view, site):
             yield at(
                 site,
                 "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
@@ -74,7 +76,31 @@ def endless(view: View) -> bool:
                 inner = stmt.body[0] if isinstance(stmt, ast.While) else None
                 if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):
                     return True
+        if "StopIteration" in member.text and any(restarts(view, scope) for scope in member.scopes):
+            return True
     return False
+
+
+def restarts(view: View, scope: Scope) -> bool:
+    """Whether a function takes its loader up anew when it has run out (`except StopIteration: it = iter(loader)`)."""
+    return any(
+        isinstance(handler, ast.ExceptHandler) and last(handler.type) == "StopIteration"
+        for site in scope.named("iter")
+        if site.call.args and view.kinds.is_loader(site.call.args[0], scope)
+        for node, place in above(site.stmt, scope.module)
+        if isinstance(node, ast.Try) and place == "handlers"
+        for handler in node.handlers
+    )
+
+
+def from_helper(view: View, site: Site) -> bool:
+    """Whether a call has a function of another file make a DistributedSampler for training."""
+    function = view.calls.target(site.call, site.scope)
+    if function is None or function.module is view.module or function.owner is not None or "sampler" not in site.name:
+        return False
+    made = [s for value in function.returns() for s in function.named("DistributedSampler") if s.call is value]
+    fixed = constant(keyword(site.call, "shuffle")) is False
+    return bool(made) and not fixed and trains(view, site)
 
 
 def trains(view: View, site: Site) -> bool:
@@ -233,4 +259,8 @@ def train(model, data, optimizer, steps):
     fix="unsafe",
     remedy="Call sampler.set_epoch(epoch) at the start of every epoch",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+    note=(
+        "It is told at the sampler, in the file that makes it, or where a file gets it from a helper of another "
+        "file; once a place, whatever file the epochs are in."
+    ),
 )

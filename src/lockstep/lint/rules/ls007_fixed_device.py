@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import constant, idents, keyword, last, strings
 from lockstep.lint.analysis.origins import Origin
@@ -20,13 +21,16 @@ def check(view: View) -> Iterator[Found]:
     """Looks at every place that names a device, in the code that all ranks run."""
     if not view.distributed:
         return
-    chosen = view.effects.mentioned(view.module, *SETTERS)
+    chosen, told = view.effects.mentioned(view.module, *SETTERS), False
     for site in view.sites(
         "device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"
     ):
         message = fixed(view, site) or ("" if chosen else bare(view, site))
-        if message and view.ranks.every(site.stmt, site.scope):
+        if message and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site)):
+            told = True
             yield at(site, message)
+    if not chosen and not told and view.gpu:
+        yield from batches(view)
     if view.ranks.programs.spawned(view.module) is None and not view.cpu_only:
         yield from by_global_rank(view)
     if (
@@ -40,11 +44,46 @@ def check(view: View) -> Iterator[Found]:
                 yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
 
 
+def handed_to_all(view: View, site: Site) -> bool:
+    """Whether the device is put on an object that is handed to every spawned process (`args.device = ...; spawn(main,
+    args=(args,))`), which nothing changes there.
+    """
+    keys = [bind.key for bind in site.scope.bound(site.stmt) if "." in bind.key]
+    if site.name != "device" or not keys:
+        return False
+    for start in site.scope.named("spawn"):
+        given = keyword(start.call, "args")
+        if given is not None and keys[0].split(".")[0] in set(idents(given)):
+            name = keys[0].split(".")[-1]
+            return any(
+                name == last(value) and view.kinds.is_model(moved.receiver, moved.scope)
+                for function in view.calls.runs(start)
+                for moved in function.named("to")
+                for value in moved.call.args[:1]
+                if not any(key.split(".")[-1] == name for key in function.binds)
+            )
+    return False
+
+
+def batches(view: View) -> Iterator[Found]:
+    """A tensor that goes to "cuda" without a number, where neither the model nor anything else says which: the first
+    of each function.
+    """
+    done: set[Scope] = set()
+    for site in view.sites("cuda"):
+        plain_move = not site.call.args and not site.call.keywords and site.receiver is not None
+        if not plain_move or site.scope in done or view.full(site) or site.scope.name == "forward":
+            continue
+        if loops(site.stmt, view.module) and view.ranks.every(site.stmt, site.scope) and not view.on_cpu(site):
+            done.add(site.scope)
+            yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+
+
 def by_global_rank(view: View) -> Iterator[Found]:
     """A device chosen by the rank among all machines; the first place of each function."""
     done: set[Scope] = set()
     for site in view.sites("set_device", "set_device_index", "device", "to", "cuda", "DistributedDataParallel", "DDP"):
-        if site.scope in done or not view.ranks.every(site.stmt, site.scope):
+        if site.scope in done or not view.ranks.several(site.stmt, site.scope):
             continue
         number = index_of(view, site)
         if number is not None and is_global(view, number, site.scope):
@@ -58,6 +97,8 @@ def by_global_rank(view: View) -> Iterator[Found]:
 def index_of(view: View, site: Site) -> ast.expr | None:
     """What a call takes for the number of its device."""
     first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
+        first = first.body
     if site.name in ("DistributedDataParallel", "DDP"):
         ids = keyword(site.call, "device_ids")
         return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
@@ -78,6 +119,9 @@ def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
 
 
 def global_rank(view: View, origin: Origin) -> bool:
+    """Whether a value is the rank among all processes, or that plus or minus a number."""
+    if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
+        return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope)
     if isinstance(origin.node, ast.Subscript):
         return "environ" in idents(origin.node) and "RANK" in strings(origin.node)
     if origin.call is None:
@@ -91,6 +135,8 @@ def global_rank(view: View, origin: Origin) -> bool:
 def fixed(view: View, site: Site) -> str:
     """What is wrong with a call that names GPU 0 (or another number)."""
     first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
+        first = first.body
     text = constant(first)
     named = isinstance(text, str) and text.startswith("cuda:") and text[5:].isdigit()
     if site.name in ("device", "to") and named and not chosen_by_test(site.stmt, first):

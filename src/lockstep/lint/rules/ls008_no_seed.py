@@ -1,42 +1,80 @@
 """LS008: no seed before the model is made (an opinion)."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.index import Module, Site
 from lockstep.lint.analysis.kinds import MODEL
-from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.nodes import Words, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-SEED = re.compile(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
+SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
+# Their trainer seeds nothing by itself.
+TRAINERS = {"lightning", "pytorch_lightning"}
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for a call that seeds, in the programs whose training this file starts."""
-    if not view.module.is_script and not view.trainings.trains(view.module.top.sites):
+    top = view.module.top.sites
+    runs = view.module.is_script or view.trainings.trains(top) or any(fits(view, site) for site in top)
+    if not (trains(view) if runs else view.training) or seeds(view, alone=view.module.is_script):
         return
-    trainings = [t for member in view.project.closure(view.module) for t in view.trainings.of(member)]
-    if not trainings or seeds(view):
-        return
-    site = model_made(view, trainings)
+    site = model_made(view)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
 
 
-def seeds(view: View) -> bool:
-    """Whether anything in the programs of the file seeds."""
+def trains(view: View) -> bool:
+    """Whether the program of a file computes gradients, in a loop or not, or has a trainer fit."""
+    for member in view.project.closure(view.module):
+        if view.trainings.of(member) or any(map(view.steps.backwards, member.sites("backward"))):
+            return True
+        if any(fits(view, site) for site in member.sites("fit")):
+            return True
+    return False
+
+
+def fits(view: View, site: Site) -> bool:
+    """Whether a call starts the training of a Lightning trainer."""
+    return site.name == "fit" and last(site.receiver) == "trainer" and bool(view.frameworks & TRAINERS)
+
+
+def seeds(view: View, alone: bool) -> bool:
+    """Whether anything in the programs of the file seeds; a file that is run by itself (`alone`) is one program."""
+    members = view.project.closure(view.module) if alone else view.project.family(view.module)
     return any(
         SEED.search(site.name)
-        for member in view.project.family(view.module)
-        if SEED.search(member.text)
+        for member in members
+        if _mentions_seeds(member)
         for site in member.sites()
-        if not of_generator(view, site)
+        if not of_generator(view, site) and not of_data(site) and not unused(view, site, members)
     )
+
+
+@functools.cache
+def _mentions_seeds(module: Module) -> bool:
+    return SEED.pattern.search(module.text) is not None
+
+
+def of_data(site: Site) -> bool:
+    """Whether a call seeds in a data set's own methods, for the order of files or one sample's changes."""
+    owner = site.scope.owner
+    return owner is not None and bool({"__getitem__", "__iter__"} & owner.defs.keys())
+
+
+def unused(view: View, site: Site, members: tuple[Module, ...]) -> bool:
+    """Whether a call seeds in a helper of another file that nothing in the program calls (`utils.set_seed`)."""
+    scope = site.scope
+    if site.module is view.module or scope.kind != "function" or scope.owner is not None:
+        return False
+    word = re.compile(rf"\b{re.escape(scope.name)}\b")
+    return sum(len(word.findall(member.bare)) for member in members) == 1
 
 
 def of_generator(view: View, site: Site) -> bool:
@@ -44,7 +82,7 @@ def of_generator(view: View, site: Site) -> bool:
     return site.name in ("manual_seed", "seed") and site.receiver is not None and not view.full(site)
 
 
-def model_made(view: View, trainings: list[Training]) -> Site | None:
+def model_made(view: View) -> Site | None:
     """The first place of the file that makes a model."""
     for site in view.sites():
         binds = site.scope.bound(site.stmt)
@@ -145,4 +183,9 @@ if __name__ == "__main__":
     remedy="Call torch.manual_seed(seed) before the model is made",
     default=False,
     moot=frozenset({"lockstep"}),
+    note=(
+        "It is told where a script makes its model, and in a file that holds a training loop of its own even if "
+        "another file starts it. A data set that seeds for its own order does not count, nor does a helper in "
+        "another file that nothing calls."
+    ),
 )

@@ -131,7 +131,10 @@ def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
     """Whether a scheduler is torch's, or a class of the project that derives from torch's."""
     owner = view.names.definition(call.func, scope)
     if owner is not None and owner.kind == "class":
-        return any(name.endswith("LRScheduler") for name in view.names.bases_of(owner))
+        return any(
+            name.endswith("LRScheduler") or name.startswith("torch.optim.lr_scheduler.")
+            for name in view.names.bases_of(owner)
+        )
     return bool(TORCH.match(full)) or "get_" in full
 
 

@@ -14,6 +14,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 SAVES = re.compile(r"^save(_on_master|_checkpoint|_model|_state|_ckpt|_file)?$|^(torch_)?save$")
+# A test of the rank, which says nothing of the wrapper.
+RANKS = re.compile(r"not (args\.)?distributed or ")
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 
 
@@ -34,7 +36,37 @@ def check(view: View) -> Iterator[Found]:
         path = written(view, site)
         if path is not None and by_all(view, site, path):
             yield at(site, "every rank writes this file at once: save on rank 0 only")
+    for site in view.sites():
+        if SAVES.search(site.name) and handed_over(view, site):
+            yield at(site, "every rank has this helper write one file at once: call it on rank 0 only")
     yield from unwaited(view)
+
+
+def handed_over(view: View, site: Site) -> bool:
+    """Whether all ranks have a function of another file write the same file, where no test keeps any of them out."""
+    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site) or not wraps(view):
+        return False
+    function = view.calls.target(site.call, site.scope)
+    if function is None or function.module is view.module or function.owner is not None:
+        return False
+    given = [*site.call.args, *(k.value for k in site.call.keywords)]
+    paths = [v for v in given if not view.kinds.is_model(v, site.scope) and not view.kinds.is_optimizer(v, site.scope)]
+    if any(names_rank(view, value, site.scope) for value in paths):
+        return False
+    saves = [(s, path) for s in function.sites if (path := written(view, s)) is not None]
+    return bool(saves) and not any(
+        view.ranks.side(s.stmt, function) or view.ranks.chosen(s) or in_memory(path) or names_rank(view, path, function)
+        for s, path in saves
+    )
+
+
+def wraps(view: View) -> bool:
+    """Whether the programs wrap a model in DDP."""
+    return any(
+        view.wrappers.wrapper(s) == "ddp"
+        for m in view.project.family(view.module)
+        for s in m.sites("DistributedDataParallel", "DDP")
+    )
 
 
 def wrapper(view: View, site: Site) -> str:
@@ -56,6 +88,7 @@ def guarded_by_type(view: View, site: Site) -> bool:
     """Whether a test on the wrapper decides, in a statement or a conditional expression."""
     text = view.module.lines
     around = "\n".join(text[max(0, site.line - 6) : site.line + 1])
+    around = RANKS.sub("", around)
     return any(
         word in around
         for word in (
@@ -105,11 +138,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
     if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site):
         return False
-    if not any(
-        view.wrappers.wrapper(s) == "ddp"
-        for m in view.project.family(view.module)
-        for s in m.sites("DistributedDataParallel", "DDP")
-    ):
+    if not wraps(view):
         return False
     if (
         site.scope.kind == "function"

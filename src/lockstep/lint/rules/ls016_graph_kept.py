@@ -139,6 +139,8 @@ def holds(value: ast.expr, live: set[str]) -> bool:
     """Whether an expression still carries the graph of one of the names."""
     if keeps(value):
         return chain(value) in live
+    if isinstance(value, ast.BinOp):  # `loss / len(loader)`: a length cuts nothing off the loss
+        return holds(value.left, live) or holds(value.right, live)
     for node in walk(value):
         if isinstance(node, ast.Call) and (last(node.func) in CUTS) and not keeps(node):
             return False

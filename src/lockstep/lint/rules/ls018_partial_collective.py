@@ -1,5 +1,6 @@
 """LS018: a collective that only some ranks reach."""
 
+import ast
 import os
 from collections.abc import Iterator
 
@@ -86,7 +87,19 @@ def has_both_sides(view: View, function: Scope) -> bool:
 def paired(view: View, site: Site, side: int, sides: list[tuple[Site, int]]) -> bool:
     """Whether the other ranks reach a collective of the same kind elsewhere in the function."""
     kind = name_of(view, site)
-    return any(other == -side and name_of(view, s) == kind for s, other in sides)
+    return any(other == -side and name_of(view, s) == kind for s, other in sides) or handed_over(view, site, side)
+
+
+def handed_over(view: View, site: Site, side: int) -> bool:
+    """Whether the other ranks hand the function of a call to what may call it (`study.optimize(objective)`)."""
+    functions = list(view.calls.runs(site))
+    return bool(functions) and any(
+        view.names.definition(value, site.scope) in functions
+        for other in site.scope.sites
+        if other is not site and view.ranks.side(other.stmt, site.scope) == -side
+        for value in other.call.args
+        if isinstance(value, ast.Name)
+    )
 
 
 def name_of(view: View, site: Site) -> str:

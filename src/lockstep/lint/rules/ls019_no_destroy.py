@@ -89,4 +89,8 @@ if __name__ == "__main__":
     fix="unsafe",
     remedy="Call torch.distributed.destroy_process_group() when training has ended",
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+    note=(
+        "It is told at `init_process_group`, in the file that calls it, be it the script or its helper. A "
+        "`destroy_process_group` anywhere in the programs silences it."
+    ),
 )

@@ -22,16 +22,17 @@ def check(view: View) -> Iterator[Found]:
         if not full.startswith(("torch.optim", "transformers", "torch.distributed.optim")) and full:
             continue
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
-        if parameters is not None and decays(site) and alike(view, parameters, site.scope):
+        if parameters is not None and decays(site, full) and alike(view, parameters, site.scope):
             yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
 
 
-def decays(site: Site) -> bool:
-    """Whether the optimizer has a weight decay, given or by default."""
+def decays(site: Site, full: str) -> bool:
+    """Whether the optimizer has a weight decay, given or by default (0 in the AdamW that transformers had)."""
     value = keyword(site.call, "weight_decay")
     if value is not None:
         return constant(value) not in (0, 0.0)
-    return site.name == "AdamW" or any(last(k.value) == "AdamW" for k in site.call.keywords)
+    own = site.name == "AdamW" and not full.startswith("transformers")
+    return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
 
 
 def alike(view: View, node: ast.expr, scope: Scope) -> bool:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -44,6 +45,16 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("DataLoader"):
         if view.full(site).startswith("torch") and no_workers(site):
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
+    for site in view.sites("__init__"):
+        if own_loader(view, site) and no_workers(site):
+            yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
+
+
+def own_loader(view: View, site: Site) -> bool:
+    """Whether a call of `super().__init__` makes a DataLoader of a class of the project's own."""
+    owner = site.scope.owner
+    supers = isinstance(site.receiver, ast.Call) and last(site.receiver) == "super"
+    return supers and owner is not None and any(base.endswith("data.DataLoader") for base in view.names.bases_of(owner))
 
 
 def pinned(view: View) -> bool:
@@ -51,13 +62,15 @@ def pinned(view: View) -> bool:
     for member in view.project.family(view.module):
         if "pin_memory" not in member.text:
             continue
-        for site in member.sites("DataLoader", "dict", "update"):
+        aliases = [name for name, item in member.imports.items() if item.full == "torch.utils.data.DataLoader"]
+        for site in member.sites("DataLoader", "dict", "update", *aliases):
             if is_true(keyword(site.call, "pin_memory")):
                 return True
         for scope in member.scopes:
             for binds in scope.binds.values():
                 for bind in binds:
-                    if isinstance(bind.value, ast.Dict) and pins(bind.value):
+                    arms = [bind.value.body, bind.value.orelse] if isinstance(bind.value, ast.IfExp) else [bind.value]
+                    if any(isinstance(arm, ast.Dict) and pins(arm) for arm in arms):
                         return True
     return False
 
@@ -79,7 +92,7 @@ def blocking(view: View, site: Site) -> bool:
     root = base(site.receiver) if site.receiver is not None else None
     if not isinstance(root, ast.Name):
         return False
-    if root.id in drawn(view, site):
+    if root.id in drawn(view, site) or fed(view, site, root.id):
         return True
     for loop in loops(site.stmt, site.module):
         if isinstance(loop, ast.For) and over_batches(view, loop, site) and carried(site, root.id, loop):
@@ -98,10 +111,47 @@ def drawn(view: View, site: Site) -> set[str]:
         if isinstance(bind.value, ast.Call)
         and last(bind.value) == "next"
         and bind.value.args
-        and view.kinds.is_loader(bind.value.args[0], scope)
+        and gives_batches(view, bind.value.args[0], site)
         and not EVALUATION.search(last(bind.value.args[0]))
     }
+    own |= {
+        key
+        for key, binds in (scope.binds.items() if own else ())
+        for bind in binds
+        if bind.path and isinstance(bind.value, ast.Name) and bind.value.id in own
+    }
     return own | comprehension_names(site, own) if own else own
+
+
+def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
+    """Whether `next` of a value is a batch: of an iterator of a loader, or of a project's generator over one."""
+    if view.kinds.is_loader(node, site.scope):
+        return True
+    for origin in view.origins.of(node, site.scope):
+        function = view.calls.target(origin.call, origin.scope) if origin.call is not None else None
+        if function is not None and function.kind == "function" and origin.call is not None and origin.call.args:
+            yields = any(isinstance(part, ast.Yield) for stmt in function.stmts for part in walk(stmt))
+            return yields and view.kinds.is_loader(origin.call.args[0], origin.scope)
+    return False
+
+
+def fed(view: View, site: Site, name: str) -> bool:
+    """Whether the name is a parameter that every caller gives the variable of its loop over training batches."""
+    scope = site.scope
+    if scope.kind != "function" or name not in scope.params or name in scope.binds:
+        return False
+    callers = view.calls.callers(scope)
+    return bool(callers) and all(
+        isinstance(value := passed(caller, scope, name), ast.Name)
+        and any(
+            isinstance(loop, ast.For)
+            and value.id in {key for key, _ in targets(loop.target)}
+            and over_batches(view, loop, caller)
+            and not held_out(loop)
+            for loop in loops(caller.stmt, caller.module)
+        )
+        for caller in callers
+    )
 
 
 def held_out(loop: ast.For) -> bool:
@@ -218,4 +268,10 @@ def train(model, data, optimizer, criterion):
     fix="safe",
     remedy="Add non_blocking=True to the move",
     moot=frozenset({"lockstep"}),
+    note=(
+        "It is told at the move, whichever file of the program makes the loader; held-out data counts only in a "
+        "loop that trains. The opinion is told at a `DataLoader(...)` without `num_workers`, or with 0, in a "
+        "program that knows of GPUs, such as `DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` "
+        "of a class that derives from DataLoader."
+    ),
 )

@@ -154,4 +154,5 @@ def train(model, loader, optimizer, criterion, dtype):
     check=check,
     fix="safe",
     remedy='Use torch.amp.GradScaler("cuda") with float16 only, and torch.amp.autocast("cuda")',
+    note=("It is told where a scaler or an autocast is used, as a call or a decorator, not at the import."),
 )

@@ -22,6 +22,7 @@ def check(view: View) -> Iterator[Found]:
         groups = [s for s in scope.sites if s.name == "init_process_group"]
         if devices:
             yield from early_cuda(view, scope, devices[0])
+            yield from early_helper(view, scope, devices[0])
         if groups:
             yield from early_group(view, scope, groups[0])
         if devices and groups and groups[0].line < devices[0].line and nccl(groups[0]):
@@ -60,6 +61,19 @@ def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
                 site,
                 f"{site.name}() needs the process group that line {group.line} makes: call init_process_group first",
             )
+
+
+def early_helper(view: View, scope: Scope, device: Site) -> Iterator[Found]:
+    """A collective in a function of the file that makes the group, called before the device is set."""
+    for caller in (s for s in scope.sites if s.line < device.line):
+        function = view.calls.target(caller.call, scope)
+        if function is None or function.module is not view.module or apart(caller, device):
+            continue
+        groups = [s for s in function.sites if s.name == "init_process_group" and nccl(s)]
+        for site in function.sites if groups and not function.named("set_device") else ():
+            if site.line > groups[0].line and view.effects.is_collective(site):
+                yield at(site, f"runs on GPU 0 of every rank, as set_device comes later (line {device.line})")
+                break
 
 
 def tested(site: Site) -> bool:

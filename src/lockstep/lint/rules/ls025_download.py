@@ -25,9 +25,11 @@ ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 def check(view: View) -> Iterator[Found]:
     """Looks for `download=True` and fetching calls in the code that all ranks run."""
     if not view.distributed:
+        if "accelerate" in view.frameworks:
+            yield from under_accelerate(view)
         return
     for site in view.sites():
-        if fetches(view, site) and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
+        if fetches(view, site) and view.ranks.several(site.stmt, site.scope) and not in_turn(view, site):
             yield at(
                 site,
                 "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
@@ -38,6 +40,17 @@ def check(view: View) -> Iterator[Found]:
         if message and not own and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
             yield at(site, message)
     yield from unwaited(view)
+
+
+def under_accelerate(view: View) -> Iterator[Found]:
+    """A download in the function that makes the Accelerator, of which `accelerate launch` starts several."""
+    for site in view.sites():
+        made = [s for s in site.scope.named("Accelerator") if view.full(s).startswith("accelerate")]
+        if made and fetches(view, site) and not view.ranks.main_only(site.stmt, site.scope) and not in_turn(view, site):
+            yield at(
+                site,
+                "every process downloads into the same place: open it under accelerator.main_process_first()",
+            )
 
 
 def unwaited(view: View) -> Iterator[Found]:
@@ -88,9 +101,20 @@ def fetches(view: View, site: Site) -> bool:
 
 def in_turn(view: View, site: Site) -> bool:
     """Whether a barrier that some ranks wait at lets one rank go first."""
+    first = any(fetches(view, s) and view.ranks.side(s.stmt, s.scope) == 1 for s in site.scope.sites)
+    if first and view.ranks.side(site.stmt, site.scope) == -1:
+        return True  # the main rank has fetched it, and the others find it there
     return any(
-        s.name in ("barrier", "wait_for_everyone") and view.ranks.side(s.stmt, site.scope) for s in site.scope.sites
+        view.ranks.side(s.stmt, site.scope) not in (0, view.ranks.side(site.stmt, site.scope))
+        for s in site.scope.sites
+        if s.name in ("barrier", "wait_for_everyone") and not left(s, site)
     )
+
+
+def left(wait: Site, site: Site) -> bool:
+    """Whether the ranks that wait there never come to the download (`if rank == 0: barrier(); return`)."""
+    around = [node for node, place in above(wait.stmt, wait.module) if isinstance(node, ast.If) and place == "body"]
+    return any(isinstance(node.body[-1], ast.Return) and (node.end_lineno or 0) < site.line for node in around)
 
 
 RULE = Rule(
@@ -179,4 +203,9 @@ def main(rank, folder):
     fix="unsafe",
     remedy="Download on rank 0, then a barrier, then open it on all ranks",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
+    note=(
+        "Folders that are made behind a test (`if not os.path.exists(...)`) or in a `try` are left alone, though "
+        "two ranks may pass the test at once. Downloads that lock their place (`from_pretrained`, `load_dataset`, "
+        "the Hub) are no finding."
+    ),
 )

@@ -20,6 +20,9 @@ EXCHANGE = Words(
     r"reduce|gather|sync|collect|aggregat|metric|meter|compute|merge|evaluator|average|^dist_", re.IGNORECASE
 )
 
+# What an average of a score is called.
+SCORE = Words(r"loss|acc|top_?\d|prec|correct|meter|iou|dice|psnr|error", re.IGNORECASE)
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at evaluations over a DistributedSampler that average per-rank means."""
@@ -45,10 +48,11 @@ def unshared(view: View) -> Iterator[Found]:
     if view.hidden(EXCHANGE):
         return
     for scope in view.scopes:
-        if scope.kind != "function" or not EVALUATION.search(scope.name) or exchanges(view, scope):
-            continue
+        evaluates = scope.kind == "function" and EVALUATION.search(scope.name)
         for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
-            if sums(view, loop, scope) and sharded(view, loop, scope):
+            if not evaluates and not any(EVALUATION.search(name) for name in idents(loop.iter)):
+                continue
+            if sums(view, loop, scope) and view.kinds.is_shard(loop.iter, scope) and not exchanges(view, scope, loop):
                 yield Found(
                     loop,
                     "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
@@ -56,11 +60,20 @@ def unshared(view: View) -> Iterator[Found]:
                 break
 
 
-def exchanges(view: View, scope: Scope) -> bool:
+def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
     """Whether an evaluation, what it calls or a function that calls it may bring the ranks' values together."""
-    if any(EXCHANGE.search(site.name) for site in view.effects.below(scope.sites)):
+    own = (
+        [site for site in scope.sites if site.line >= loop.lineno] if not EVALUATION.search(scope.name) else scope.sites
+    )
+    if any(EXCHANGE.search(site.name) and not seen(view, site) for site in view.effects.below(own)):
         return True
     return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
+
+
+def seen(view: View, site: Site) -> bool:
+    """Whether what a call runs is in sight, so that its own calls tell: a meter of the project (`AverageMeter()`)."""
+    owner = view.names.definition(site.call.func, site.scope)
+    return owner is not None or view.calls.target(site.call, site.scope) is not None
 
 
 def passes_on(caller: Site, site: Site) -> bool:
@@ -74,19 +87,13 @@ def passes_on(caller: Site, site: Site) -> bool:
 
 def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop adds up numbers, and the function tells them."""
+    within = view.effects.block(loop, scope)
     added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
-    told = any(True for _ in scope.returns()) or bool(scope.named("print"))
-    trained = any(view.steps.backwards(site) for site in scope.sites)
-    return added and told and not trained
-
-
-def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop runs over a loader with a distributed sampler."""
-    made = view.kinds.loader_call(view.kinds.iterated(loop.iter, scope), scope)
-    sampler = keyword(made[0], "sampler") if made is not None else None
-    if made is None or sampler is None:
-        return False
-    return any(full.endswith("DistributedSampler") for _, _, full in view.origins.calls_of(sampler, made[1]))
+    added = added or any(site.name == "update" and SCORE.search(last(site.receiver)) for site in within)
+    told = any(True for _ in scope.returns()) or any(
+        scope.named(name) for name in ("print", "info", "add_scalar", "log")
+    )
+    return added and told and not any(view.steps.backwards(site) for site in within)
 
 
 def shards(site: Site) -> bool:
@@ -107,7 +114,7 @@ def held_out(site: Site) -> bool:
 
 def averages(view: View, site: Site) -> bool:
     """Whether a call reduces a value over the ranks and divides it by their number."""
-    if site.name == "all_reduce":
+    if site.name in ("all_reduce", "reduce") and view.full(site).startswith("torch.distributed"):
         return any(
             last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
         ) or divided_after(site)
@@ -138,11 +145,17 @@ def is_count(node: ast.expr) -> bool:
 
 
 def divided_after(site: Site) -> bool:
-    """Whether the reduced value itself is divided by the number of ranks in the same function."""
-    name = dotted(site.call.args[0]) if site.call.args else None
+    """Whether the reduced value itself is divided by the number of ranks, on the way in or later in the function."""
+    first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.Call) and last(first) in ("div", "div_") and first.args and is_count(first.args[0]):
+        return True
+    name = dotted(first)
     for stmt in site.scope.stmts:
         if stmt.lineno < site.line or name is None:
             continue
+        call = stmt.value if isinstance(stmt, ast.Expr) else None
+        if isinstance(call, ast.Call) and last(call) == "div_" and name in idents(call.func):
+            return bool(call.args) and is_count(call.args[0])
         if (
             isinstance(stmt, ast.AugAssign)
             and dotted(stmt.target) == name

@@ -40,25 +40,9 @@ def check(view: View) -> Iterator[Found]:
     ):
         return
     for scope in view.scopes:
-        for stmt in scope.stmts:
-            for node in header(stmt):
-                if (
-                    isinstance(node, ast.Attribute)
-                    and isinstance(node.ctx, ast.Load)
-                    and suspect(node)
-                    and wrapped(view, node, scope, stmt)
-                ):
-                    yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
-
-
-def header(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement, without the statements in its blocks."""
-    if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return
-    for _, value in ast.iter_fields(stmt):
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, ast.expr | ast.withitem):
-                yield from walk(item)
+        for node, stmt in scope.reads:
+            if isinstance(node.ctx, ast.Load) and suspect(node) and wrapped(view, node, scope, stmt):
+                yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
 
 
 def suspect(node: ast.Attribute) -> bool:

@@ -48,11 +48,12 @@ def check(view: View) -> Iterator[Found]:
     if view.effects.mentioned(view.module, *QUIET) or view.hidden(HUSHES):
         return
     prefixed_logs = logs_with_rank(view)
+    levelled = any(by_rank(s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
         what = speaks(view, site)
         if not what or not view.ranks.every(site.stmt, site.scope) or failing(view, site):
             continue
-        if view.ranks.chosen(site) or view.ranks.idle(site.scope):
+        if view.ranks.chosen(site) or view.ranks.idle(site.scope) or (what == "log" and levelled):
             continue
         if what in ("print", "log") and (prefixed(site) or (what == "log" and prefixed_logs)):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
@@ -60,18 +61,21 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank prints this: print on rank 0 only")
         elif what == "tracker":
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
-        elif plain_logging(view):
+        elif loguru(view, site) or plain_logging(view):
             yield at(site, "every rank logs this: log on rank 0 only")
 
 
 def speaks(view: View, site: Site) -> str:
     """What kind of output a call is: "print", "log", "tracker" or ""."""
     if isinstance(site.call.func, ast.Name) and site.name == "print":
+        if "print" in site.module.top.binds or "print" in site.scope.binds:
+            return ""  # `print = accelerator.print`
         return "" if keyword(site.call, "file") is not None or site.scope.name in ("__str__", "__repr__") else "print"
     full = view.full(site)
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
-    if site.name in ("info", "warning") and isinstance(site.call.func, ast.Attribute):
+    levels = ("info", "warning", "debug") if loguru(view, site) else ("info", "warning")
+    if site.name in levels and isinstance(site.call.func, ast.Attribute):
         receiver = site.receiver
         name = getattr(receiver, "id", getattr(receiver, "attr", ""))
         return (
@@ -108,12 +112,27 @@ def prefixed(site: Site) -> bool:
 
 
 def logs_with_rank(view: View) -> bool:
-    """Whether the logging format names the rank."""
+    """Whether the logging format names the rank, on all ranks alike."""
+    named = False
     for member in view.project.family(view.module):
         for site in member.sites("basicConfig", "Formatter"):
-            if "rank" in ast.unparse(site.call).lower():
-                return True
-    return False
+            told = keyword(site.call, "format") or keyword(site.call, "fmt") or next(iter(site.call.args), None)
+            rest = [k.value for k in site.call.keywords if k.value is not told]
+            if any("rank" in ast.unparse(value).lower() for value in rest):
+                return False  # the level, most often: other ranks are quiet
+            named |= told is not None and "rank" in ast.unparse(told).lower()
+    return named
+
+
+def loguru(view: View, site: Site) -> bool:
+    """Whether a call logs with loguru, which writes all levels on every rank unless it is told otherwise."""
+    if not view.full(site).startswith("loguru.logger."):
+        return False
+    return not any(
+        view.full(s).startswith("loguru.logger.")
+        for member in view.project.family(view.module)
+        for s in member.sites("remove", "add", "disable", "configure")
+    )
 
 
 def plain_logging(view: View) -> bool:
@@ -221,4 +240,9 @@ def main(model, score, rank, report):
     fix="unsafe",
     remedy="Write on rank 0 only",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
+    note=(
+        "A test of any rank is enough: the global one, the local one, the node's. A `SummaryWriter`, like "
+        "`wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts where it is "
+        "configured alike on all ranks, or is loguru's, in which nothing was configured."
+    ),
 )

@@ -127,4 +127,8 @@ loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
     fix="unsafe",
     remedy="Draw from torch's generator, or seed numpy in a worker_init_fn",
     moot=frozenset({"lockstep"}),
+    note=(
+        "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
+        "`collate_fn`, and a transform that the data set is given from outside, are not followed."
+    ),
 )

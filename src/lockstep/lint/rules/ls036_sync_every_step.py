@@ -15,6 +15,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 SYNCS = {"item", "cpu", "tolist"}
+READS = {"print", "float", "bool", "int"}
+# They make a text or a number of what they are given, at once.
+SHOWS = {"add_scalar", "set_postfix", "set_postfix_str", "set_description"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -41,8 +44,9 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
     """What in a call waits for the device."""
     if site.name in SYNCS and site.receiver is not None and not site.call.args and not site.call.keywords:
         return f".{site.name}()" if is_tensor(view, site) else ""
-    if site.name in ("print", "float") and isinstance(site.call.func, ast.Name):
-        for value in site.call.args:
+    plain = site.name in READS and isinstance(site.call.func, ast.Name)
+    if plain or (site.name in SHOWS and site.receiver is not None):
+        for value in (*site.call.args, *(k.value for k in site.call.keywords)):
             if any(isinstance(node, ast.Name) and node.id in losses for node in bare(value)):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
@@ -143,7 +147,7 @@ def elsewhere(view: View, site: Site, training: Training) -> bool:
 RULE = Rule(
     code="LS036",
     name="device sync in every step",
-    what="A tensor is read back (`.item()`, `.cpu()`, `print(loss)`) in every step of a training loop.",
+    what="A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`) in every step of a training loop.",
     why=(
         "The host waits until the device has finished all it was given, then the device waits for new work: the "
         "queue runs dry in every step."
@@ -163,6 +167,19 @@ def train(model, loader, optimizer, criterion):
         optimizer.step()
         total += loss.item()
     return total
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, writer):
+    model.cuda()
+    for i, (x, y) in enumerate(loader):
+        x, y = x.cuda(), y.cuda()
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        writer.add_scalar("loss", loss, i)
 """,
     ),
     good=(
@@ -189,4 +206,8 @@ def train(model, loader, optimizer, criterion):
     fix="unsafe",
     remedy="Add up detached tensors and read them every n-th step",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
+    note=(
+        "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
+        "n-th step does not, nor does an evaluation."
+    ),
 )

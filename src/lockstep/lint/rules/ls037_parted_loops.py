@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from lockstep.lint.analysis.context import Loop, above, guards, inside, loops
+from lockstep.lint.analysis.decisions import Slice, made_of
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
@@ -15,6 +16,8 @@ __all__ = ["RULE"]
 
 # Whatever may tell all ranks what one of them has found.
 TELLS = Words(r"reduce|gather|broadcast|sync|barrier|send|recv|store|agree|any_rank|all_ranks", re.IGNORECASE)
+# The same without what only waits.
+EXCHANGES = Words(r"reduce|gather|broadcast|sync(?!hroni)|send|recv|(^|_)store|agree|any_rank|all_ranks", re.IGNORECASE)
 WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard")
 
 
@@ -57,7 +60,8 @@ def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
             continue
         if inside_else(stmt, loop, scope):
             continue
-        for guard in guards(stmt, scope.module, loop):
+        tests = list(guards(stmt, scope.module, loop))
+        for guard in tests:
             if view.ranks.tests.test(guard.test, scope, guard.when):
                 yield Found(
                     stmt,
@@ -70,6 +74,38 @@ def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
                     stmt, f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
                 )
                 break
+        else:
+            decided = made_of([guard.test for guard in tests], loop, scope)
+            if own_score(view, decided, loop, scope):
+                yield Found(
+                    stmt,
+                    "each rank decides by the score of its own shard, so some leave the loop before others: reduce the "
+                    "score over all ranks first",
+                )
+
+
+def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
+    """Whether a decision comes from a rank's own shard of the data, and no rank tells another anything on the way."""
+    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
+    if any(EXCHANGES.search(site.name) for site in view.effects.below(near)):
+        return False
+    for stmt in decided.stmts:
+        nest = loops(stmt, scope.module)
+        inner = nest[: nest.index(loop)] if loop in nest else []
+        if any(isinstance(each, ast.For) and view.kinds.is_shard(each.iter, scope) for each in inner):
+            return True
+    return any(
+        isinstance(stmt, ast.For) and view.kinds.is_shard(stmt.iter, function) and gives_back(stmt, function)
+        for site in decided.sites
+        for function in view.calls.runs(site)
+        for stmt in function.stmts
+    )
+
+
+def gives_back(loop: ast.For, function: Scope) -> bool:
+    """Whether a function returns what a loop of it has computed."""
+    bound = {key for key, binds in function.binds.items() for b in binds if inside(b.stmt, loop, function.module)}
+    return any(bound & set(idents(value)) for value in function.returns())
 
 
 def inside_else(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
@@ -126,6 +162,8 @@ def counted(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
         sides = [view.ranks.side(b.stmt, scope) for b in binds]
         if 1 not in sides or -1 in sides:
             continue
+        if any(side == 1 and wraps(name, b.value) for b, side in zip(binds, sides, strict=True)):
+            continue
         rest = [b.stmt for b, side in zip(binds, sides, strict=True) if side == 0]
         lone = next(b.stmt for b, side in zip(binds, sides, strict=True) if side == 1)
         if all(constant_start(stmt) and stmt.lineno < lone.lineno for stmt in rest) and not told(
@@ -138,12 +176,17 @@ def counted(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
             return
 
 
+def wraps(name: str, value: ast.expr | None) -> bool:
+    """Whether a name is given what it stood for already, within something else (`loader = tqdm(loader)`)."""
+    return isinstance(value, ast.Call) and any(isinstance(n, ast.Name) and n.id == name for n in walk(value))
+
+
 RULE = Rule(
     code="LS037",
     name="ranks leave a loop apart",
     what=(
-        "A loop in which the ranks wait for each other is left by some ranks only (early stopping on one rank), or "
-        "turns as often as one rank alone has set."
+        "A loop in which the ranks wait for each other is left by some ranks only (early stopping on one rank, or on "
+        "each rank by the score of its own shard), or turns as often as one rank alone has set."
     ),
     why=(
         "The ranks that go on wait in their next collective for those that have left, until the timeout ends the job. "
@@ -196,6 +239,32 @@ def share(rank, files, value):
     for _ in range(count):
         dist.all_reduce(value)
 """,
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, data, optimizer, criterion, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
+    model = DDP(model.to(device), device_ids=[device])
+    best, bad = float("inf"), 0
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        if total < best:
+            best, bad = total, 0
+        else:
+            bad += 1
+        if bad >= 5:
+            break
+""",
     ),
     good=(
         """
@@ -229,6 +298,34 @@ def share(rank, files, value):
         dist.all_reduce(value)
     for name in files:
         if rank == 0 and name.endswith("x"):
+            break
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, data, optimizer, criterion, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
+    model = DDP(model.to(device), device_ids=[device])
+    best, bad = float("inf"), 0
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        if total < best:
+            best, bad = total, 0
+        else:
+            bad += 1
+        if bad >= 5:
             break
 """,
     ),
