@@ -31,6 +31,8 @@ COMMANDS = {
     ),
     "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
+    "trace": ("lockstep.commands.trace", "command", "record what any training script does, step by step"),
+    "compare": ("lockstep.commands.compare", "command", "say where two recorded trainings part, and why"),
     "scale": ("lockstep.commands.scale", "command", "measure how training speeds up with the number of processes"),
     "plan": ("lockstep.commands.plan", "command", "memory and time of a training per device, without the devices"),
     "profile": ("lockstep.commands.profile", "command", "where the time of a step goes, and what to change first"),

@@ -1,0 +1,188 @@
+"""Which mistake is switched on in which script, and what `lockstep compare` has to say of it.
+
+Written down before anything was compared. A case is one run of the correct script on one process, and one of the
+script with the mistake on two. `check` is how cases.py sees, from the scripts' journals alone, that it does something:
+
+    weights     the weights part from those of the correct script, first in update `step`
+    ranks       the two ranks end with other weights
+    report      the evaluation that the script prints is another one
+
+Steps are updates counted from 0. `causes` are regular expressions, all of which must be found in what is said.
+"""
+
+from dataclasses import dataclass
+
+from toy import MOMENT
+
+__all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "saved_at"]
+
+SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
+_LAST = -1  # in place of a step: where the run is resumed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planted mistake.
+
+    Attributes:
+        flags: of both runs.
+        stages: any of these is right; steps: any of these too.
+    """
+
+    script: str
+    mistake: str
+    steps: tuple[int, ...]
+    stages: tuple[str, ...]
+    causes: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    check: str = "weights"
+    resumed: bool = False
+    own: bool = False  # one that these scripts alone have, not one of `lockstep verify`'s
+
+    @property
+    def name(self) -> str:
+        return f"{self.script}:{self.mistake}"
+
+
+def saved_at(script: str) -> int:
+    """After how many updates the checkpoint is written from which a script is resumed; Lightning goes by epochs."""
+    return 5 if script == "lightning" else 7
+
+
+# name: (steps, stages, causes, flags, check, resumed)
+_FOURTEEN = {
+    "per-rank-seed": ((0,), ("randomness",), ("seed|generator", "rank"), ("--shake",), "weights", False),
+    "per-rank-weights": ((0,), ("initial weights",), ("weights", "rank"), (), "ranks", False),
+    "overlapping-data": (
+        *((0,), ("data",), ("same samples|twice|every rank|all ranks|both ranks|overlap|not shared|more than once",)),
+        *((), "weights", False),
+    ),
+    "dropped-sample": ((_LAST,), ("data",), ("resum", "late|skip|left out|dropped|ahead|far"), (), "weights", True),
+    "unsent-gradient": (
+        *((0,), ("reduction",), ("reduc|exchang|no_sync|synchroni|averaged|all-reduce",)),
+        *(("--accumulate", "2"), "ranks", False),
+    ),
+    "local-batchnorm": ((0,), ("buffers", "forward"), ("BatchNorm",), ("--batchnorm",), "weights", False),
+    "rank-average": (
+        *((0,), ("normalisation",), ("items|labels|tokens", "per rank|rank's own|own rank|each rank|average")),
+        *(("--ragged",), "weights", False),
+    ),
+    "other-rate": ((MOMENT,), ("optimizer", "schedule"), ("learning rate|\\brate", "rank"), (), "ranks", False),
+    "rank-dropout": (
+        *((0,), ("randomness", "forward"), ("random|seed|generator", "rank"), ("--shake",), "weights", False),
+    ),
+    "extra-step": (
+        *((MOMENT, MOMENT + 1), ("optimizer",), ("twice|more|extra|additional|again", "rank"), (), "ranks", False),
+    ),
+    "bit-flip": (*((MOMENT,), ("weights",), ("between|outside|since|changed|apart",), (), "ranks", False),),
+    "clip-before-unscale": ((0,), ("clipping",), ("clip",), ("--clip", "0.05"), "weights", False),
+    "padded-evaluation": (
+        *((4, 5), ("evaluation",), ("twice|duplicate|pad|repeat|more than once|gather_for_metrics",)),
+        *((), "report", False),
+    ),
+    "swapped-state": ((_LAST,), ("optimizer state",), ("resum|state", "rank"), (), "ranks", True),
+}
+
+# "in the scripts of one framework only"
+_OWN = {
+    ("ddp", "no-set-epoch"): ((5,), ("data",), ("set_epoch",), (), "weights", False),
+    ("ddp", "clip-before-reduction"): (
+        *((0,), ("clipping", "reduction"), ("clip",), ("--accumulate", "2", "--clip", "0.05"), "weights", False),
+    ),
+    ("accelerate", "scheduler-twice"): (
+        *((1,), ("schedule",), ("twice|2 times|as often|as fast|num_processes|2 steps",), (), "weights", False),
+    ),
+    ("accelerate", "split-batches"): (
+        *((0,), ("data",), ("half|fewer|smaller|4 (samples )?(instead|rather)|split_batches|4 .*8|8 .*4",)),
+        *((), "weights", False),
+    ),
+    ("accelerate", "double-division"): (
+        *((0,), ("normalisation",), ("0\\.5|half|accumul|divided",), ("--accumulate", "2"), "weights", False),
+    ),
+    ("lightning", "no-set-epoch"): ((5,), ("data",), ("set_epoch",), (), "weights", False),
+    ("lightning", "clip-before-reduction"): (
+        *((0,), ("clipping", "reduction"), ("clip",)),
+        *(("--manual", "--accumulate", "2", "--clip", "0.05"), "weights", False),
+    ),
+    ("lightning", "no-sync-dist"): (
+        *(
+            (15,),
+            ("schedule", "optimizer"),
+            ("learning rate|\\brate|plateau", "rank"),
+            ("--plateau",),
+            "ranks",
+            False,
+        ),
+    ),
+    ("hf", "tokens-per-device"): (
+        *((0,), ("normalisation",), ("items|labels|tokens", "per rank|rank's own|own rank|each rank|average")),
+        *(("--ragged",), "weights", False),
+    ),
+    ("hf", "batch-per-device"): (
+        *((0,), ("data",), ("16|twice|double|larger|more samples|global batch",), (), "weights", False),
+    ),
+    ("hf", "ignored-data-skip"): (
+        (_LAST,),
+        ("data",),
+        ("resum", "repeat|again|beginning|anew|skip"),
+        (),
+        "weights",
+        True,
+    ),
+}
+
+# (script, mistake) -> why it cannot be made there. None is left out. On a CPU Accelerate, Lightning and the Trainer
+# have no loss scaler, so there clip-before-unscale is a scale of one's own, taken back too late.
+LEFT_OUT: dict[tuple[str, str], str] = {}
+
+_FLAGS = {  # where a script needs others to have the mistake
+    ("hf", "unsent-gradient"): (),
+    ("lightning", "unsent-gradient"): ("--manual", "--accumulate", "2"),
+}
+
+
+def _case(script: str, mistake: str, row: tuple, own: bool) -> Case:
+    steps, stages, causes, flags, check, resumed = row
+    steps = tuple(saved_at(script) if step == _LAST else step for step in steps)
+    return Case(script, mistake, steps, stages, causes, _FLAGS.get((script, mistake), flags), check, resumed, own)
+
+
+CASES = [
+    *(_case(s, m, row, False) for s in SCRIPTS for m, row in _FOURTEEN.items() if (s, m) not in LEFT_OUT),
+    *(_case(script, mistake, row, True) for (script, mistake), row in _OWN.items()),
+]
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A pair of runs of the correct script.
+
+    Attributes:
+        one, two: (processes, flags). Of a resumed pair the second run goes on from a checkpoint of two processes.
+        equal: "bits": the same bits; "rounding": the same but for rounding; "random": dropout's masks cannot agree.
+    """
+
+    script: str
+    name: str
+    one: tuple[int, tuple[str, ...]]
+    two: tuple[int, tuple[str, ...]]
+    equal: str
+    resumed: bool = False
+
+
+def _pairs(script: str) -> list[Healthy]:
+    halves = ("--accumulate", "2")
+    weighted = () if script == "lightning" else ("--ragged",)  # Lightning does not know a whole group's labels ahead
+    return [
+        Healthy(script, "plain", (1, ()), (2, ()), "rounding"),
+        Healthy(script, "ragged labels", (1, ("--ragged",)), (2, ("--ragged",)), "rounding"),
+        Healthy(script, "dropout", (1, ("--dropout",)), (2, ("--dropout",)), "random"),
+        Healthy(script, "ragged dropout", (1, ("--ragged", "--dropout")), (2, ("--ragged", "--dropout")), "random"),
+        Healthy(script, "repeated", *[(2, ("--ragged", "--dropout", "--clip", "0.3"))] * 2, "bits"),
+        Healthy(script, "shake clipped", *[(n, ("--shake", "--clip", "0.3")) for n in (1, 2)], "rounding"),
+        Healthy(script, "accumulated", (1, (*halves, *weighted)), (2, weighted), "rounding"),
+        Healthy(script, "resumed", (2, ("--ragged",)), (2, ("--ragged",)), "bits", resumed=True),
+    ]
+
+
+HEALTHY = [pair for script in SCRIPTS for pair in _pairs(script)]

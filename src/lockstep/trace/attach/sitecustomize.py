@@ -1,0 +1,44 @@
+"""Run by Python at its start where `lockstep trace` has put this folder first on PYTHONPATH.
+
+Nothing happens in a process that never imports torch. A `sitecustomize` of the user's own runs afterwards, as it would.
+"""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+
+__all__: list[str] = []
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+
+
+def _attach() -> None:
+    """Has the recorder loaded when torch has been imported; in another environment from this file's own package."""
+    if importlib.util.find_spec("lockstep") is None:
+        stub = ModuleType("lockstep")
+        stub.__path__ = [_PACKAGE]
+        sys.modules["lockstep"] = stub
+    importlib.import_module("lockstep.trace.imports").watch()
+
+
+def _users() -> None:
+    """Runs the sitecustomize that this one hides."""
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    if os.environ.get("LOCKSTEP_TRACE"):
+        try:
+            _attach()
+        except Exception as error:  # the script runs all the same
+            print(f"lockstep trace: not attached: {error!r}", file=sys.stderr)
+    _users()

@@ -1,0 +1,289 @@
+"""Where the recorder is attached to torch: once it has been imported, before the script goes on.
+
+Public hooks where torch has them (optimizer steps, module forwards). For the rest, functions are replaced by ones that
+note and call them: `torch.autograd.backward`, the iterators of DataLoader, the collectives of torch.distributed,
+clipping, `GradScaler.unscale_` and `LRScheduler.step`. Results and random numbers stay as they are.
+"""
+
+import atexit
+import functools
+import importlib
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.trace.recorder import Options, Recorder
+
+__all__ = ["attach", "present"]
+
+_COLLECTIVES = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+)
+
+_present: list[Recorder] = []
+
+
+def present() -> Recorder:
+    """The recorder of this process."""
+    return _present[0]
+
+
+def attach(_: ModuleType) -> None:
+    """Begins the recording of this process."""
+    _present.append(Recorder(Options.read()))
+    os.register_at_fork(after_in_child=_forked)
+    atexit.register(lambda: present().close())
+    register_module_forward_pre_hook(_before_forward)
+    register_module_forward_hook(_after_forward, with_kwargs=True)
+    _around_updates()
+    _around_backward()
+    _around_loaders()
+    _around_collectives()
+    _around_parts()
+
+
+def _forked() -> None:
+    """A forked process records on its own, or nothing, as a loader's process does."""
+    _present[0] = Recorder(Options.read())
+
+
+# Modules.
+
+
+def _before_forward(module: torch.nn.Module, _: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    recorder = _present[0]
+    if recorder.root is None and recorder.on and not recorder.busy and _is_plain(module):
+        recorder.entering(module, torch.is_grad_enabled())
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether its tensors can be computed with here: not within torch.func or a captured graph, nor without values."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    first = next(module.parameters(), None)
+    if first is None or first.is_meta or type(first.data).__name__ == "FakeTensor":
+        return False
+    return not (first.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _after_forward(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    recorder = _present[0]
+    if recorder.root is None:
+        return
+    if recorder.root is module:
+        recorder.left(args, kwargs, output)
+    else:
+        recorder.inside(module, output)
+
+
+# The update.
+
+
+def _around_updates() -> None:
+    """Hooks of every optimizer. Of one that calls another the outer one is the update."""
+    within: list[weakref.ref[Any]] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        recorder = _present[0]
+        if torch.compiler.is_compiling() or not recorder.on or recorder.in_engine:
+            return None
+        outer = within[0]() if within else None
+        if outer is not None and outer is not optimizer:
+            return None
+        within[:] = [weakref.ref(optimizer)]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            recorder.before_update(optimizer)
+            return None
+        called: list[bool] = []
+
+        @functools.wraps(closure)
+        def noted() -> Any:
+            """The forward and the backward, which Lightning makes within the step."""
+            result = closure()
+            if not called:
+                called.append(True)
+                recorder.before_update(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], noted, *args[2:]), kwargs
+        return args, {**kwargs, "closure": noted}
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if within and within[0]() is optimizer:
+            within.clear()
+            _present[0].after_update(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _around_backward() -> None:
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def noted(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        recorder = _present[0]
+        if torch.compiler.is_compiling() or recorder.in_backward or not recorder.on:
+            return backward(tensors, *args, **kwargs)
+        recorder.backward(tensors)
+        recorder.in_backward = True
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            recorder.in_backward = False
+
+    torch.autograd.backward = noted
+
+
+# The data.
+
+
+def _around_loaders() -> None:
+    """Every batch that a DataLoader's iterator hands out, with the indices that its sampler gave for it."""
+    base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+    get, index = base.__next__, base._next_index
+    known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(index)
+    def noted_index(self: Any) -> Any:
+        found = index(self)
+        self.__dict__.setdefault("_lockstep_indices", deque()).append(found)
+        return found
+
+    @functools.wraps(get)
+    def noted(self: Any) -> Any:
+        if self._num_yielded == 0:
+            try:
+                place = known.setdefault(self._index_sampler, [len(known), -1])
+            except TypeError:  # a list of batches
+                place = [-1, -1]
+            place[1] += 1
+            self._lockstep_place = place
+            if place[1] == 0:
+                _present[0].event("loader", place[0], *_described(self))
+        data = get(self)
+        indices = self.__dict__.get("_lockstep_indices")
+        found = indices.popleft() if indices else None
+        loader, epoch = getattr(self, "_lockstep_place", (-1, -1))
+        _present[0].loaded(loader, epoch, found, getattr(_sampler(self), "epoch", None), data)
+        return data
+
+    base.__next__, base._next_index = noted, noted_index
+
+
+def _sampler(iterator: Any) -> Any:
+    """The sampler that decides the order, within those that cut it."""
+    found = iterator._index_sampler
+    for _ in range(4):
+        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+        if inner is None:
+            return found
+        found = inner
+    return found
+
+
+def _described(iterator: Any) -> tuple[Any, ...]:
+    """(sampler's class, samples of the data, batch size, drop_last) of a loader."""
+    cut, sampler = iterator._index_sampler, _sampler(iterator)
+    try:
+        count = len(iterator._dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        count = -1
+    size = getattr(cut, "batch_size", None)
+    return type(sampler).__name__, count, size if isinstance(size, int) else -1, bool(iterator._drop_last)
+
+
+# The rest.
+
+
+def _around_collectives() -> None:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return
+    home = importlib.import_module("torch.distributed.distributed_c10d")
+    within = [False]
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or within[0]:
+                return call(*args, **kwargs)
+            within[0] = True
+            try:
+                tensor = next(
+                    (each for each in _flat((*args, *kwargs.values())) if isinstance(each, torch.Tensor)), None
+                )
+                shape = [0, "", 0] if tensor is None else [tensor.numel(), str(tensor.dtype)[6:], tensor.element_size()]
+                caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+                _present[0].event("collective", name, *shape, caller)
+                return call(*args, **kwargs)
+            finally:
+                within[0] = False
+
+        return noted
+
+    for name in _COLLECTIVES:
+        if hasattr(home, name):
+            noted = noting(name, getattr(home, name))
+            setattr(home, name, noted)
+            setattr(distributed, name, noted)
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _around_parts() -> None:
+    """Clipping, unscaling and schedules."""
+    home = importlib.import_module("torch.nn.utils.clip_grad")
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        noted = _clipping(name, getattr(home, name))
+        setattr(home, name, noted)
+        setattr(torch.nn.utils, name, noted)
+    scaler: Any = importlib.import_module("torch.amp.grad_scaler").GradScaler
+    scaler.unscale_ = _announced("unscale", scaler.unscale_)
+    schedule: Any = importlib.import_module("torch.optim.lr_scheduler")
+    schedule.LRScheduler.step = _announced("schedule", schedule.LRScheduler.step)
+
+
+def _clipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = call(*args, **kwargs)
+        limit = kwargs.get("max_norm", kwargs.get("clip_value", args[1] if len(args) > 1 else None))
+        value = None
+        if isinstance(norm, torch.Tensor):
+            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # collective: as the script's reading
+        _present[0].event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
+        return norm
+
+    return noted
+
+
+def _announced(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _present[0].event(kind)
+        return call(*args, **kwargs)
+
+    return noted

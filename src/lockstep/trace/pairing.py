@@ -1,0 +1,144 @@
+"""Two runs side by side: which step of one belongs to which of the other.
+
+pair = paired(read(one), read(two))
+pair.steps              # [(Spot, Spot), ...]
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from lockstep.trace.reading import Part, Rank, Run, Whole, distance
+from lockstep.trace.samples_used import Samples
+
+__all__ = ["Pair", "Side", "Spot", "apart", "paired"]
+
+_NEAR = 0.2  # share of a step's own way within which two weights are of the same step
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A step of a run: the part it lies in, and its place there. `begins`: it is the first of a later part."""
+
+    part: Part
+    at: int
+    begins: bool = False
+
+    def tensors(self, kind: str) -> dict[str, Whole]:
+        return self.part.tensors(self.at, kind)
+
+
+@dataclass
+class Side:
+    """One run, in the order in which it counts: what a restart did again replaces what was done before.
+
+    Attributes:
+        tail: what came behind the last step, where it was recorded; ended: no process was cut off.
+        window: only some of the steps were recorded.
+    """
+
+    name: str
+    spots: list[Spot]
+    tail: Spot | None
+    ended: bool
+    window: bool = False
+    cut: str = ""
+    samples: dict[int, Samples] = field(default_factory=dict)
+
+    @property
+    def frameworks(self) -> list[str]:
+        return list(self.spots[0].part.first.head["frameworks"])
+
+    @property
+    def world(self) -> int:
+        return self.spots[0].part.world
+
+    def used(self, spot: Spot) -> Samples:
+        if id(spot.part) not in self.samples:
+            self.samples[id(spot.part)] = Samples(spot.part)
+        return self.samples[id(spot.part)]
+
+
+@dataclass
+class Pair:
+    """`shift`: the step of the first run that the second one begins with; below 0 the other way round."""
+
+    one: Side
+    two: Side
+    shift: int
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """(place in one, place in two) of each step that both have."""
+        first = max(0, self.shift)
+        return [
+            (place, place - self.shift)
+            for place in range(first, min(len(self.one.spots), len(self.two.spots) + self.shift))
+        ]
+
+
+def paired(one: Run, two: Run) -> Pair:
+    """The two runs, with their steps put side by side by the weights that they begin with."""
+    first, second = _side(one), _side(two)
+    begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
+    if max(begins):
+        return Pair(first, second, begins[1] - begins[0])
+    shift = _begin(second.spots[0], first.spots)
+    if not shift:
+        shift = -_begin(first.spots[0], second.spots)
+    return Pair(first, second, shift)
+
+
+def _side(run: Run) -> Side:
+    spots: list[Spot] = []
+    for part in run.parts:
+        fresh = [Spot(part, at) for at in range(part.count)]
+        if spots and fresh:
+            at = _begin(fresh[0], spots) or len(spots)
+            spots = [*spots[:at], Spot(part, 0, True), *fresh[1:]]
+        else:
+            spots += fresh
+    last = run.parts[-1]
+    ended = all(rank.end is not None and not rank.full for rank in last.ranks.values())
+    window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
+    cut = next((f"{run.name}: {rank.failed}" for rank in last.ranks.values() if rank.failed), "")
+    return Side(run.name, spots, Spot(last, last.count) if ended and not window else None, ended, window, cut)
+
+
+def _windowed(rank: Rank) -> bool:
+    """Whether `--steps` left some out, at the begin or at the end."""
+    made = rank.end["k"] if rank.end else 0
+    last = rank.steps[-1]
+    return bool(rank.steps[0]["k"]) or made > last["k"] + 1 + last.get("again", 0)
+
+
+def _begin(spot: Spot, steps: list[Spot]) -> int:
+    """How many of `steps` were made when the weights were those that `spot` begins with; 0 where it is not seen."""
+    mine = spot.tensors("initial")
+    if not mine:
+        return 0
+    before = steps[0].tensors("initial")
+    if _equal(mine, before):
+        return 0
+    best, near, way = 0, apart(mine, before)[0], math.inf
+    last = before
+    for count, step in enumerate(steps, 1):
+        after = {**last, **step.tensors("weights")}
+        if _equal(mine, after):
+            return count
+        far = apart(mine, after)[0]
+        if far < near:
+            best, near, way = count, far, apart(last, after)[0]
+        last = after
+    return best if near <= _NEAR * way and math.isfinite(near) else 0
+
+
+def _equal(one: dict[str, Whole], two: dict[str, Whole]) -> bool:
+    common = one.keys() & two.keys()
+    return any(one[name].square for name in common) and all(one[name].digest == two[name].digest for name in common)
+
+
+def apart(one: dict[str, Whole], two: dict[str, Whole]) -> tuple[float, float]:
+    """(2-norm of the difference, larger 2-norm) of all tensors that both have."""
+    common = one.keys() & two.keys()
+    square = sum(distance(one[n].sketch, two[n].sketch) ** 2 for n in common if one[n].digest != two[n].digest)
+    return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (one, two)))

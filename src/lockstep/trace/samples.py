@@ -1,0 +1,188 @@
+"""Digests of batches, sample by sample, and of what a model makes of each.
+
+batch = digested({"input_ids": ids, "labels": labels})      # batch.size, batch.samples int64 [size], batch.leaves, ...
+
+A batch is cut along the first dimension that most of its tensors share. What a padding adds changes nothing: zeros and
+-100 add nothing to a digest, and where there is an `attention_mask` only what it shows counts, by its place among that.
+So the same sample has the same digest in a batch of eight and in one of four.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.trace.sums import mixed
+
+__all__ = ["Batch", "digested", "leaves", "outcomes"]
+
+_WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
+_OUT = 4096  # elements of a sample's output that count
+_DEEP = 6
+_IGNORED = -100  # label that losses leave out
+
+
+@dataclass
+class Batch:
+    """What is kept of a batch; tensors are on its device, so that nothing waits.
+
+    Attributes:
+        size: samples; 0 where it cannot be cut.
+        samples: int64 [size], or [1] of the whole where it cannot be cut.
+        leaves: int64 [tensors], the sum over the samples of each tensor's digests.
+        counts: int64 [integer tensors, 2]: elements that are not -100, and those of them behind the first of each
+            sample.
+        names: of the integer tensors.
+    """
+
+    size: int = 0
+    samples: Tensor | None = None
+    leaves: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what lies in a nested batch: tensors, arrays, numbers and texts."""
+    if isinstance(data, Tensor) or depth > _DEEP:
+        yield path, data
+    elif isinstance(data, dict) or (hasattr(data, "items") and hasattr(data, "keys")):
+        for key, value in data.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
+    elif isinstance(data, list | tuple):
+        if data and all(isinstance(value, str | int | float | bytes) for value in data):
+            yield path, list(data)
+        else:
+            for index, value in enumerate(data):
+                yield from leaves(value, f"{path}.{index}" if path else str(index), depth + 1)
+    elif hasattr(data, "__dict__") and not callable(data):
+        yield from leaves(vars(data), path, depth + 1)
+    else:
+        yield path, data
+
+
+@torch.no_grad()
+def digested(data: Any) -> Batch:
+    """What is kept of a batch."""
+    found = [(path, _tensor(value)) for path, value in leaves(data)]
+    tensors = [(path, value) for path, value in found if isinstance(value, Tensor) and not value.is_meta]
+    sizes = Counter(int(value.shape[0]) for _, value in tensors if value.ndim)
+    sizes.update(len(value) for _, value in found if isinstance(value, list))
+    size = sizes.most_common(1)[0][0] if sizes else 0
+    mask = next((value for path, value in tensors if path.endswith("attention_mask") and value.ndim == 2), None)
+    batch, total, place = Batch(size), None, 0
+    for path, value in found:
+        each: Tensor | None = None
+        if isinstance(value, Tensor) and not value.is_meta and value.ndim and value.shape[0] == size:
+            each = _of_tensor(value, mask)
+            batch.leaves.append(each.sum())
+            if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
+                kept = value.reshape(size, -1) != _IGNORED
+                batch.counts.append(torch.stack([kept.sum(), kept[:, 1:].sum()]))
+                batch.names.append(path)
+        elif isinstance(value, list) and len(value) == size:
+            each = torch.tensor([_of_text(item) for item in value], dtype=torch.int64)
+        if each is not None:
+            place += 1
+            total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
+    if total is None:
+        texts = [torch.tensor([_of_text(value)]) for _, value in found if not isinstance(value, Tensor)]
+        total = torch.stack(texts).sum(0) if texts else None
+    batch.samples = None if total is None else mixed(total)
+    return batch
+
+
+@torch.no_grad()
+def outcomes(output: Any, size: int) -> tuple[Tensor, int] | None:
+    """Of each sample a signed sum and the sum of squares of the first tensors of an output that have a row for each.
+
+    Returns:
+        (float64 [size, 2], elements of a sample), or None where no tensor has `size` rows.
+    """
+    values = [value for _, value in leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    values = [
+        value for value in values if value.ndim and value.shape[0] == size and value.numel() and not value.is_meta
+    ]
+    if not values or not size:
+        return None
+    rows, width = [], 0
+    for value in values[:3]:
+        flat = value.detach().reshape(size, -1)
+        width += flat.shape[1]
+        rows.append(flat[:, :: -(-flat.shape[1] // _OUT)].double())
+    flat = torch.cat(rows, dim=1)
+    signs = _signs(flat.shape[1], flat.device)
+    return torch.stack([flat @ signs, flat.square().sum(1)], dim=1), width
+
+
+def _tensor(value: Any) -> Any:
+    """An array as the tensor that shares its memory; anything else as it is."""
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
+        try:
+            return torch.as_tensor(value)
+        except TypeError:  # texts
+            return value.tobytes()
+    if isinstance(value, Tensor) and hasattr(value, "placements"):  # a DTensor
+        return value.to_local()  # type: ignore[attr-defined]
+    return value
+
+
+def _of_tensor(value: Tensor, mask: Tensor | None) -> Tensor:
+    """Each sample's digest. [n, ...] -> int64 [n]."""
+    words = _words(value)
+    if mask is not None and value.ndim == 2 and value.shape == mask.shape and not value.is_floating_point():
+        shown = mask.to(words.device).long()
+        place = (shown.cumsum(1) - 1).clamp_(min=0)
+        words = words * shown.to(torch.int32)
+        first, second = (odd[place] for odd in _odd(words.shape[1], words.device))
+    else:
+        step = -(-words.shape[1] // _WORDS) if value.ndim > 2 else 1
+        words = words[:, ::step]
+        first, second = _odd(words.shape[1], words.device)
+    low, high = (_hashed(words * odd) for odd in (first, second))
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
+def _hashed(words: Tensor) -> Tensor:
+    return (words ^ (words >> 15)).sum(1, dtype=torch.int64)
+
+
+def _words(value: Tensor) -> Tensor:
+    """[n, ...] -> int32 [n, words]; a zero, and a label that losses leave out, is 0."""
+    flat = value.detach().reshape(value.shape[0], -1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(value.shape[0], -1)
+    if flat.is_floating_point():
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        return flat.contiguous().view(torch.int32)
+    if flat.dtype in (torch.uint8, torch.bool, torch.int8):
+        return flat.to(torch.int32)
+    whole = flat.to(torch.int64)
+    whole = torch.where(whole == _IGNORED, 0, whole)
+    return (whole ^ (whole >> 32)).to(torch.int32) if whole.numel() else whole.to(torch.int32)
+
+
+def _odd(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two odd numbers (int32) for each place."""
+    held = _held.get(str(device))
+    if held is None or held[0].numel() < count:
+        numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
+        held = _held[str(device)] = ((numbers | 1).to(torch.int32), ((numbers >> 32) | 1).to(torch.int32))
+    return held[0][:count], held[1][:count]
+
+
+_held: dict[str, tuple[Tensor, Tensor]] = {}
+
+
+def _signs(count: int, device: torch.device) -> Tensor:
+    return 1.0 - (_odd(count, device)[0] >> 7 & 2).double()
+
+
+def _of_text(value: Any) -> int:
+    """A number or a text, as int64."""
+    raw = value if isinstance(value, bytes) else repr(value).encode()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,218 @@
+"""Digest, square and sketch of tensors, which add up over the shards of a tensor.
+
+found = summed([(weight, 0), (shard, 4096)])        # int64 [2, WIDTH], on the tensors' device, without waiting for it
+
+A row holds a digest (32 bits: a sum over the elements of a hash of place and bits), the sum of squares (float64) and
+SKETCH signed sums (float64). The signs depend on an element's place in the whole tensor, so that the mean square of the
+differences of two sketches estimates the squared distance of two tensors which nobody has side by side.
+
+Values of less than four bytes count as the float32 that they stand for, integers as float64. Zeros add nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["SKETCH", "WIDTH", "mixed", "plain", "summed"]
+
+SKETCH = 8  # signed sums of a tensor: the distance that they estimate is off by a third of itself, typically
+WIDTH = 2 + SKETCH
+_BLOCK = 256  # elements that share a row
+_ROWS = {"cpu": 256}  # rows at a time: what fits in a core's own cache
+_DEVICE_ROWS = 1 << 14
+_PLANS = 32  # layouts that are kept
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+Place = tuple[int, int, bool]  # elements, place of the first in the whole tensor, whether in float64
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """A hash of each number (splitmix64's end). int64 of any shape -> the same."""
+    x = numbers * _GOLDEN
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX[0]
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A dense vector of float32 or float64 with the same values in row-major order; no copy where none is needed."""
+    flat = tensor.detach()
+    if flat.layout is not torch.strided:
+        flat = flat.to_dense()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj())
+    flat = flat.reshape(-1)
+    if flat.dtype in (torch.float32, torch.float64):
+        return flat
+    return flat.float() if flat.is_floating_point() else flat.double()
+
+
+@torch.no_grad()
+def summed(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """A row for each piece, all of which lie on one device. int64 [n, WIDTH]; floats are there by their bits.
+
+    Args:
+        pieces: (tensor, place of its first element in the whole tensor, both in row-major order).
+    """
+    if not pieces:
+        return torch.zeros(0, WIDTH, dtype=torch.int64)
+    flats = [plain(tensor) for tensor, _ in pieces]
+    device = flats[0].device
+    key = (
+        str(device),
+        tuple((flat.numel(), at, flat.dtype == torch.float64) for flat, (_, at) in zip(flats, pieces, strict=True)),
+    )
+    plan = _known.get(key)
+    if plan is None:
+        if len(_known) >= _PLANS:
+            _known.clear()
+        plan = _known[key] = _Plan(key[1], device)
+    return plan.run(flats)
+
+
+_known: dict[tuple[str, tuple[Place, ...]], "_Plan"] = {}
+
+
+@dataclass
+class _Pack:
+    """Rows that are summed at once.
+
+    Attributes:
+        parts: what they are made of, in order: (piece, from, to), or (-1, 0, zeros).
+        spans: (piece, place of its first row in the whole tensor, in blocks, rows), in order; rows: all of them.
+    """
+
+    wide: bool
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: int = 0
+
+
+class _Plan:
+    """How pieces of these sizes and places are cut into rows."""
+
+    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
+        self._count, self._device = len(places), device
+        most = _ROWS.get(device.type, _DEVICE_ROWS)
+        packs: list[_Pack] = []
+        for wide in (False, True):
+            open_pack = _Pack(wide)
+            for piece, (count, start, is_wide) in enumerate(places):
+                if is_wide is not wide or not count:
+                    continue
+                lead = start % _BLOCK
+                head = min(count, (_BLOCK - lead) % _BLOCK if lead else 0)
+                middle = (count - head) // _BLOCK
+                cuts = [(0, head)] if head else []
+                if middle <= 8:  # a copy is cheaper than operations of its own
+                    cuts = [(0, count)]
+                else:
+                    for row in range(0, middle, most):
+                        rows = min(most, middle - row)
+                        first = head + row * _BLOCK
+                        span = (piece, (start + first) // _BLOCK, rows)
+                        packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], [span], rows))
+                    if head + middle * _BLOCK < count:
+                        cuts.append((head + middle * _BLOCK, count))
+                for begin, end in cuts:
+                    _append(open_pack, piece, begin, end, start)
+                    if open_pack.rows >= most:
+                        packs.append(open_pack)
+                        open_pack = _Pack(wide)
+            if open_pack.rows:
+                packs.append(open_pack)
+        self._packs = packs
+        self._owners, self._odd, self._signs = _constants(packs, device)
+        self._zeros = torch.zeros(_BLOCK, device=device)
+        self._tables = {wide: _tables(wide, device) for wide in {pack.wide for pack in packs}}
+
+    def run(self, flats: Sequence[Tensor]) -> Tensor:
+        digests = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        sums = torch.zeros(self._count, 1 + SKETCH, dtype=torch.float64, device=self._device)
+        hashes, lengths, sketches = [], [], []
+        for pack in self._packs:
+            kind = torch.float64 if pack.wide else torch.float32
+            multipliers, table = self._tables[pack.wide]
+            rows = self._rows(pack, flats, kind)
+            words = rows.view(torch.int32)
+            mixed_words, shifted = _scratch(words)
+            torch.mul(words, multipliers, out=mixed_words)
+            torch.bitwise_right_shift(mixed_words, 15, out=shifted)
+            torch.bitwise_xor(mixed_words, shifted, out=shifted)
+            hashes.append(shifted.sum(1, dtype=torch.int32))
+            lengths.append(torch.linalg.vector_norm(rows, dim=1))
+            sketches.append(_sketched(rows, table))
+        if hashes:
+            digests.index_add_(0, self._owners, (torch.cat(hashes) * self._odd).long())
+            sketch = torch.cat(sketches).double().mul_(self._signs)
+            square = torch.cat(lengths).double().square_().unsqueeze(1)
+            sums.index_add_(0, self._owners, torch.cat([square, sketch], dim=1))
+        return torch.cat([(digests & 0xFFFFFFFF).unsqueeze(1), sums.view(torch.int64)], dim=1)
+
+    def _rows(self, pack: _Pack, flats: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+        if len(pack.parts) == 1:
+            piece, begin, end = pack.parts[0]
+            rows = flats[piece][begin:end]
+            if (end - begin) % _BLOCK == 0 and rows.is_contiguous():
+                return rows.view(-1, _BLOCK)
+        zeros = self._zeros.to(kind)
+        parts = [flats[piece][begin:end] if piece >= 0 else zeros[:end] for piece, begin, end in pack.parts]
+        return torch.cat(parts).view(-1, _BLOCK)
+
+
+def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
+    """Adds the elements from `begin` to `end` of a piece to a pack, filled up with zeros to whole rows."""
+    lead = (start + begin) % _BLOCK
+    if lead:
+        pack.parts.append((-1, 0, lead))
+    pack.parts.append((piece, begin, end))
+    rows = -(-(lead + end - begin) // _BLOCK)
+    if rows * _BLOCK > lead + end - begin:
+        pack.parts.append((-1, 0, rows * _BLOCK - lead - (end - begin)))
+    first = (start + begin) // _BLOCK
+    pack.spans.append((piece, first, rows))
+    pack.rows += rows
+
+
+def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: its piece, an odd number (int32) and its signs (int8 [rows, SKETCH]), from its place."""
+    spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
+    pieces, firsts, rows = spans.unbind(1)
+    owners = pieces.repeat_interleave(rows)
+    numbers = torch.arange(len(owners)) - (rows.cumsum(0) - rows - firsts).repeat_interleave(rows)
+    numbers = mixed(numbers + 1)
+    odd = ((numbers >> 16) | 1).to(torch.int32)
+    signs = (((numbers.unsqueeze(1) >> torch.arange(SKETCH)) & 1) * 2 - 1).to(torch.int8)
+    return owners.to(device), odd.to(device), signs.to(device)
+
+
+def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each place in a row: an odd number (int32) for each word, and its signs [_BLOCK, SKETCH]."""
+    numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
+    odd = ((numbers >> 16) | 1).to(torch.int32)
+    signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77).unsqueeze(1) >> torch.arange(SKETCH)) & 1) * 2 - 1
+    return odd.to(device), signs.to(device, torch.float64 if wide else torch.float32)
+
+
+def _scratch(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for what is computed of rows: new pages for each would cost more than the arithmetic."""
+    key = (str(words.device), words.shape[1])
+    held = _scratches.get(key)
+    if held is None or held[0].shape[0] < words.shape[0]:
+        held = _scratches[key] = (torch.empty_like(words), torch.empty_like(words))
+    return held[0][: words.shape[0]], held[1][: words.shape[0]]
+
+
+_scratches: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+
+def _sketched(rows: Tensor, table: Tensor) -> Tensor:
+    """rows @ table. On a device, and where the script lets products be rounded, without a matrix product."""
+    if rows.device.type == "cpu":
+        if rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            return rows.double() @ table.double()
+        return rows @ table
+    return torch.stack([(rows * table[:, each]).sum(1) for each in range(SKETCH)], dim=1)

@@ -1,0 +1,105 @@
+"""What a comparison finds, and how it is said."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["STAGES", "Finding", "Verdict"]
+
+# In the causal order in which a step is judged: whatever a stage computes from is compared before it.
+STAGES = (
+    *("initial weights", "weights", "data", "randomness", "forward", "normalisation", "buffers", "reduction"),
+    *("clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where two trainings part.
+
+    Attributes:
+        step: of the first trace, counted from 0; `other`: of the second.
+        stage: one of STAGES.
+        where: the tensor or what else was compared.
+        rank: the rank that is wrong, -1 for all.
+        cause: the key of causes.CAUSES.
+        text: what was found, in numbers.
+        way: the cause, and the way out in the framework that is used, in words.
+    """
+
+    step: int
+    other: int
+    stage: str
+    where: str
+    rank: int
+    cause: str
+    text: str
+    way: str
+
+    def __str__(self) -> str:
+        rank = f", rank {self.rank}" if self.rank >= 0 else ""
+        where = f", {self.where}" if self.where else ""
+        step = f"step {self.step}" if self.step == self.other else f"step {self.step} (in the second: {self.other})"
+        return f"{step}{rank}, {self.stage}{where}: {self.text}\n  cause: {self.way}"
+
+
+@dataclass
+class Verdict:
+    """The outcome.
+
+    Attributes:
+        bits: steps, from the first on, whose weights have the same bits in both.
+        judged: steps that were compared.
+        largest: the largest relative distance of the weights of a step that was judged.
+        unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
+        notes: what else the person should know.
+    """
+
+    one: str
+    two: str
+    finding: Finding | None = None
+    bits: int = 0
+    judged: int = 0
+    largest: float = 0.0
+    unproven: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        return self.finding is None
+
+    def __str__(self) -> str:
+        lines = []
+        if self.finding:
+            before = f"the {self.bits} steps before it have the same bits" if self.bits else ""
+            if not before and self.finding.step and self.judged > 1:
+                before = f"before it the weights differ by {self.largest:.1e} of themselves at most"
+            lines.append(f"DIFFERENT from {self.finding}")
+            if before:
+                lines.append(f"  {before}")
+        elif self.unproven:
+            lines.append(f"NO MISTAKE FOUND in {self.judged} steps, but not proved: {self.unproven}")
+        elif self.bits == self.judged:
+            lines.append(f"SAME: the weights of all {self.judged} steps have the same bits")
+        else:
+            lines.append(
+                f"SAME within rounding: {self.judged} steps, the weights differ by {self.largest:.1e} of themselves "
+                + "at most"
+                + (f"; the same bits to step {self.bits - 1}" if self.bits else "")
+            )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        found = None if self.finding is None else vars(self.finding)
+        return {
+            "same": self.same,
+            "proved": self.same and not self.unproven,
+            "one": self.one,
+            "two": self.two,
+            "finding": found,
+            "steps_with_the_same_bits": self.bits,
+            "steps": self.judged,
+            "largest_relative_difference": self.largest,
+            "unproven": self.unproven,
+            "notes": self.notes,
+        }

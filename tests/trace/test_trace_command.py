@@ -1,0 +1,238 @@
+"""`lockstep trace -- COMMAND`: the command's own output and exit code, what is refused, what is left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from shell import environment
+
+from lockstep import cli
+from lockstep.errors import ConfigError, DifferenceError
+from lockstep.trace.reading import FOLDER_FILE, read
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+secret = os.environ["MY_TOKEN"]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+steps = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 3)), 4, num_workers=1)
+for step, (x,) in enumerate(steps):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure) if step % 2 else (closure(), optimizer.step())
+    if "--die" in sys.argv and step == 2:
+        os.kill(os.getpid(), 9)
+print([p.tolist() for p in model.parameters()], flush=True)
+print("to stderr", file=sys.stderr)
+sys.exit(7)
+"""
+
+FULL = """
+import errno, importlib.util, os, random
+assert importlib.util.find_spec("torch")
+import torch
+class Drawing(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+random.seed(0)
+torch.manual_seed(0)
+model, write = Drawing(3, 1), os.write
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+for step in range(4):
+    if step == 2:
+        os.write = full
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+print("to its end")
+"""
+
+
+def ran(*words, cwd, **variables):
+    given = {**environment(MY_TOKEN="hunter2-hunter2"), **variables}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traced")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+def test_the_commands_bits_output_and_exit_code_are_kept(folder):
+    plain = ran("train.py", cwd=folder)
+    traced = ran("-m", "lockstep", "trace", "-o", "one", "--", sys.executable, "train.py", cwd=folder)
+    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)
+    assert plain.returncode == 7
+    lines = traced.stderr.splitlines()
+    assert lines[0].startswith("lockstep trace: every step into ")
+    assert "at most 1024 MiB (--max-mb)" in lines[0]
+    assert [line for line in lines if not line.startswith("lockstep trace: ")] == plain.stderr.splitlines()
+    assert lines[-2] == "lockstep trace: the command ended with exit code 7"
+    assert lines[-1].startswith("lockstep trace: 5 steps of 1 rank, ")
+    assert json.loads((folder / "one" / FOLDER_FILE).read_text())["code"] == 7
+    text = "".join(path.read_text() for path in (folder / "one").iterdir())
+    assert "hunter2" not in text
+    assert os.uname().nodename not in text
+    first = read(folder / "one").parts[0].ranks[0].steps[0]
+    assert first["loads"][0]["i"] == [0, 1, 2, 3]
+    assert first["loss"][0]["v"]
+    cut = ran("-m", "lockstep", "trace", "-o", "cut", "--", sys.executable, "train.py", "--die", cwd=folder)
+    assert cut.returncode == 128 + signal.SIGKILL
+    done = ran("-m", "lockstep", "compare", "one", "cut", cwd=folder)
+    assert done.stdout.startswith(
+        "SAME: the weights of all 3 steps have the same bits\n  cut was cut off after step 2"
+    ), done
+    assert done.returncode == 0
+
+
+def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    code = "import sys; print(sorted({'torch', 'numpy', 'lockstep.trace.hooks'} & set(sys.modules))); sys.exit(5)"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = ran("-m", "lockstep", "trace", "-o", "out", "--", sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 5
+    assert done.stdout.splitlines()[-2:] == ["mine", "[]"]
+    assert done.stderr.splitlines()[1] == "lockstep trace: the command ended with exit code 5"
+    assert "nothing was recorded, so" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_signals_go_on_to_the_command(tmp_path):
+    handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))"
+    code = f"import signal, sys, time; {handler}; print('up', flush=True); time.sleep(60)"
+    command = [sys.executable, "-m", "lockstep", "trace", "-o", tmp_path / "out", "--", sys.executable, "-c", code]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"up\n"
+    time.sleep(0.1)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["-o", "{}/new"], "nothing stands behind `--`"),
+        (["-o", "{}/new", "--"], "nothing stands behind `--`"),
+        (["-o", "{}/new", "--", "train.py"], "no program 'train.py'; give one behind `--`: python train.py"),
+        (["-o", "{}", "--", "true"], "is not empty: give a new folder"),
+        (["-o", "{}/there", "--", "true"], "Not a directory|File exists"),
+        (["-o", "{}/new", "--steps", "5", "--", "true"], "--steps '5': give the first step"),
+        (["-o", "{}/new", "--steps", "5:2", "--", "true"], "--steps '5:2'"),
+        (["-o", "{}/new", "--max-mb", "0", "--", "true"], "--max-mb is 0: it must be a number above 0"),
+        (["-o", "{}/new", "--max-mb", "nan", "--", "true"], "--max-mb is nan: it must be a number above 0"),
+        (["-o", "{}/new", "--max-mb", "inf", "--", "true"], "--max-mb is inf"),
+        (["-o", "{}/new", "--", "{}/there"], "there' cannot be started: Exec format error"),
+        (["--", "true"], "-o/--out"),
+        (["-o", "{}/new", "--tipo", "--", "true"], "unknown flag --tipo"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(argv, said, tmp_path):
+    (tmp_path / "there").write_text("echo\n")
+    (tmp_path / "there").chmod(0o755)
+    with pytest.raises(ConfigError, match=said):
+        cli.dispatch(["trace", *(word.format(tmp_path) for word in argv)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+def test_a_script_that_asks_for_torch_first_and_a_disk_that_is_full(tmp_path):
+    (tmp_path / "train.py").write_text(FULL)
+    traced = ran("-m", "lockstep", "trace", "-o", "one", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert (traced.returncode, traced.stdout) == (0, "to its end\n"), traced.stderr
+    assert "recording ended at step 2: OSError: [Errno 28] No space left on device" in traced.stderr
+    (path,) = (tmp_path / "one").glob("rank*")
+    first, second = (step["fwd"][0]["rng"][1]["python"] for step in read(tmp_path / "one").parts[0].ranks[0].steps)
+    assert first != second
+    again = ran("-m", "lockstep", "trace", "-o", "two", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert again.returncode == 0
+    path.write_bytes(path.read_bytes() + b"3\n\xff\xfe\n")  # no lines of a trace: they end it
+    done = ran("-m", "lockstep", "compare", "one", "two", cwd=tmp_path)  # forwards draw from Python's generator
+    assert done.stdout.startswith("SAME: the weights of all 2 steps have the same bits"), done.stdout + done.stderr
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    for made, content, said in (
+        ("nothing", None, "there is no such folder"),
+        ("other", {"notes.txt": "x"}, f"is no trace: it has no {FOLDER_FILE}"),
+        ("damaged", {FOLDER_FILE: "{"}, "is no trace"),
+        ("later", {FOLDER_FILE: '{"format": 99}'}, "has format 99, this lockstep reads 1"),
+        ("empty", {FOLDER_FILE: '{"format": 1}'}, "holds no optimizer step"),
+    ):
+        if content is not None:
+            (tmp_path / made).mkdir()
+            for name, text in content.items():
+                (tmp_path / made / name).write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            cli.dispatch(["compare", str(tmp_path / made), str(tmp_path / made)])
+
+
+def test_a_difference_is_a_line_an_object_and_a_code(folder, tmp_path, capsys):
+    if not (folder / "one").is_dir():
+        pytest.skip("the trace of another test of this file is taken")
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in (folder / "one").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for group in line.get("groups", ()):
+                group["lr"] = 0.2 if line["k"] > 1 else group["lr"]
+        (other / path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DifferenceError, match="not the same training: schedule at step 2") as caught:
+        cli.dispatch(["compare", str(folder / "one"), str(other)])
+    assert caught.value.exit_code == 3
+    assert "the learning rate is 0.2 instead of 0.1" in capsys.readouterr().out
+    with pytest.raises(DifferenceError):
+        cli.dispatch(["compare", str(folder / "one"), str(other), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["finding"]["step"], found["finding"]["cause"]) == (False, 2, "schedule")
+
+
+SPAWNING = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), float(rank + step))).sum().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), 2)
+"""
+
+
+def test_spawned_processes_are_recorded_to_their_end(tmp_path):
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = ran("-m", "lockstep", "trace", "-o", "out", "--", sys.executable, "spawning.py", port, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = {path.name[:9]: path.read_text().splitlines() for path in sorted((tmp_path / "out").glob("rank*"))}
+    assert sorted(lines) == ["rank00000", "rank00001"]
+    for each in lines.values():
+        kinds = [json.loads(line)["t"] for line in each]
+        assert (kinds.count("step"), kinds.count("end"), kinds[-1]) == (3, 1, "end")

@@ -1,0 +1,178 @@
+"""Mistakes planted in a plain loop are named with step, stage and cause; what is healthy is not."""
+
+import functools
+import json
+from pathlib import Path
+
+import plain_loop
+import pytest
+from ranks import run
+
+from lockstep.trace.judge import judged
+from lockstep.trace.reading import FOLDER_FILE, read
+
+
+def traced(world, folder, mistake, settings):
+    return plain_loop.recorded(world, folder, mistake, **settings)
+
+
+def plainly(world, mistake, settings):
+    return plain_loop.plainly(world, mistake, **settings)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The trace of the correct loop on one process, with these settings; each is made once."""
+
+    @functools.cache
+    def made(items):
+        folder = tmp_path_factory.mktemp("one") / "trace"
+        run(traced, 1, folder, "", dict(items))
+        return read(folder)
+
+    return lambda **settings: made(tuple(sorted(settings.items())))
+
+
+@pytest.fixture
+def two(tmp_path):
+    def made(mistake="", world=2, name="two", **settings):
+        run(traced, world, tmp_path / name, mistake, settings)
+        return read(tmp_path / name)
+
+    return made
+
+
+FOUND = {  # mistake: step, stage, cause, rank, settings
+    "per-rank-seed": (0, "randomness", "rank-seed", 1, {"dropout": 0.3}),
+    "per-rank-weights": (0, "initial weights", "rank-weights", 1, {}),
+    "overlapping-data": (0, "data", "overlapping", 1, {}),
+    "unsent-gradient": (2, "reduction", "unreduced", 1, {}),
+    "rank-average": (0, "normalisation", "rank-average", -1, {"ragged": True}),
+    "other-rate": (3, "optimizer", "rank-rate", 1, {}),
+    "extra-step": (3, "optimizer", "extra-step", 1, {}),
+    "bit-flip": (4, "weights", "changed-weights", 1, {}),
+    "clip-before-unscale": (0, "clipping", "clip-before-unscale", -1, {"clip": 0.5, "scale": 16.0}),
+    "padded-evaluation": (5, "evaluation", "padded-evaluation", 1, {}),
+}
+FOUND_TOO = {
+    "rank-dropout": (0, "randomness", "own-generator", 1, {}),
+    "no-ddp": (0, "reduction", "unreduced", 1, {}),
+    "bare-call": (0, "reduction", "unreduced", 1, {}),
+    "world-rate": (0, "optimizer", "world-rate", -1, {}),
+    "own-score": (5, "evaluation", "rank-evaluation", -1, {}),
+    "schedule": (1, "schedule", "schedule-ranks", -1, {}),
+    "set-epoch": (6, "data", "set-epoch", -1, {"epochs": 2}),
+    "batch-size": (0, "data", "batch-size", -1, {"steps": 3}),
+    "other-shuffle": (0, "data", "other-shuffle", -1, {}),
+    "accumulation": (0, "normalisation", "scaled-loss", -1, {"micro": 2}),
+}
+
+
+@pytest.mark.parametrize("mistake", [*FOUND, *(pytest.param(name, marks=pytest.mark.slow) for name in FOUND_TOO)])
+def test_a_mistake_is_named(mistake, one, two):
+    step, stage, cause, rank, settings = (FOUND | FOUND_TOO)[mistake]
+    found = judged(one(**settings), two(mistake, **settings)).finding
+    assert found is not None
+    assert (found.step, found.stage, found.cause, found.rank) == (step, stage, cause, rank), str(found)
+
+
+def test_processes_that_make_no_group_are_named(one, two):
+    apart = two("no-ddp")
+    for rank in apart.parts[0].ranks.values():
+        rank.head["initialized"] = False
+    found = judged(one(), apart).finding
+    assert (found.stage, found.cause) == ("reduction", "alone")
+
+
+def test_batchnorm_of_each_rank_is_named(one, two):
+    found = judged(one(norm=True), two(norm=True)).finding
+    assert (found.step, found.stage, found.cause, found.where) == (0, "buffers", "batchnorm", "norm")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shard": True, "clip": 0.5},
+        {"ragged": True},
+        {"noise": True},
+        pytest.param({"micro": 2}, marks=pytest.mark.slow),
+        pytest.param({"epochs": 2, "clip": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_healthy_is_not_named(settings, one, two):
+    alone = {key: value for key, value in settings.items() if key != "shard"}
+    verdict = judged(one(**alone), two(**settings))
+    assert verdict.finding is None
+    assert not verdict.unproven
+    assert verdict.judged == 6 * settings.get("epochs", 1)
+    assert 0 < verdict.largest < 1e-5
+    if "noise" in settings:
+        text = "tensors whose gradients are all rounding: 1, such as noise; how far these are apart is not counted"
+        assert verdict.notes == [text]
+
+
+def test_dropout_cannot_agree_and_the_rest_is_still_compared(one, two):
+    verdict = judged(one(dropout=0.3), two(dropout=0.3))
+    assert verdict.finding is None
+    assert "draws random numbers" in verdict.unproven
+    found = judged(one(dropout=0.3), two("other-rate", name="rate", dropout=0.3)).finding
+    assert (found.step, found.cause, found.rank) == (3, "rank-rate", 1)
+
+
+def test_two_runs_of_the_same_have_the_same_bits_and_a_recorder_changes_none(two, tmp_path):
+    settings = {"dropout": 0.3, "ragged": True}
+    watched = run(traced, 2, tmp_path / "watched", "", settings)
+    assert run(plainly, 2, "", settings) == watched
+    verdict = judged(read(tmp_path / "watched"), two(**settings))
+    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 6, 6)
+
+
+def test_two_versions_part_in_a_module(two):
+    every = {"LOCKSTEP_TRACE_MODULES": "1"}
+    one, other = two(world=1, name="one", variables=every), two("kernel", world=1, variables=every)
+    verdict = judged(one, other)
+    assert (verdict.finding, verdict.bits) == (None, 3)
+    assert verdict.notes == ["the bits part in step 3, first in the output of norm"]
+    seldom = judged(two(world=1, name="three"), two("kernel", world=1, name="four"))
+    assert "first in the gradient of first.weight; --modules names the module" in seldom.notes[0]
+
+
+def test_a_run_against_its_own_resume(one, two, tmp_path):
+    saved = str(tmp_path / "saved.pt")
+    run(plainly, 1, "", {"steps": 3, "saved": saved})
+    whole = one()
+    verdict = judged(whole, two(world=1, begin=3, saved=saved))
+    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 3, 3)
+    assert "begins with the weights that" in verdict.notes[0]
+    for mistake, step, stage, cause in (
+        ("late-resume", 3, "data", "late-resume"),
+        ("early-resume", 3, "data", "early-resume"),
+        ("no-state", 3, "optimizer state", "state"),
+        ("no-schedule", 4, "schedule", "schedule-resume"),
+    ):
+        found = judged(whole, two(mistake, world=1, name=mistake, begin=3, saved=saved)).finding
+        assert (found.step, found.other, found.stage, found.cause) == (step, step - 3, stage, cause), str(found)
+
+
+def test_what_a_kill_left_is_compared_as_far_as_it_goes(one, two):
+    cut = two(name="cut")
+    file = next(path for path in sorted(Path(cut.name).glob("rank00001*")))
+    lines = file.read_bytes().splitlines(keepends=True)
+    steps = [place for place, line in enumerate(lines) if json.loads(line)["t"] == "step"]
+    file.write_bytes(b"".join(lines[: steps[4]]) + lines[steps[4]][:100])
+    verdict = judged(one(), read(Path(cut.name)))
+    assert (verdict.finding, verdict.judged) == (None, 4)
+    assert "cut off after step 3" in verdict.notes[0]
+
+
+def test_the_limits_are_kept(one, two):
+    some = two(variables={"LOCKSTEP_TRACE_STEPS": "2:4"})
+    assert [record["k"] for record in some.parts[0].ranks[1].steps] == [2, 3]
+    verdict = judged(one(), some)
+    assert (verdict.finding, verdict.judged) == (None, 2)
+    small = two(name="small", variables={"LOCKSTEP_TRACE_MAX_MB": "0.02"})
+    files = [path for path in Path(small.name).iterdir() if path.name != FOLDER_FILE]
+    assert sum(path.stat().st_size for path in files) <= 0.02 * 2**20
+    assert all(rank.full for rank in small.parts[0].ranks.values())
+    assert judged(one(), small).finding is None

@@ -1,0 +1,87 @@
+"""Digests, squares and sketches add up over shards; a sample's digest knows nothing of its batch's padding."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lockstep.trace.samples import digested, outcomes
+from lockstep.trace.sums import SKETCH, WIDTH, summed
+
+
+def numbers(rows):
+    return rows[:, 0], rows[:, 1:].contiguous().view(torch.float64)
+
+
+@pytest.mark.parametrize("count", [1, 255, 700, 5000, 100_003])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_shards_add_up_to_the_whole(count, kind):
+    make = torch.Generator().manual_seed(count)
+    tensor = torch.randn(count, generator=make, dtype=kind)
+    cuts = sorted({0, count, *torch.randint(0, count + 1, (4,), generator=make).tolist()})
+    pieces = [(tensor[begin:end], begin) for begin, end in pairwise(cuts)]
+    digests, sums = numbers(summed(pieces))
+    whole, (expected,) = numbers(summed([(tensor, 0)]))
+    assert expected.shape == (WIDTH - 1,) == (1 + SKETCH,)
+    assert int(digests.sum()) & 0xFFFFFFFF == int(whole)
+    torch.testing.assert_close(sums.sum(0), expected, rtol=1e-5, atol=1e-3)
+    assert float(expected[0]) == pytest.approx(float(tensor.double().square().sum()), rel=1e-5)
+
+
+def test_a_digest_knows_every_bit_and_place():
+    tensor = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    (before,), _ = numbers(summed([(tensor, 0)]))
+    for place in (0, 255, 256, 2999):
+        for bit in (1, 1 << 22, -(1 << 31)):
+            other = tensor.clone()
+            other.view(torch.int32)[place] ^= bit
+            assert numbers(summed([(other, 0)]))[0][0] != before
+    assert numbers(summed([(tensor.flip(0), 0)]))[0][0] != before
+    half = tensor.bfloat16()
+    assert torch.equal(summed([(half, 0)]), summed([(half.float(), 0)]))
+
+
+def test_sketches_tell_how_far_two_tensors_are_apart():
+    make = torch.Generator().manual_seed(2)
+    shares = []
+    for far in (1e-3, 1.0):
+        for _ in range(20):
+            tensor, step = (torch.randn(2000, generator=make, dtype=torch.float64) for _ in range(2))
+            _, rows = numbers(summed([(tensor, 0), (tensor + far * step, 0)]))
+            shares.append(float((rows[1, 1:] - rows[0, 1:]).square().mean().sqrt() / (far * step.norm())))
+    assert 0.3 < min(shares) < 1.0 < max(shares) < 2.0
+    assert sum(shares) / len(shares) == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_sample_has_its_digest_in_any_batch():
+    make = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 90, (4, 7), generator=make)
+    mask = torch.ones(4, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    wide = {
+        "input_ids": torch.where(mask > 0, ids, 90),
+        "attention_mask": mask,
+        "labels": torch.where(mask > 0, ids, -100),
+    }
+    left = {name: value[1:2].roll(3, 1) for name, value in wide.items()}
+    alone = {name: value[1:2, :4] for name, value in wide.items()}
+    every = digested(wide)
+    assert every.size == 4
+    assert len(set(every.samples.tolist())) == 4
+    assert digested(alone).samples[0] == every.samples[1]
+    assert digested(left).samples[0] == every.samples[1]
+    assert digested({**alone, "labels": alone["labels"] + 1}).samples[0] != every.samples[1]
+    assert [count.tolist() for count in every.counts][2] == [25, 21]  # labels: all, and without each sample's first
+
+
+def test_batches_of_many_kinds_are_cut():
+    pictures = torch.rand(3, 3, 90, 90)
+    batch = digested((pictures, torch.arange(3), ["a", "b", "c"]))
+    assert batch.size == 3
+    assert len(set(batch.samples.tolist())) == 3
+    assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples[0] == batch.samples[1]
+    assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples[0] != batch.samples[1]
+    assert digested({"n": 3}).samples is not None
+    assert digested(None).size == 0
+    assert outcomes({"loss": torch.tensor(1.0), "logits": torch.ones(3, 2)}, 3)[1] == 2
+    assert outcomes(torch.tensor(1.0), 3) is None
