@@ -65,6 +65,7 @@ class Case:
     steps: tuple = (FIRST, LAST)
 
 
+KEPT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 SYNC = {"ckpt_freq": 2, "checkpoint.mode": "sync", "checkpoint.keep": 1}
 CASES = [
     Case("slow samples, from a disk", "data", Knobs(sample=0.001)),
@@ -105,7 +106,7 @@ CASES = [
         "an update tensor by tensor", "update", Knobs(width=128, layers=150, loose=True), Knobs(width=128, layers=150)
     ),
     Case("Python in the forward", "host", Knobs(python=400_000), Knobs()),
-    Case("many small operations", "operations", Knobs(tiny=3000), Knobs()),
+    Case("many small operations", "operations", Knobs(tiny=600)),
     Case("a wait in the forward", "host", Knobs(forward=0.03), Knobs()),
     Case("a slow body of the loop", "host", Knobs(body=0.03), Knobs()),
     Case(
@@ -114,8 +115,16 @@ CASES = [
         Knobs(width=512, layers=12),
         config={"activation_checkpointing": "full"},
     ),
-    Case("more threads than cores", "threads", Knobs(width=1024), env={"OMP_NUM_THREADS": "16"}),
-    Case("healthy, one process", "compute", Knobs(width=1024), config={"batch_size": 128}),
+    Case(
+        "more threads than cores",
+        "threads",
+        Knobs(width=512),
+        ranks=2,
+        config={"batch_size": 256},
+        env={"OMP_NUM_THREADS": str(os.cpu_count())},
+    ),
+    Case("large gradients, made anew each step", "memory", Knobs(width=1024)),
+    Case("healthy, one process", "compute", Knobs(width=1024), config={"batch_size": 128}, env=KEPT),
     Case("healthy, two processes", "compute", Knobs(width=512), ranks=2, config={"batch_size": 1024}),
 ]
 
@@ -139,7 +148,10 @@ def task_of(knobs, rank):
         def forward(self, x):
             for block in self.blocks:
                 x = block(x)
-            return self.head(x)
+            out = self.head(x)
+            for _ in range(knobs.tiny):
+                out = out + 0.0
+            return out
 
     class Samples(torch.utils.data.Dataset):
         draws_random = False
@@ -200,8 +212,6 @@ def task_of(knobs, rank):
             out = model(batch["x"])
             mask = batch["attention_mask"].unsqueeze(-1)
             out = (out * mask).sum(1) / mask.sum(1)
-            for _ in range(knobs.tiny):
-                out = out + 0.0
             if knobs.churn:
                 for _ in range(4):
                     out = out + 0.0 * torch.ones(knobs.churn * 65536).sum()
@@ -270,9 +280,11 @@ def flags_in(what, case):
     fields = dict(re.findall(r"--([a-z][\w.-]*) ([^\s,:]+)", what))
     held = {name.replace("-", "_").replace("engine.", "engine_options."): value for name, value in fields.items()}
     types = {"data.workers": int, "micro_batch_size": int, "batch_size": int, "eval_freq": int, "ckpt_freq": int}
-    types |= {"log_freq": int, "engine_options.bucket_cap_mb": float}
+    types |= {"compile": bool, "log_freq": int, "engine_options.bucket_cap_mb": float}
     if held.get("batch_size"):
         held |= {"micro_batch_size": str(case.config.get("batch_size", 32) // case.ranks)}
+    if re.search(r"--compile\b", what):
+        held["compile"] = "1"
     variables = dict(re.findall(r"([A-Z][A-Z_]+)=(\w+)", what))
     return {name: types.get(name, str)(value) for name, value in held.items()}, variables
 

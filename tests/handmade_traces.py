@@ -31,8 +31,15 @@ class Hand:
     def mark(self, phase, begin, length):
         self.add("user_annotation", f"lockstep:{phase}", begin, length)
 
-    def op(self, begin, length, name="aten::mm"):
-        self.add("cpu_op", name, begin, length)
+    def op(self, begin, length, name="aten::mm", **args):
+        self.add("cpu_op", name, begin, length, **args)
+
+    def node(self, begin, length, again=0):
+        """A node of a backward, which computes a forward of `again` microseconds before it goes on."""
+        self.add("cpu_op", "autograd::engine::evaluate_function: X", begin, length, **{"Fwd thread id": 1})
+        if again:
+            self.op(begin, again, "aten::addmm", **{"Sequence number": 7, "Fwd thread id": 0})
+        self.op(begin + again, length - again)
 
     def gloo(self, begin, length, kind="all_reduce", tid=GLOO):
         self.add("user_annotation", f"gloo:{kind}", begin, length, tid=tid)

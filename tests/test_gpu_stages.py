@@ -38,6 +38,16 @@ def test_stages_are_rehearsed_without_a_gpu_and_write_their_page(tmp_path):
     assert "## probe: done" in page
 
 
+def test_what_is_planned_is_rehearsed_beside_what_is_held(tmp_path):
+    found, said = rehearse(tmp_path, "plan")
+    assert found["plan"]["ended"] == "done", said
+    assert not [each for each in found["plan"]["other"] if "failed" in each], said
+    seen = figures(found["plan"])
+    assert len(seen) == 12
+    assert seen["plan, bf16"]["aim"] == 0.05
+    assert all(each["planned_gib"] > 0 for name, each in seen.items() if not name.endswith("more than planned"))
+
+
 def test_without_a_gpu_it_ends_before_anything_is_written(tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(RUN), "--only", "machine", "--out", str(tmp_path / "out")]

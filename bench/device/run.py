@@ -29,6 +29,7 @@ STAGES = {
     "contest": (300, "bench/gpu.py"),
     "exact": (150, "bench/device/exact.py"),
     "large": (210, "bench/device/large.py"),
+    "plan": (60, "bench/device/plan.py"),
 }
 
 

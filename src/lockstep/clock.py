@@ -5,6 +5,7 @@ clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step
 with marked("save"): ...                        # a mark in a trace, where a profiler runs
 """
 
+import os
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.profiler import record_function
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "MarkingClock", "make_clock", "marked"]
+__all__ = ["Clock", "DeviceClock", "HostClock", "MarkingClock", "make_clock", "marked", "queued"]
 
 _ALONE = "backward/alone"
 _Marks = list[tuple[str, torch.cuda.Event]]
@@ -158,6 +159,7 @@ class MarkingClock:
 
     Attributes:
         computed: seconds by part in which this thread was computing, of the marked steps; the rest it waited.
+        queued: seconds by part in which it wanted to, and had no core: others had them all. On Linux.
         plain: seconds of each of the last steps that were not marked, what follows a step included.
     """
 
@@ -165,8 +167,10 @@ class MarkingClock:
         self._clock = clock
         self._number = 0  # of the step to be marked next; 0: none
         self._part, self._mark, self._whole = "", _Mark(), _Mark()
-        self._ran, self._began = 0.0, 0.0
+        self._ran, self._waited, self._began = 0.0, 0.0, 0.0
         self.computed: dict[str, float] = {}
+        self.queued: dict[str, float] = {}
+        self._told: int | None = None  # where the system tells how long this thread was in the queue
         self.plain: deque[float] = deque(maxlen=_PLAIN)
 
     @property
@@ -175,13 +179,17 @@ class MarkingClock:
 
     def trace(self, number: int) -> None:
         """From the next step on, which is the one of this number, counted from 1, each is marked."""
-        self._number, self._began, self.computed = number, 0.0, {}
+        self._told = self._told if self._told is not None else _open_queue()
+        self._number, self._began, self.computed, self.queued = number, 0.0, {}, {}
 
     def end(self) -> None:
         """The marked step is over, and no other is marked."""
         self._leave()
         self._whole.end()
         self._number = 0
+        if self._told is not None:
+            os.close(self._told)
+            self._told = None
 
     def start(self) -> None:
         self._clock.start()
@@ -215,14 +223,40 @@ class MarkingClock:
         return self._clock.read()
 
     def _enter(self, part: str) -> None:
-        self._part, self._ran = part, time.thread_time()
+        self._part, self._ran, self._waited = part, time.thread_time(), _queued(self._told)
         self._mark.begin("exchange" if part == "told" else part)
 
     def _leave(self) -> None:
         if self._part:
             self.computed[self._part] = self.computed.get(self._part, 0.0) + time.thread_time() - self._ran
+            self.queued[self._part] = self.queued.get(self._part, 0.0) + _queued(self._told) - self._waited
         self._part = ""
         self._mark.end()
+
+
+def queued() -> float:
+    """Seconds that this thread has wanted a core and had none, since it began; 0 where the system does not tell."""
+    told = _open_queue()
+    if told is None:
+        return 0.0
+    try:
+        return _queued(told)
+    finally:
+        os.close(told)
+
+
+def _open_queue() -> int | None:
+    try:
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no Linux, or one that does not count it
+        return None
+
+
+def _queued(told: int | None) -> float:
+    try:
+        return 1e-9 * int(os.pread(told, 100, 0).split()[1]) if told is not None else 0.0
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class _Mark:

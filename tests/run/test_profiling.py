@@ -16,7 +16,7 @@ from lockstep.clock import HostClock, MarkingClock, make_clock, marked
 from lockstep.config.config import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
-from lockstep.run.machine import positions
+from lockstep.run.machine import Usage, fused_ns, operations_us, page_us, positions, threads_gain
 from lockstep.sinks.jsonl import read as records
 
 
@@ -111,6 +111,46 @@ def test_a_disk_that_refuses_costs_the_verdict_and_not_the_run(tmp_path, monkeyp
     assert "no verdict: rank 0" in log
     assert "No space left" in log
     assert not list((tmp_path / "r" / "profile" / "5-8").iterdir())
+
+
+class Again(Ragged):
+    """Its own forward is checkpointed, which no option says."""
+
+    def loss(self, model, batch):
+        again = torch.utils.checkpoint.checkpoint(super().loss, model, batch, use_reentrant=False)
+        return again * 1.0
+
+
+def test_forwards_that_are_computed_again_are_seen(tmp_path):
+    go(None, traced(tmp_path), Again())
+    go(None, traced(tmp_path, experiment_name="plain"))
+    found, plain = (read(tmp_path / name / "profile" / "5-8" / "rank-0.json.gz") for name in ("r", "plain"))
+    slots = found.about["slots"]
+    assert len(found.again) >= found.steps * slots
+    assert not len(plain.again)
+    assert found.about["page_us"] > 0.0
+    assert found.about["queued"].keys() == found.about["cpu"].keys()
+    assert found.about["usage"].keys() >= {"system", "minor", "major", "busy", "others", "queued"}
+
+
+def test_probes_leave_threads_and_random_numbers_alone():
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert threads_gain(1) > 0.0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert 0.0 < operations_us() < 1e6
+    assert 0.0 < page_us() < 1e6
+    assert 0.0 < fused_ns(torch.device("cpu")) < 1e6
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_step_had_of_the_system_is_its_usual():
+    noted = [Usage(0.0, minor, 0.0) for minor in (0, 900, 910, 920)]
+    assert Usage.usual(noted).minor == 10
+    assert Usage.usual(noted[:2]) == Usage()  # one step says nothing
 
 
 class Fails(Ragged):

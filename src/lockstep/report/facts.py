@@ -21,6 +21,8 @@ from lockstep.config.secrets import is_secret_name
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.report.goodput import Goodput, duration, goodput
 from lockstep.report.reading import Records, lines_of, shown, small_json, small_toml
+from lockstep.report.timeline import EVALUATION, LOADING, SAVES, TRAINING
+from lockstep.report.waits import waits
 from lockstep.tasks.options import OWN, kind_of
 
 __all__ = ["Facts", "Stored", "gather", "number"]
@@ -140,10 +142,28 @@ class Facts:
         text += "."
         if self.account:
             text += f" {self.account.share:.0%} of the time went into training steps that were kept."
+        if said := self.waits():
+            text += f" {said}."
         if self.profiles:
             text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
         wrong = [f"{what}: {count}" for what, count in self.troubles]
         return f"{text} On the way: {'; '.join(wrong)}." if wrong else text
+
+    def waits(self) -> str:
+        """What took more of the time than is normal, by timeline and records; "" where nothing did."""
+        if not self.account:
+            return ""
+        parts: dict[str, float] = {}
+        for name, curve in self.records.curves.items():
+            if name.startswith("time/") and name != "time/total" and curve.count - curve.bad > 1:
+                rest = sum(span.mean * span.count for span in curve.spans()) - curve.first[1]  # that holds the start
+                parts[name.removeprefix("time/")] = max(0.0, rest)
+        seconds = self.account.seconds
+        steps, whole = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
+        found = {"steps": steps, "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
+        found |= {name: steps * parts.get(name, 0.0) / whole for name in ("data", "exchange") if whole}
+        workers = _number_of(self.config.get("data.workers")) or 0
+        return waits(found, workers=workers, ranks=self.account.starts[-1].world)
 
 
 def gather(folder: Path, *, digits: bool = False) -> Facts:

@@ -1,32 +1,65 @@
-"""What a trace does not say of machine and batches: cores, memory, page faults, padding, a fused update's speed."""
+"""What a trace does not say of machine and batches: cores, memory, page faults, padding, what some things cost.
 
+What is timed here is timed when a trace is about to begin, takes some milliseconds, and leaves the process as it was:
+its memory comes from the system and not from malloc, which would keep what follows it otherwise.
+"""
+
+import mmap
 import os
 import resource
 import time
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.clock import queued
 from lockstep.distributed.world import World
 
-__all__ = ["Usage", "cores", "fused_ns", "local_ranks", "memory_free", "positions"]
+__all__ = [
+    "Usage",
+    "cores",
+    "fused_ns",
+    "local_ranks",
+    "memory_free",
+    "operations_us",
+    "page_us",
+    "positions",
+    "threads_gain",
+]
 
 _TRIED = 1 << 21  # elements of the tensor whose update is timed
+_PAGES = 1 << 24  # bytes whose pages are touched: more than a core's own caches hold
+_EVENTS = 400  # operations that are traced
+_WIDE = 384  # rows and columns of the matrices by which threads are timed
 _WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread's own, on Linux
 
 
 class Usage(NamedTuple):
-    """What this thread has had of the system so far: milliseconds in it, new pages, and pages read from a disk."""
+    """What this thread has had so far: milliseconds in the system, new pages, pages read from a disk; milliseconds that
+    it computed, that the process's other threads did, and that it wanted a core and had none."""
 
     system: float = 0.0
     minor: float = 0.0
     major: float = 0.0
+    busy: float = 0.0
+    others: float = 0.0
+    queued: float = 0.0
 
     @classmethod
     def now(cls) -> "Usage":
         found = resource.getrusage(_WHO)
-        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt)
+        busy, whole = 1e3 * time.thread_time(), 1e3 * time.process_time()
+        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queued())
+
+    @classmethod
+    def usual(cls, noted: Sequence["Usage"]) -> "Usage":
+        """What a step had of each, in the middle one of those between what was noted; nothing, for less than two."""
+        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(noted)]
+        return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
 
     def since(self, steps: int) -> dict[str, float]:
         """What came since, a step."""
@@ -58,20 +91,73 @@ def memory_free(world: World) -> int:
 
 def fused_ns(device: torch.device) -> float:
     """Nanoseconds that fused AdamW takes an element, as measured now; 0 where this device has none."""
-    tried = torch.zeros(_TRIED, device=device, requires_grad=True)
-    tried.grad = torch.zeros_like(tried)
-    best = float("inf")
+    if device.type == "cpu":
+        held = mmap.mmap(-1, 16 * _TRIED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _TRIED).unbind()
+        tried = tried.detach().requires_grad_()
+    else:
+        tried, grad = torch.zeros(_TRIED, device=device, requires_grad=True), torch.zeros(_TRIED, device=device)
+        first, second = torch.zeros_like(grad), torch.zeros_like(grad)
+    tried.grad = grad
+    best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
     try:
         optimizer = torch.optim.AdamW([tried], fused=True)
+        step = torch.zeros((), device=device)
+        optimizer.state[tried] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         for _ in range(4):
-            began = time.perf_counter()
+            began = clock()
             optimizer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # waits for the device
-            best = min(best, time.perf_counter() - began)
+            best = min(best, clock() - began)
     except RuntimeError:
         return 0.0
     return 1e9 * best / _TRIED
+
+
+def page_us() -> float:
+    """Microseconds that a new page of memory takes the system, its zeros and its return included."""
+    best, size = float("inf"), mmap.PAGESIZE
+    for _ in range(3):
+        began = time.thread_time()
+        held = mmap.mmap(-1, _PAGES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        torch.frombuffer(held, dtype=torch.uint8).fill_(1)
+        held.close()
+        best = min(best, time.thread_time() - began)
+    return 1e6 * best * size / _PAGES
+
+
+def operations_us() -> float:
+    """Microseconds of a small operation, called from Python; what tracing adds to it is an event's cost."""
+    one, other = torch.zeros(1), torch.zeros(1)
+    best = float("inf")
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(_EVENTS // 5):
+            one.add_(other)
+        best = min(best, time.thread_time() - began)
+    return 1e6 * best / (_EVENTS // 5)
+
+
+def threads_gain(fewer: int) -> float:
+    """How many times as fast small products of matrices are with `fewer` threads as with those of now.
+
+    All processes of the host are to ask at about the same time: that they disturb each other is what is measured.
+    """
+    now, took = torch.get_num_threads(), []
+    one, found = torch.ones(_WIDE, _WIDE), torch.empty(_WIDE, _WIDE)
+    try:
+        for threads in (now, fewer):
+            torch.set_num_threads(threads)
+            torch.mm(one, one, out=found)
+            began = time.perf_counter()
+            for _ in range(20):
+                torch.mm(one, one, out=found)
+                found.add_(1.0)
+            took.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(now)
+    return took[0] / took[1]
 
 
 def positions(held: Any, items: int) -> tuple[int, int | Tensor]:

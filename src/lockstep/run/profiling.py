@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -34,11 +35,22 @@ from lockstep.engines.make import SHARING, name_of
 from lockstep.engines.options import own_options
 from lockstep.errors import ConfigError
 from lockstep.run.build import Built
-from lockstep.run.machine import Usage, cores, fused_ns, local_ranks, memory_free, positions
+from lockstep.run.machine import (
+    Usage,
+    cores,
+    fused_ns,
+    local_ranks,
+    memory_free,
+    operations_us,
+    page_us,
+    positions,
+    threads_gain,
+)
 from lockstep.run.meter import memory
 
 __all__ = ["Profiling", "check_range", "folder_of"]
 
+_PLAIN = 11  # times before the trace at which the process's use of the system is noted
 _LOG = logging.getLogger("lockstep")
 
 
@@ -79,7 +91,8 @@ class Profiling:
         self.clock: Clock = self._marks or clock
         self._profiler: Any = None
         self._first = self._done = 0  # of the traced steps: the first one, and the last that was taken
-        self._usage, self._fused = Usage(), 0.0
+        self._usage, self._costs = Usage(), dict[str, Any]()
+        self._plain: deque[Usage] = deque(maxlen=_PLAIN)
         self._padding: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -105,6 +118,8 @@ class Profiling:
         if self._first:
             self._done = done
             self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
+        if done < first - 1:
+            self._plain.append(Usage.now())
         if done == last:
             self.end()
         elif done >= first - 2 and self._profiler is None:  # the step before warms the profiler up
@@ -125,7 +140,11 @@ class Profiling:
     def _prepare(self) -> None:
         device = self._built.world.device
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        self._fused = fused_ns(device)
+        self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
+        ranks = local_ranks(self._built.world.size)
+        fewer = max(1, cores() // ranks)
+        if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
+            self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
         with _quiet():
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()
@@ -134,8 +153,10 @@ class Profiling:
         assert self._marks is not None
         if self._built.world.device.type == "cuda":
             torch.cuda.synchronize(self._built.world.device)  # waits for the device: what is traced begins here
+        plain = operations_us()
         with _quiet():
             self._profiler.start_trace()
+        self._costs["event_us"] = max(0.0, operations_us() - plain)
         self._first, self._padding, self._usage = number, [], Usage.now()
         self._marks.trace(number)
 
@@ -178,7 +199,9 @@ class Profiling:
         built, world, count = self._built, self._built.world, self._done - self._first + 1
         config, engine = built.config, name_of(built.config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
-        plain = sorted(marks.plain)
+        plain, usage = sorted(marks.plain), self._usage.since(count)
+        # What a trace keeps lies between the tensors in memory, and makes pages new that are not without it.
+        usage["minor"] = min(usage["minor"], Usage.usual(self._plain).minor)
         return {
             "rank": world.rank,
             "world_size": world.size,
@@ -187,7 +210,6 @@ class Profiling:
             "host": socket.gethostname(),
             "cores": cores(),
             "local_ranks": local_ranks(world.size),
-            "threads": torch.get_num_threads(),
             "micro_batches": config.micro_batches,
             "micro_batch_size": config.micro_size,
             "slots": len(self._step_loader.present),
@@ -195,10 +217,11 @@ class Profiling:
             "shares": engine in SHARING,
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
-            "fused_ns": self._fused,
+            **self._costs,
             "untraced_ms": 1e3 * plain[len(plain) // 2] if plain else None,
             "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
-            "usage": self._usage.since(count),
+            "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
+            "usage": usage,
             "padding": {
                 "positions": sum(whole for whole, _ in self._padding),
                 "empty": sum(int(empty) for _, empty in self._padding),

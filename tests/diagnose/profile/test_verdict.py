@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from handmade_traces import on_cpu, on_device
+from handmade_traces import OTHER, on_cpu, on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,9 @@ from lockstep.diagnose.profile.reading import understood
 from lockstep.diagnose.profile.verdict import judged
 
 
-def verdict(*hands):
+def verdict(*hands, **about):
+    for hand in hands:
+        hand.about |= about
     return judged([understood(hand.json) for hand in hands])
 
 
@@ -103,14 +105,18 @@ PLANTED = {
     "memory that comes and goes": (
         "memory",
         "MALLOC",
-        lambda: [on_cpu(data=200, usage={"system": 4.0, "minor": 9000, "major": 0})],
+        lambda: [on_cpu(data=200, usage={"system": 40.0, "minor": 4000, "major": 0}, page_us=1.0)],
     ),
     "swapping": (
         "memory",
         "smaller --micro-batch-size",
         lambda: [on_cpu(data=200, usage={"system": 4.0, "minor": 9000, "major": 40})],
     ),
-    "more threads than cores": ("threads", "OMP_NUM_THREADS=2", lambda: ranks(on_cpu, data=200, threads=4)),
+    "more threads than cores": (
+        "threads",
+        "OMP_NUM_THREADS=2",
+        lambda: ranks(on_cpu, data=200, threads=4, fewer_threads={"count": 2, "gain": 1.5}),
+    ),
     "CUDA: launches too slow": ("host", "--compile", lambda: [on_device(kernel=10, gap=30)]),
     "CUDA: an exchange that is waited for": (
         "communication",
@@ -127,7 +133,42 @@ PLANTED = {
     "CUDA: copies from pageable memory": ("data", "--data.workers", lambda: [on_device(kernel=400, copies=9000)]),
 }
 
+PLANTED |= {
+    "forwards computed again by the model itself": (
+        "recomputation",
+        "less checkpointing of activations in the model",
+        lambda: [with_nodes(again=3000)],
+    ),
+    "CUDA: forwards computed again": (
+        "recomputation",
+        "less checkpointing of activations in the model",
+        lambda: [on_device_again()],
+    ),
+    "nodes of a backward without operations": ("operations", "--compile", lambda: [with_nodes(empty=400)]),
+    "other processes have the cores": (
+        "cores",
+        "a machine of its own",
+        lambda: [on_cpu(data=200, queued={"forward": 1.0, "backward": 3.0})],
+    ),
+    "gradients made anew": (
+        "memory",
+        "MALLOC",
+        lambda: [on_cpu(data=200, usage={"system": 3.0, "minor": 2000, "major": 0}, page_us=1.2)],
+    ),
+}
+
 HEALTHY = {
+    "backwards that compute no forward": lambda: [with_nodes()],
+    "system time that is not of new pages": lambda: [on_cpu(usage={"system": 4.0, "minor": 150}, page_us=1.2)],
+    "own exchanges on the cores": lambda: ranks(
+        on_cpu, data=200, hidden=3000, usage={"others": 3.0, "queued": 1.5}, queued={"backward": 1.5}, cores=2
+    ),
+    "more threads than cores, which do no harm": lambda: ranks(
+        on_cpu, data=200, threads=4, fewer_threads={"count": 2, "gain": 0.9}
+    ),
+    "room for no more activations": lambda: [
+        on_cpu(data=200, memory_free=1e8, options={"activation_checkpointing": "full"})
+    ],
     "one process": lambda: [on_cpu(data=200)],
     "two processes, the exchange hidden": lambda: ranks(on_cpu, data=200, hidden=3000, exchange=100),
     "few evaluations": lambda: [seldom_once("evaluate", eval_freq=1000)],
@@ -154,6 +195,35 @@ def lengths(rank):
         hand.op(at + 12300, 300, "aten::_fused_adamw_")
         at += 12600
         hand.mark(f"step {step}", begin, at - begin)
+    return hand
+
+
+def with_nodes(again=0, empty=0):
+    """Steps of 12 ms whose backward is one node, or has so many that are empty."""
+    hand = on_cpu(data=200, forward=3000, backward=0)
+    hand.events = []
+    for step in range(hand.count):
+        at = 12000.0 * step
+        hand.mark("data", at, 200)
+        hand.mark("forward", at + 200, 3000)
+        hand.op(at + 200, 3000)
+        hand.mark("backward", at + 3200, 8300)
+        for k in range(empty):
+            hand.add("cpu_op", "autograd::engine::evaluate_function: Add", at + 3200 + 20 * k, 2)
+        hand.node(at + 3200 + 20 * empty, 8300 - 20 * empty, again)
+        hand.mark("update", at + 11500, 500)
+        hand.op(at + 11500, 500, "aten::_fused_adamw_")
+        hand.mark(f"step {step}", at, 12000)
+    return hand
+
+
+def on_device_again():
+    """The backward's thread launches five kernels of a forward before those of its own."""
+    hand = on_device(kernel=400)
+    for mark in [event for event in hand.events if event["name"] == "lockstep:backward"]:
+        begin = mark["ts"]
+        hand.add("cpu_op", "autograd::engine::evaluate_function: X", begin, 3000, tid=OTHER, **{"Fwd thread id": 1})
+        hand.add("cpu_op", "aten::addmm", begin, 1900, tid=OTHER, **{"Sequence number": 5, "Fwd thread id": 0})
     return hand
 
 
@@ -196,6 +266,11 @@ def test_what_a_rank_waits_for_a_late_one_is_no_communication():
     assert found.by_rank[1]["imbalance"] == 0
 
 
+def test_what_a_device_computes_again_is_what_was_asked_for_then():
+    found = verdict(on_device_again())
+    assert "2.0 ms a step" in found.sentence  # five kernels of 400 us
+
+
 def test_ranks_of_another_host_have_a_clock_of_their_own():
     here, there = ranks(on_cpu, data=200, forward=(3000, 12000), late=(9000, 0), exchange=500)
     there.about["host"] = "b"
@@ -211,6 +286,38 @@ def test_the_parts_sum_to_the_step(name):
     assert found.parts.keys() == set(PARTS)
     assert sum(found.parts.values()) - found.parts["hidden_communication"] == pytest.approx(found.step_ms)
     assert min(found.parts.values()) >= 0
+
+
+def test_an_exchange_by_the_same_cores_is_not_hidden_by_smaller_buckets():
+    """On a CPU the threads of gloo take the cores that the backward has."""
+
+    def found(**about):
+        options = {"engine_options.bucket_cap_mb": 1000.0}
+        return verdict(*ranks(on_cpu, data=200, exchange=5000, options=options, **about))
+
+    spent = {"data": 0.2, "forward": 3.0, "backward": 6.0, "update": 0.5}
+    assert found(cpu=spent, usage={"others": 0.1}).what == "--engine.bucket-cap-mb 25"
+    busy = found(cpu=spent, usage={"others": 5.0}, cores=2)
+    assert "bucket" not in busy.what
+    assert "compression" not in busy.what
+    assert found(cpu=spent, usage={"others": 5.0}, cores=8).what == "--engine.bucket-cap-mb 25"
+
+
+def test_waiting_for_a_core_is_no_part_of_computing():
+    plain = verdict(on_cpu(data=200, gaps=1000)).parts
+    found = verdict(on_cpu(data=200, gaps=1000, queued={"forward": 1.0, "backward": 2.0}, usage={"queued": 3.0})).parts
+    assert found["queued"] == pytest.approx(3.0)
+    assert found["compute"] == pytest.approx(plain["compute"] - 3.0 * 7.0 / 9.0)
+    assert found["host"] == pytest.approx(plain["host"] - 3.0 * 2.0 / 9.0)
+    assert found["update"] == plain["update"]
+
+
+def test_what_tracing_takes_is_no_gain():
+    """3,000 operations a step, each of which takes a microsecond to be written."""
+    hand = on_cpu(data=200, ops=1500, gaps=1500)
+    slow, fast = verdict(hand, event_us=0.0), verdict(hand, event_us=1.0)
+    assert slow.bottleneck == fast.bottleneck == "operations"
+    assert fast.gain < slow.gain
 
 
 TIMES = st.integers(0, 9000)

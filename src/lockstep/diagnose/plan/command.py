@@ -1,23 +1,26 @@
 """What `lockstep plan` does with its flags, which are in commands/plan.py."""
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lockstep.config import options, presets
 from lockstep.config.config import Config
-from lockstep.diagnose.plan.devices import Device, device_of
+from lockstep.diagnose.plan.devices import DEVICES, Device, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
 from lockstep.diagnose.plan.report import as_json, described
 from lockstep.diagnose.plan.search import Answer, searched
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import said
 
-__all__ = ["answered", "run"]
+__all__ = ["answered", "device_here", "run"]
 
 _NOTHING_FITS = 3
 
@@ -52,7 +55,21 @@ def answered(config: Config, task: Any, size: int, device: Device, *, fast: bool
         UsageError: it cannot be planned.
     """
     planner = Planner(config, subject_of(config, task, _say), size, device)
-    return searched(planner, fast=fast, open_batch=open_batch)
+    with _frozen(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed and models of others write lines of their own
+        return searched(planner, fast=fast, open_batch=open_batch)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Within it a collection of garbage, of which a trace has three, passes over what was there before: all of torch's
+    objects, a third of a second each time. What somebody else froze stays so."""
+    own = not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if own:
+            gc.unfreeze()
 
 
 def _widened(config: Config, size: int) -> Config:
@@ -67,10 +84,15 @@ def _device(name: str, memory: str) -> Device:
     """The device that is named; by "auto" and "cuda" the one that is here, where one is."""
     if name not in ("auto", "cuda"):
         return device_of(name, memory)
-    if not torch.cuda.is_available():
-        return device_of("cpu", memory)
+    return device_here(memory) if torch.cuda.is_available() else device_of("cpu", memory)
+
+
+def device_here(memory: str) -> Device:
+    """This machine's first CUDA device, with the figures of the known one that it is, or of an h100-80; `memory` of it,
+    where that is given."""
     found = torch.cuda.get_device_properties(0)
-    near = [each for each in ("h100-80", "h200-141", "a100-80") if each[:4] in found.name.lower()]
+    near = [each for each in DEVICES if each.split("-")[0] in found.name.lower().replace(" ", "")]
+    near.sort(key=lambda each: abs(DEVICES[each].memory - found.total_memory))
     plain = device_of(near[0] if near else "h100-80", memory)
     return plain if memory else dataclasses.replace(plain, name=found.name, memory=float(found.total_memory))
 

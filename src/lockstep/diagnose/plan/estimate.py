@@ -19,10 +19,11 @@ from lockstep.diagnose.plan.devices import Device, device_of
 from lockstep.diagnose.plan.fakes import fake_world
 from lockstep.diagnose.plan.recorder import Work
 from lockstep.diagnose.plan.subject import Subject, layers_of
-from lockstep.diagnose.plan.trace import Trace, Untraceable, probed, traced
+from lockstep.diagnose.plan.trace import Trace, Untraceable, probed, traced, unlike
 from lockstep.engines.make import name_of
 from lockstep.engines.options import ENGINES
 from lockstep.engines.shared.exact import check_servable, held_at_most
+from lockstep.engines.shared.sizes import check_planned
 from lockstep.errors import ConfigError
 from lockstep.run.defaults import settled
 
@@ -98,8 +99,7 @@ class Planner:
     def _settled(self, config: Config) -> tuple[Config, Sizes]:
         world: Any = _Asked(self.size)
         engine = name_of(config.engine, world)
-        if not ENGINES[engine].everywhere:
-            raise ConfigError(f"--engine {engine} cannot be planned: it keeps memory of its own; name another one")
+        check_planned(engine, config.engine_options)
         if ENGINES[engine].one_process and self.size > 1:
             raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-size 1")
         precision = config.precision
@@ -131,7 +131,7 @@ class Planner:
         if config.exact:
             found, copies = self._exact(config, layers, subject, slots)
         else:
-            found, copies = self._deep(config, layers, subject, min(slots, 2)), 0.0
+            found, copies = self._deep(config, layers, subject, min(slots, unlike(config))), 0.0
         return self._whole(config, found, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[Trace, float]:
@@ -147,7 +147,8 @@ class Planner:
 
     def _deep(self, config: Config, layers: int, subject: Subject | None, slots: int) -> Trace:
         policy = config.activation_checkpointing
-        if layers < _DEEP or policy.startswith("every:"):
+        # DeepSpeed's buckets end elsewhere in each depth, so that there are no lines.
+        if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
             whole = layers == self.sizes.layers
             return self._traced(config, subject, 0 if whole else layers, slots)
         low, high = (self._traced(config, subject, count, slots) for count in _SHALLOW)
@@ -203,7 +204,11 @@ class _Asked:
 
 
 def _between(low: Trace, high: Trace, times: float) -> Trace:
-    """low + times * (high - low), number by number; phases that only one has are left out."""
+    """low + times * (high - low), number by number; phases that only one has are left out.
+
+    After each operation a trace holds what a straight line says; the most of a phase is the most of these lines, and
+    may be another one's than in either trace.
+    """
 
     def line(one: float, other: float) -> float:
         return one + times * (other - one)
@@ -215,9 +220,19 @@ def _between(low: Trace, high: Trace, times: float) -> Trace:
         one, other = low.work[name], high.work[name]
         return Work(line(one.flops, other.flops), line(one.moved, other.moved), line(one.calls, other.calls))
 
+    peaks, parts = lines(low.peaks, high.peaks), {}
+    for name, each in low.parts.items():
+        if name not in high.parts:
+            continue
+        parts[name] = lines(each, high.parts[name])
+        ones, others = low.levels.get(name, []), high.levels.get(name, [])
+        if ones and len(ones) == len(others):  # else by parameters, as in an update, whose last ones hold most
+            peaks[name] = max(map(line, ones, others))
+            parts[name]["rest"] += peaks[name] - sum(parts[name].values())
     return Trace(
-        lines(low.peaks, high.peaks),
-        {name: lines(each, high.parts[name]) for name, each in low.parts.items() if name in high.parts},
+        peaks,
+        {},
+        parts,
         line(low.held, high.held),
         {name: work(name) for name in low.work},
         low.batch,

@@ -10,6 +10,7 @@ Collectives leave what they were given. What an engine asks the numbers for (is 
 import contextlib
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,20 +22,37 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.distributed.world import World
+from lockstep.engines.shared.ddp_common import ReplicatedEngine
+from lockstep.engines.shared.unused import Usage
 
-__all__ = ["REFUSED", "FakeWorld", "as_fake", "exchanging", "fake_world", "local", "without_modes"]
+__all__ = [
+    "REFUSED",
+    "FakeWorld",
+    "Unwatched",
+    "as_fake",
+    "exchanging",
+    "fake_device",
+    "fake_world",
+    "finite",
+    "local",
+    "plainly",
+    "without_modes",
+]
 
 # What a model raises that needs numbers, which are not there.
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_GIVEN = "_lockstep_given"  # an attribute of tensors that a batch brings
 _ATTENTION: Any = F.scaled_dot_product_attention
 
 
@@ -72,10 +90,12 @@ def fake_world(size: int, *, launched: bool, fused: bool = True) -> Iterator[Fak
 
             dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
             stack.callback(_left)
+            _announced(stack, size)
             world.control = dist.group.WORLD
             _patched(stack)
         _set(stack, nn.Module, "_apply", _Apply())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _unmasked(stack)
         if fused:
             _set(stack, F, "scaled_dot_product_attention", _undropped)
         yield world
@@ -84,6 +104,27 @@ def fake_world(size: int, *, launched: bool, fused: bool = True) -> Iterator[Fak
 def _left() -> None:
     gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
+    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):  # which keep the groups that they met first
+        module = sys.modules.get(name)
+        for key, value in list(vars(module).items()) if module else ():
+            if isinstance(value, dist.ProcessGroup) or key == "cdb":
+                setattr(module, key, None)
+
+
+def _announced(stack: contextlib.ExitStack, size: int) -> None:
+    """Within `stack`: what a launcher says in the environment, which DeepSpeed reads."""
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+    def back() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    stack.callback(back)
 
 
 def _patched(stack: contextlib.ExitStack) -> None:
@@ -102,6 +143,48 @@ def _patched(stack: contextlib.ExitStack) -> None:
 
     _set(stack, apply, "init_device_mesh", made)
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
+    # What all ranks would add up is what this one counted: the others do the same.
+    _set(stack, Usage, "_over_ranks", lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts])
+    wrap = ReplicatedEngine._wrap
+
+    def wrapped(engine: Any, find_unused: bool) -> None:
+        wrap(engine, find_unused)
+        exchanging(engine._ddp)
+
+    _set(stack, ReplicatedEngine, "_wrap", wrapped)
+    zero: Any = importlib.import_module("lockstep.engines.zero").ZeroRedundancyOptimizer
+    divided = zero._init_local_optimizer
+
+    def busiest(optimizer: Any) -> None:
+        """The part of the rank that has most, in place of rank 0's."""
+        sizes = [
+            sum(p.numel() for group in groups for p in group["params"]) for groups in optimizer._partition_parameters()
+        ]
+        optimizer.rank = optimizer.global_rank = sizes.index(max(sizes))
+        divided(optimizer)
+
+    _set(stack, zero, "_init_local_optimizer", busiest)
+
+
+def _unmasked(stack: contextlib.ExitStack) -> None:
+    """Within `stack`: a model of `transformers` asks the positions that it made itself whether documents are packed.
+
+    It would not ask a tensor without values, and make a mask, for which keys and values are repeated for each head,
+    where a run has neither. Positions that a model makes are one row; those of a batch say where documents begin, and
+    there are masks.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    if found is not None:
+
+        def asked(position_ids: Tensor) -> Tensor | None:
+            packed: Tensor | None = found(position_ids)
+            own = (position_ids.shape[0] == 1 or not position_ids.stride(0)) and not getattr(
+                position_ids, _GIVEN, False
+            )
+            return None if own else packed
+
+        _set(stack, masks, "find_packed_sequence_indices", asked)
 
 
 def _set(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
@@ -175,6 +258,65 @@ def exchanging(model: nn.Module) -> None:
         model.register_comm_hook(None, hook)
 
 
+# What fills a trace: operations whose result C++ describes by itself, for tensors of any device. Products element by
+# element are not: Python describes those, and what FakeTensorMode remembers of them is faster.
+_ATEN: Any = torch.ops.aten
+_PLAIN = frozenset(
+    {
+        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.detach.default, _ATEN.t.default, _ATEN.slice.Tensor),
+        *(_ATEN.transpose.int, _ATEN.as_strided.default, _ATEN.unsqueeze.default, _ATEN.expand.default),
+        *(_ATEN.select.int, _ATEN.permute.default, _ATEN.mm.default, _ATEN.new_zeros.default),
+        *(_ATEN._to_copy.default, _ATEN.sum.dim_IntList, _ATEN.clone.default, _ATEN.empty_like.default),
+        *(_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.add_.Tensor, _ATEN.mul_.Tensor, _ATEN.zero_.default),
+    }
+)
+_META = torch.device("meta")
+
+
+def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What the operation gives, by the kernel for tensors of no device, as FakeTensorMode has it in the end.
+
+    That mode looks for other ways first, and hashes all arguments to remember them: four times as long. None: not an
+    operation that is known to have no other way, or not of tensors of this world alone.
+    """
+    first = args[0]
+    if func not in _PLAIN or type(first) is not FakeTensor:
+        return None
+    for each in args:
+        if isinstance(each, Tensor) and (type(each) is not FakeTensor or each.constant is not None):
+            return None
+    device = first.fake_device
+    if kwargs.get("device") is not None:
+        if kwargs["device"] != device:
+            return None
+        kwargs = {**kwargs, "device": _META}
+    mode = first.fake_mode
+    with in_kernel_invocation_manager(mode):
+        found = func(*args, **kwargs)
+    return first if found is first else FakeTensor(mode, found, device)
+
+
+def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Within `stack`: DeepSpeed, which asks a number whether gradients overflow, is told "no"; 1 would be "yes"."""
+    split: Any = getattr(model, "optimizer", None)
+    if hasattr(split, "has_overflow"):
+        _set(stack, split, "has_overflow", lambda *args, **named: False)
+        _set(stack, sys.modules[type(split).__module__], "is_invalid_grad_norm", lambda norm: False)
+
+
+class Unwatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode whose dispatch the compiler does not guard, at each operation anew: nothing is compiled in a trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def fake_device(tensor: Any) -> torch.device | None:
+    """Where a tensor without values would lie; None for any other."""
+    return tensor.fake_device if type(tensor) is FakeTensor else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """A DTensor's part, any other as it is: without an operation, as `to_local` would be one."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -183,7 +325,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def as_fake(batch: Any) -> Any:
     """A nested batch whose tensors have no values; to be called within the world."""
-    return tree_map_only(Tensor, torch.empty_like, batch)
+
+    def made(tensor: Tensor) -> Tensor:
+        other = torch.empty_like(tensor)
+        setattr(other, _GIVEN, True)
+        return other
+
+    return tree_map_only(Tensor, made, batch)
 
 
 def without_modes() -> "contextlib.AbstractContextManager[None]":

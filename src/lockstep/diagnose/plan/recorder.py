@@ -18,15 +18,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.diagnose.plan.fakes import local
+from lockstep.diagnose.plan.fakes import Unwatched, fake_device, local, plainly
 
 __all__ = ["Recorder", "Work"]
 
 _ATEN: Any = torch.ops.aten
+_LITTLE = 0.002
+_DEVICE: Any = torch.ops.prim.device.default
 # The CPU's kernels of attention, whose operations are counted as FlashAttention's.
 _ALIKE = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _ATEN._scaled_dot_product_flash_attention,
@@ -59,7 +59,7 @@ class _Cell:
         self.size = size
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(Unwatched):  # type: ignore[no-untyped-call]
     """Counts while it is entered.
 
     Args:
@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: what is counted goes to it.
         asked: whether operations may ask for numbers that are not there: they get 1.
         level, peaks: bytes now; the most of them by phase.
+        levels: by phase, the bytes after each operation that made a storage, in their order.
         parts: by phase, the bytes of each part at its peak.
         work: by phase.
         operation: the last one, for an error.
@@ -79,17 +80,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.asked, self.level = "start", True, 0
         self.peaks: dict[str, int] = {}
+        self.levels: dict[str, list[int]] = {}
         self.parts: dict[str, dict[str, int]] = {}
         self.work: dict[str, Work] = {}
-        self.operation = ""
+        self._last: Any = ""
+        self._kinds: dict[Any, tuple[bool, Any]] = {}
         self.divide, self.real = parts, real
+        self._divided_at: dict[str, int] = {}
         self._cells: weakref.WeakKeyDictionary[Any, _Cell] = weakref.WeakKeyDictionary()
         self._ends: dict[int, Any] = {}
         self._resize: _Resize | None = None
 
+    @property
+    def operation(self) -> str:
+        return str(self._last)
+
     def begin(self) -> None:
         """Forgets what was counted by phase; what is held stays."""
-        self.peaks, self.parts, self.work = {}, {}, {}
+        self.peaks, self.levels, self.parts, self.work = {}, {}, {}, {}
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
@@ -113,29 +121,43 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked at every turn, and no work
+            device = fake_device(args[0])
+            if device is not None:
+                return device
         kwargs = kwargs or {}
-        self.operation = str(func)
+        self._last = func
         if self.asked and not self.real:
             if func is _ATEN._local_scalar_dense.default:
                 return 1
             if func is _ATEN.equal.default:
                 return True
-        found = func(*args, **kwargs)
+        found = None if self.real or not args else plainly(func, args, kwargs)
+        if found is None:
+            found = func(*args, **kwargs)
         fresh = False
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                fresh = self._take(leaf) or fresh
-        self._count(func, args, kwargs, found)
+        made = _tensors(found)
+        for leaf in made:
+            fresh = self._take(leaf) or fresh
+        self._count(func, args, kwargs, found, made)
+        if fresh:
+            levels = self.levels.get(self.phase)
+            if levels is None:
+                levels = self.levels[self.phase] = []
+            levels.append(self.level)
         if fresh and self.level > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = self.level
             if self.divide:
-                self.parts[self.phase] = self._divided()
+                self._divide()
         return found
 
     def _take(self, tensor: Tensor) -> bool:
         """Whether its storage is new."""
-        storage = local(tensor).untyped_storage()
+        part = local(tensor)
+        storage = part.untyped_storage()
         if storage in self._cells:
+            return False
+        if (fake_device(part) or part.device).type == "meta":  # a description of a shape, as DeepSpeed has some
             return False
         cell = _Cell(storage.nbytes())
         self._cells[storage] = cell
@@ -149,18 +171,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ends[place] = weakref.ref(storage, end)
         return True
 
-    def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        if func.is_view or func is _ATEN.detach.default:
+    def _count(self, func: Any, args: Any, kwargs: Any, found: Any, made: list[Tensor]) -> None:
+        kind = self._kinds.get(func)
+        if kind is None:
+            packet = _ALIKE.get(str(func._overloadpacket), func._overloadpacket)
+            kind = self._kinds[func] = (func.is_view or func is _ATEN.detach.default, flop_registry.get(packet))
+        view, flops = kind
+        if view:
             return
-        work = self.work.setdefault(self.phase, Work())
-        packet = _ALIKE.get(str(func._overloadpacket), func._overloadpacket)
-        if packet in flop_registry:
-            work.flops += flop_registry[packet](*args, **kwargs, out_val=found)
+        work = self.work.get(self.phase)
+        if work is None:
+            work = self.work[self.phase] = Work()
+        if flops is not None:
+            work.flops += flops(*args, **kwargs, out_val=found)
         work.calls += 1
-        work.moved += sum(local(leaf).nbytes for leaf in tree_leaves((args, kwargs, found)) if _is_tensor(leaf))
+        tensors = _tensors(args) + _tensors(kwargs) + made if kwargs else _tensors(args) + made
+        work.moved += sum([local(tensor).nbytes for tensor in tensors])
 
-    def _divided(self) -> dict[str, int]:
-        """Bytes of each part, a storage once; "rest": of none."""
+    def _divide(self) -> None:
+        """Names the parts of the phase's new peak: anew where it is higher by a little, since most of what is held
+        between is nameless."""
+        known = self.parts.get(self.phase)
+        if known is None or self.level > self._divided_at[self.phase] * (1 + _LITTLE):
+            self._divided_at[self.phase] = self.level
+            known = self.parts[self.phase] = self._named()
+        known["rest"] = self.level - sum(size for name, size in known.items() if name != "rest")
+
+    def _named(self) -> dict[str, int]:
+        """Bytes of each part, a storage once."""
         seen, found = set[Any](), dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
@@ -171,8 +209,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     seen.add(storage)
                     total += storage.nbytes()
             found[name] = total
-        return found | {"rest": self.level - sum(found.values())}
+        return found
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+def _tensors(nested: Any) -> list[Tensor]:
+    """The tensors in what an operation takes or gives: itself, or in tuples, lists and values of a dict."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, dict):
+        nested = nested.values()
+    elif not isinstance(nested, (tuple, list)):
+        return []
+    found = []
+    for each in nested:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list, dict)):
+            found += _tensors(each)
+    return found

@@ -9,21 +9,21 @@ from lockstep.units import bytes_text
 
 __all__ = ["as_json", "described"]
 
-_SHOWN = 12  # rows
-
 
 def described(answer: Answer) -> str:
     """A table of where the bytes go, what would fit, and other ways to train."""
     config, found, device = answer.config, answer.found, answer.device
     over = device.room - found.peak
     verdict = f"fits, {bytes_text(over)} to spare" if answer.fits else f"does not fit: {bytes_text(-over)} too much"
+    when = _PHASES.get(found.phase.removeprefix("first ").removeprefix("middle ").split()[0], found.phase)
+    when += " of the first step, whose gradients lie beside DDP's buffers" if found.phase.startswith("first ") else ""
     lines = [
         f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
         f"{answer.size} x {device.name}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
         f"{config.micro_size}, {found.slots} on a rank",
         f"each rank takes {bytes_text(found.peak)} of {bytes_text(device.room)}: {verdict}",
         "",
-        f"where they go at the peak ({_PHASES.get(found.phase.split()[0], found.phase)}):",
+        f"where they go at the peak ({when}):",
     ]
     lines += [f"  {bytes_text(size):>10}  {name}" for name, size in sorted(found.parts.items(), key=lambda at: -at[1])]
     times = answer.times
@@ -36,7 +36,7 @@ def described(answer: Answer) -> str:
     if answer.rows:
         lines += ["", "what fits, the fastest first:"]
         lines += [f"  {'samples/s':>10} {'memory':>10}  add"]
-        lines += [_row(row) for row in answer.rows[:_SHOWN]]
+        lines += [_row(row) for row in answer.rows]
     if answer.note:
         lines += ["", answer.note]
     if answer.advice:

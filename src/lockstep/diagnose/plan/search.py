@@ -5,12 +5,13 @@ answer = searched(Planner(config, subject, size, device), fast=False, open_batch
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.diagnose.plan.devices import Device
 from lockstep.diagnose.plan.estimate import Estimate, Planner, Sizes
+from lockstep.diagnose.plan.largest import largest
 from lockstep.diagnose.plan.recorder import Work
 from lockstep.diagnose.plan.speed import Times, step_time
 from lockstep.engines.options import EngineOptions
@@ -18,12 +19,13 @@ from lockstep.engines.shared.sizes import exchanged, least_held, variants
 from lockstep.errors import UsageError
 from lockstep.transforms.precision import PARAMETERS
 
-__all__ = ["Answer", "Row", "largest", "searched"]
+__all__ = ["Answer", "Row", "searched"]
 
 _POLICIES = ("none", "selective", "full")
 _MOST = 1 << 14  # samples of a micro-batch
-_TRIES = 6  # estimates in a search
 _LONGEST = 64  # times the asked length, where the model has no longest
+_SHOWN = 12  # rows
+_RETRIES = 3  # micro-batches that are tried for a row
 _DEEPEST = 1 << 12
 
 
@@ -103,46 +105,11 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
     return dataclasses.replace(
         plain,
         micro_batch=_micro_batch(planner, open_batch),
-        seq_len=_seq_len(planner),
+        seq_len=_seq_len(planner, found),
         layers=_layers(planner),
         rows=tuple(rows),
         advice="" if fits else _advice(planner, rows, open_batch),
     )
-
-
-def largest(evaluate: Callable[[int], float], candidates: Sequence[int], room: float) -> int:
-    """The largest of the ascending candidates whose bytes fit the room, each answer one that was evaluated; 0: none.
-
-    Guesses lie on the line through the last two, between one that fits and one that does not.
-    """
-    known: dict[int, float] = {}
-
-    def fits(place: int) -> bool:
-        known[place] = evaluate(candidates[place])
-        return known[place] <= room
-
-    if not candidates or not fits(0):
-        return 0
-    low, high = 0, len(candidates)
-    guess = min(1, high - 1)
-    for _ in range(_TRIES):
-        if high - low < 2:
-            break
-        guess = min(max(guess, low + 1), high - 1)
-        low, high = (guess, high) if fits(guess) else (low, guess)
-        guess = _guessed(known, candidates, room)
-    return candidates[low]
-
-
-def _guessed(known: dict[int, float], candidates: Sequence[int], room: float) -> int:
-    """The last place whose bytes should fit, by the two that are nearest to the room."""
-    near = sorted(sorted(known, key=lambda place: abs(known[place] - room))[:2])
-    if len(near) < 2 or known[near[1]] <= known[near[0]]:
-        return len(candidates) - 1
-    one, other = near
-    slope = (known[other] - known[one]) / (candidates[other] - candidates[one])
-    most = candidates[one] + (room - known[one]) / slope
-    return sum(size <= most for size in candidates) - 1
 
 
 def _micro_batch(planner: Planner, open_batch: bool) -> int:
@@ -175,19 +142,20 @@ def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Co
     return dataclasses.replace(config, micro_batch_size=micro, batch_size=batch, eval_micro_batch_size=micro)
 
 
-def _seq_len(planner: Planner) -> int | None:
+def _seq_len(planner: Planner, asked: Estimate) -> int | None:
     subject, config = planner.subject, planner.config
     if subject.windows is None:
         return None
     windows, most = subject.windows, subject.context or _LONGEST * config.seq_len
     step = 64 if config.seq_len % 64 == 0 else max(1, config.seq_len // 8)
     made: dict[int, Any] = {}
+    known = ((0, asked.held), (config.seq_len, asked.peak))
 
     def evaluate(tokens: int) -> float:
         made[tokens] = windows(tokens)  # kept, since traces are known by it
         return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=made[tokens]).peak
 
-    return largest(evaluate, list(range(step, most + 1, step)), planner.device.room)
+    return largest(evaluate, list(range(step, most + 1, step)), planner.device.room, known)
 
 
 def _layers(planner: Planner) -> int | None:
@@ -226,7 +194,7 @@ def _rows(planner: Planner, open_batch: bool) -> list[Row]:
         for policy in _POLICIES:
             if (policy, 1) in base:
                 found += _best_row(planner, plain, policy, own, base, open_batch)
-    return _confirmed(planner, found)
+    return _confirmed(planner, found, open_batch)
 
 
 def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: bool) -> Config:
@@ -237,16 +205,47 @@ def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: b
 
 
 def _policies(planner: Planner, first: tuple[str, EngineOptions], open_batch: bool) -> dict[tuple[str, int], Estimate]:
-    """(policy, 1 or 2) -> the estimate with the first engine, at the smallest and at a larger micro-batch."""
+    """(policy, 1 or 2) -> the estimate with the first engine, at the smallest and at a larger micro-batch.
+
+    At the larger one only the first policy is traced: what does not grow with the micro-batch (parameters, states, what
+    is gathered) is held by the others too. The rows are traced by themselves in the end.
+    """
     found = {}
     config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
     for policy in _POLICIES:
-        for times in (1, 2):
-            try:
-                found[policy, times] = planner.estimate(_at(planner, config, policy, times, open_batch))
-            except UsageError:  # no blocks are known
-                break
+        try:
+            one = found[policy, 1] = planner.estimate(_at(planner, config, policy, 1, open_batch))
+            larger = _at(planner, config, policy, 2, open_batch)
+            plain = found.get(("none", 2))
+            found[policy, 2] = _grown(one, found["none", 1], plain, larger) if plain else planner.estimate(larger)
+        except UsageError:  # no blocks are known
+            continue
     return found
+
+
+def _grown(one: Estimate, low: Estimate, high: Estimate, config: Config) -> Estimate:
+    """`one` with larger micro-batches, where `low` and `high` say what is held whatever their size."""
+    small, large = low.config.micro_size, high.config.micro_size
+    if small == large:
+        return dataclasses.replace(one, config=config)
+
+    def grown(mine: float, less: float, more: float) -> float:
+        fixed = less - small * (more - less) / (large - small)
+        return mine + (large - small) * max(0.0, mine - fixed) / small
+
+    phases = {
+        name: grown(size, low.phases[name], high.phases[name])
+        for name, size in one.phases.items()
+        if name in low.phases and name in high.phases
+    }
+    mine, less, more = (each.work["compute"] for each in (one, low, high))
+    compute = Work(
+        grown(mine.flops, less.flops, more.flops),
+        grown(mine.moved, less.moved, more.moved),
+        grown(mine.calls, less.calls, more.calls),
+    )
+    work = {**one.work, "compute": compute}
+    return dataclasses.replace(one, config=config, phases=phases, work=work, batch=one.batch * large / small)
 
 
 def _best_row(
@@ -299,19 +298,21 @@ def _scaled(
     return dataclasses.replace(low, config=config, peak=peak, phases=phases, work=work, slots=slots)
 
 
-def _confirmed(planner: Planner, rows: list[Row]) -> list[Row]:
-    """The rows, the first of them estimated by itself: what does not hold is left out."""
-    rows = sorted(rows, key=lambda row: -row.rate)
-    while rows and not rows[0].traced:
-        first = rows.pop(0)
-        try:
-            found = planner.estimate(first.config)
-        except UsageError:
-            continue
-        if found.peak <= planner.device.room:
-            rows.append(dataclasses.replace(first, peak=found.peak, times=_times(planner, found), traced=True))
-            rows.sort(key=lambda row: -row.rate)
-    return rows
+def _confirmed(planner: Planner, rows: list[Row], open_batch: bool) -> list[Row]:
+    """The rows, each estimated by itself: what does not hold gives way to the next smaller micro-batch that does."""
+    found = list[Row]()
+    for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
+        sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]
+        for size in sizes[: -_RETRIES - 1 : -1]:
+            config = _sized(planner, row.config, size, open_batch)
+            try:
+                made = planner.estimate(config)
+            except UsageError:
+                break
+            if made.peak <= planner.device.room:
+                found.append(Row(config, _flags(planner, config), made.peak, _times(planner, made), traced=True))
+                break
+    return sorted(found, key=lambda row: -row.rate)
 
 
 def _flags(planner: Planner, config: Config) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config.config import Config
 from lockstep.data.batches import MicroBatch
-from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, without_modes
+from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
 from lockstep.diagnose.plan.recorder import Recorder, Work
 from lockstep.diagnose.plan.subject import Subject
 from lockstep.distributed.world import World
@@ -37,7 +37,7 @@ from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of
 from lockstep.transforms.batchnorm import recorders
 
-__all__ = ["Trace", "Untraceable", "probed", "traced"]
+__all__ = ["Trace", "Untraceable", "probed", "traced", "unlike"]
 
 _EDGE = 2  # blocks at each end that have a phase of their own
 
@@ -51,6 +51,7 @@ class Trace(NamedTuple):
 
     Attributes:
         peaks: by phase, the most that was held in it.
+        levels: by phase, what was held after each of its operations that made a storage.
         parts: by phase, the bytes of each part at that moment; "rest" is what has no name: activations, copies.
         held: bytes after the step: parameters, buffers and optimizer states.
         work: by "compute", forward and backward of a micro-batch, and "update".
@@ -58,6 +59,7 @@ class Trace(NamedTuple):
     """
 
     peaks: dict[str, float]
+    levels: dict[str, list[int]]
     parts: dict[str, dict[str, float]]
     held: float
     work: dict[str, Work]
@@ -115,12 +117,21 @@ def probed(config: Config, subject: Subject, slots: int) -> Trace:
         return stage.play(slots)
 
 
+class _First(NamedTuple):
+    """By phase of the first step, what was held in it, and of which parts at most; and the states that it made."""
+
+    levels: dict[str, list[int]]
+    parts: dict[str, dict[str, int]]
+    states: int
+
+
 class _Stage:
     """A run's parts in the fake world."""
 
     def __init__(self, config: Config, subject: Subject, world: Any, recorder: Recorder, layers: int) -> None:
         self._subject, self._recorder, self._size = subject, recorder, config.micro_size
-        self._exact = config.exact
+        self._apart = _finds_out(config)
+        self._counting = config.exact or ENGINES[config.engine].own_gradients
         self._task = subject.at(layers)
         model = self._model = model_of(config, self._task, world, {}, lambda line: None, planned=True)
         named = self._task.blocks(model)
@@ -129,6 +140,7 @@ class _Stage:
         self._engine = self._made(config, world)
         exchanging(self._engine.model)
         self._loss = loss_of(self._task)
+        self._modules = list(self._engine.model.modules())
 
     def _made(self, config: Config, world: Any) -> Engine:
         def make(held: nn.Module) -> Optimizer:
@@ -136,8 +148,8 @@ class _Stage:
             return self._optimizer
 
         options = config.engine_options
-        if options.find_unused_parameters == "auto":  # the first step would ask the others for numbers
-            options = dataclasses.replace(options, find_unused_parameters=_told(config.engine))
+        if options.find_unused_parameters == "auto":  # a step of fsdp would ask the others for numbers
+            options = dataclasses.replace(options, find_unused_parameters=_told(config))
         return engine(
             config.engine,
             self._model,
@@ -161,20 +173,30 @@ class _Stage:
         recorder.divide = self._parts
         with contextlib.ExitStack() as stack:
             _mark(self._blocks, recorder, stack)
-            self._begin(batch, slots)
+            finite(self._engine.model, stack)
+            first = self._begin(batch, slots)
             gc.collect()
             recorder.begin()
-            self._step(batch, slots)
+            played = min(slots, 2) if self._apart else slots
+            self._step(batch, played)
         gc.collect()
-        peaks = {name: float(peak - own) for name, peak in recorder.peaks.items()}
+        levels, divided = dict(recorder.levels), dict(recorder.parts)
+        for name, found in first.levels.items():
+            levels[f"first {name}"], divided[f"first {name}"] = found, first.parts[name]
+            if slots > 2 and name != "update":  # neither a step's first micro-batch nor the one that is exchanged
+                levels[f"middle {name}"] = [level + first.states for level in found]
+                divided[f"middle {name}"] = first.parts[name] | {"optimizer states": first.states}
+        levels = {name: [level - own for level in found] for name, found in levels.items()}
+        peaks = {name: float(max(found)) for name, found in levels.items()}
         parts = {
             name: {key: float(size - own * (key == "rest")) for key, size in each.items()}
-            for name, each in recorder.parts.items()
+            for name, each in divided.items()
         }
         held = float(recorder.level - own)
         for each in parts.values():
             self._name_what_engines_keep(each, held)
-        return Trace({**peaks, "start": float(start)}, parts, held, _merged(recorder.work, slots), float(own))
+        peaks["start"] = float(start)
+        return Trace(peaks, levels, parts, held, _merged(recorder.work, played), float(own))
 
     def _name_what_engines_keep(self, parts: dict[str, float], held: float) -> None:
         """DDP's buffers hold the gradients also while no parameter has one; ZeRO's optimizer keeps its states to itself
@@ -185,16 +207,28 @@ class _Stage:
         if not parts["optimizer states"]:
             _move(parts, "optimizer states", held - parts["parameters"] - buckets)
 
-    def _begin(self, batch: MicroBatch, slots: int) -> None:
-        """A first step, which makes the optimizer's states."""
-        if self._exact or recorders(self._model):  # which count their forwards
+    def _begin(self, batch: MicroBatch, slots: int) -> "_First":
+        """A first step, which makes the optimizer's states; what it holds at most where it may be more than later ones.
+
+        Of ddp and zero it is: until it is known which parameters a backward uses, gradients lie beside the buffers.
+        """
+        recorder = self._recorder
+        if self._apart:
+            gc.collect()
+            recorder.begin()
+            before = recorder.level
+            self._step(batch, min(slots, 2))
+            gc.collect()
+            return _First(recorder.levels, recorder.parts, recorder.level - before)
+        if self._counting or recorders(self._model):  # which count their forwards
             self._step(batch, slots)
-            return
+            return _First({}, {}, 0)
         for parameter in self._engine.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        self._recorder.phase = "update"
+        recorder.phase = "update"
         self._engine.step(1.0, math.inf, None)
+        return _First({}, {}, 0)
 
     def _step(self, batch: MicroBatch, slots: int) -> None:
         for slot in range(slots):
@@ -222,7 +256,8 @@ class _Stage:
 
     def _parts(self) -> dict[str, list[Tensor]]:
         """What has a name: tensors of this rank."""
-        parameters = list(self._engine.model.parameters())
+        modules = self._modules  # fsdp changes parameters on the way, never modules
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         states = [
             value
             for state in (getattr(self._optimizer, "state", None) or {}).values()
@@ -243,10 +278,31 @@ def _move(parts: dict[str, float], name: str, size: float) -> None:
     parts["rest"] -= size
 
 
-def _told(engine: str) -> str:
-    """Whether parameters may be unused. DDP makes its buffers anew, by numbers, where none is."""
-    own = own_options(engine)
-    return "true" if "bucket_cap_mb" in own else "false" if "sharding" in own else "auto"
+def unlike(config: Config) -> int:
+    """How many micro-batches of a step are unlike in what they hold: more of them are as these.
+
+    The last one is exchanged, those before it add to gradients that lie apart; the first has none to add to. Where
+    gradients lie in one place throughout, the last holds as much as those between.
+    """
+    return 3 if _finds_out(config) else 2
+
+
+def _finds_out(config: Config) -> bool:
+    """Whether gradients lie beside DDP's buffers in the first step, which finds out what a backward uses."""
+    options = config.engine_options
+    buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact
+    return buffered and options.find_unused_parameters == "auto" and not options.static_graph
+
+
+def _told(config: Config) -> str:
+    """Whether parameters may be unused: what a trace has the engine believe in place of "auto".
+
+    DDP makes its buffers anew, by numbers, after the first step that it exchanged, where none is.
+    """
+    own = own_options(config.engine)
+    if "bucket_cap_mb" in own and not _finds_out(config):
+        return "true"
+    return "false" if "sharding" in own else "auto"
 
 
 def _mark(blocks: list[nn.Module], recorder: Recorder, stack: contextlib.ExitStack) -> None:

@@ -10,7 +10,7 @@ An exchange begins when the last rank has come to it. What a rank waits for befo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ __all__ = ["PARTS", "Parted", "parted"]
 
 PARTS = (
     *("compute", "hidden_communication", "exposed_communication", "data", "host"),
-    *("update", "checkpoint", "evaluation", "imbalance"),
+    *("update", "checkpoint", "evaluation", "imbalance", "queued"),
 )
 _NEAR = 50.0  # microseconds between the end of a wait and what follows from it
 _PAIRED = 2e5  # microseconds by which the ends of one exchange may differ between ranks
@@ -39,6 +39,9 @@ class Parted:
         forward, backward: of `compute`, on a CPU.
         record, waits, allocates, passes: of `host`: writing records, what follows waits of the host for the device,
             asking the driver for memory, and within forwards and backwards.
+        calling: of `passes`: from one operation to the next, where it follows at once; on a CPU.
+        again: of `compute` and `passes`: forwards that backwards compute again.
+        framing: of `again`: Python around them; on a CPU.
     """
 
     trace: Trace
@@ -50,6 +53,9 @@ class Parted:
     waits: float = 0.0
     allocates: float = 0.0
     passes: float = 0.0
+    calling: float = 0.0
+    again: float = 0.0
+    framing: float = 0.0
 
     @property
     def own(self) -> float:
@@ -59,8 +65,10 @@ class Parted:
 def parted(traces: Sequence[Trace]) -> list[Parted]:
     """The parts of each rank's time, in the order of the traces."""
     waiting = _waiting(traces)
-    make = {True: _of_cpu, False: _of_device}
-    return [make[trace.on_cpu](trace, late) for trace, late in zip(traces, waiting, strict=True)]
+    return [
+        _without_queue(_of_cpu(trace, late)) if trace.on_cpu else _of_device(trace, late)
+        for trace, late in zip(traces, waiting, strict=True)
+    ]
 
 
 def _of_cpu(trace: Trace, late: Spans) -> Parted:
@@ -79,6 +87,7 @@ def _of_cpu(trace: Trace, late: Spans) -> Parted:
     compute = minus(busy, update)
     host = minus(rest, union(exposed, update, compute))
     passes = {name: mark.get(name, NONE) for name in ("forward", "backward")}
+    between = common(host, union(*passes.values()))
     per_step = _per_step(trace)
     return Parted(
         trace,
@@ -93,11 +102,47 @@ def _of_cpu(trace: Trace, late: Spans) -> Parted:
             "checkpoint": per_step(checkpoint),
             "evaluation": per_step(evaluation),
             "imbalance": per_step(imbalance),
+            "queued": 0.0,
         },
         forward=per_step(common(compute, passes["forward"])),
         backward=per_step(common(compute, passes["backward"])),
         record=per_step(record),
-        passes=per_step(common(host, union(*passes.values()))),
+        passes=per_step(between),
+        calling=per_step(common(between, trace.following)),
+        again=per_step(common(trace.again, union(compute, between))),
+        framing=per_step(common(trace.again, between)),
+    )
+
+
+def _without_queue(found: Parted) -> Parted:
+    """The parts without the times in which the thread wanted a core and had none, which are a part of their own.
+
+    How long that was is known for each of lockstep's parts of a step, and not where within it: but a thread that loses
+    its core does so for longer than it takes to call an operation.
+    """
+    about, parts = found.trace.about, dict(found.parts)
+    queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
+    computing, between = found.forward + found.backward, found.passes - found.calling
+    passes = min(queued.get("forward", 0.0) + queued.get("backward", 0.0), computing + between)
+    left = 1.0 - passes / max(computing + between, 1e-9)  # of what lies in the passes
+    outside = float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values())
+    gone = {
+        "compute": computing * (1.0 - left),
+        "host": between * (1.0 - left) + min(max(outside, 0.0), parts["host"] - found.passes - found.record),
+        "data": min(queued.get("data", 0.0), parts["data"]),
+        "update": min(queued.get("update", 0.0), parts["update"]),
+    }
+    for name, spent in gone.items():
+        parts[name] = max(0.0, parts[name] - spent)
+        parts["queued"] += found.parts[name] - parts[name]
+    return replace(
+        found,
+        parts=parts,
+        forward=found.forward * left,
+        backward=found.backward * left,
+        passes=between * left + found.calling,
+        again=found.again * left,
+        framing=found.framing * left,
     )
 
 
@@ -119,6 +164,7 @@ def _of_device(trace: Trace, late: Spans) -> Parted:
     rest = minus(idle, union(evaluation, checkpoint, record, data))
     reach = trace.waits + np.array([-_NEAR, _NEAR]) if len(trace.waits) else NONE
     after = _beginning_in(rest, union(reach))
+    between = common(rest, union(mark.get("forward", NONE), mark.get("backward", NONE)))
     per_step = _per_step(trace)
     return Parted(
         trace,
@@ -133,13 +179,15 @@ def _of_device(trace: Trace, late: Spans) -> Parted:
             "checkpoint": per_step(saved) + per_step(checkpoint),
             "evaluation": per_step(evaluated) + per_step(evaluation),
             "imbalance": per_step(imbalance),
+            "queued": 0.0,
         },
         forward=per_step(work.get("forward", NONE)),
         backward=per_step(work.get("backward", NONE)),
         record=per_step(record),
         waits=per_step(after),
         allocates=per_step(common(rest, trace.allocates)),
-        passes=per_step(common(rest, union(mark.get("forward", NONE), mark.get("backward", NONE)))),
+        passes=per_step(between),
+        again=per_step(common(trace.again, whole)),
     )
 
 

@@ -32,7 +32,14 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
 _ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
 # Operations that hold others, or begin an exchange, which goes on elsewhere.
-_NO_WORK = ("autograd::engine::", "c10d::", "torch.distributed.ddp.reducer::", "torch::autograd::AccumulateGrad")
+_NODE = "autograd::engine::"
+_NO_WORK = (_NODE, "c10d::", "torch.distributed.ddp.reducer::", "torch::autograd::AccumulateGrad")
+_CALL = {
+    True: 8.0,
+    False: 4.0,
+}  # microseconds of an operation on a CPU that its size has no part in; of a kernel
+_SPANS = ("copies", "waits", "allocates", "again", "following")
+_CALLED = 25.0  # microseconds between two events in which Python does no more than call the next operation
 
 
 class TraceError(ConfigError):
@@ -52,8 +59,12 @@ class Trace:
         copies: when batches were copied to the device.
         waits: when the host waited for the device, but for lockstep's own reading of a step.
         allocates: when the host asked the driver for memory, or gave it back.
-        count: operations (CPU) or kernels (CUDA) of the forwards and backwards.
-        floor: what the shortest of these take, their 10th percentile.
+        again: when forwards were computed again, within the backwards.
+        following: when operations, or nodes of a backward, followed one another at once, on a CPU.
+        count: operations (CPU, those that lie in no other) or kernels (CUDA) of the forwards and backwards.
+        calls: microseconds that these would take if they had nothing to compute, at most.
+        events: by phase, how many events this thread wrote, each of which cost it time; on a CPU.
+        frames: those of the forwards and backwards that lie in no operation: their cost is no operation's.
         names: of the operations of the update.
     """
 
@@ -65,8 +76,12 @@ class Trace:
     copies: Spans = field(default_factory=lambda: NONE)
     waits: Spans = field(default_factory=lambda: NONE)
     allocates: Spans = field(default_factory=lambda: NONE)
+    again: Spans = field(default_factory=lambda: NONE)
+    following: Spans = field(default_factory=lambda: NONE)
     count: int = 0
-    floor: float = 0.0
+    calls: float = 0.0
+    events: dict[str, int] = field(default_factory=dict)
+    frames: int = 0
     names: frozenset[str] = frozenset()
 
     @property
@@ -89,7 +104,7 @@ class Trace:
         whole: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         for name in ("marks", "works"):
             whole[name] = {key: spans.tolist() for key, spans in whole[name].items()}
-        for name in ("copies", "waits", "allocates"):
+        for name in _SPANS:
             whole[name] = whole[name].tolist()
         return whole | {"names": sorted(self.names)}
 
@@ -99,7 +114,7 @@ class Trace:
         found = dict(whole)
         for name in ("marks", "works"):
             found[name] = {key: _as_spans(spans) for key, spans in found[name].items()}
-        for name in ("copies", "waits", "allocates"):
+        for name in _SPANS:
             found[name] = _as_spans(found[name])
         found |= {"names": frozenset(found["names"]), "window": tuple(found["window"])}
         return cls(**found | {"exchanges": [tuple(each) for each in found["exchanges"]]})
@@ -207,19 +222,67 @@ def _of_cpu(
     sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
     passes = union(marks.get("forward", NONE), marks.get("backward", NONE))
-    inside, durations = _within(passes, base), _within(marks.get("update", NONE), base)
-    lengths = [float(event["dur"]) for event in working if inside(event)]
-    names = frozenset(str(event["name"]) for event in own if durations(event))
+    inside, updating = _within(passes, base), _within(marks.get("update", NONE), base)
+    outer = _outermost(working)
+    lengths = [float(event["dur"]) for event in outer if inside(event)]
+    frames = sum(inside(event) for event in own if not _works(str(event["name"])))
     return Trace(
         about,
         window,
         marks,
         {"": busy},
         _by_gloo(events, base, thread),
+        again=_again(own, marks, base),
+        following=_following(own, base),
         count=len(lengths),
-        floor=float(np.percentile(lengths, 10)) if lengths else 0.0,
-        names=names,
+        calls=sum(min(length, _CALL[True]) for length in lengths),
+        events={phase: _count(own, spans, base) for phase, spans in marks.items()},
+        frames=frames + len(lengths),
+        names=frozenset(str(event["name"]) for event in own if updating(event)),
     )
+
+
+def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of one thread's events those that lie in no other of them."""
+    found, end = [], -float("inf")
+    for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        if float(event["ts"]) >= end:
+            found.append(event)
+            end = float(event["ts"]) + float(event["dur"])
+    return found
+
+
+def _following(events: list[dict[str, Any]], base: float) -> Spans:
+    """From each begin or end of one thread's events to the next, where that comes at once."""
+    edges = np.sort(np.array([_span(event, base) for event in events]).reshape(-1))
+    near = np.flatnonzero(np.diff(edges) < _CALLED)
+    return union(np.stack([edges[near], edges[near + 1]], axis=1))
+
+
+def _again(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -> Spans:
+    """When the host computed forwards again, whoever asked for it: activation checkpointing, or the model itself.
+
+    A backward records no operations for another backward. Within one of its nodes those that were recorded, which have
+    a number in the sequence and no thread that their forward ran on, belong to a forward; the node began with it.
+    """
+    inside = _within(marks.get("backward", NONE), base)
+    by_thread: dict[Any, list[dict[str, Any]]] = {}
+    for event in events:
+        if inside(event):
+            by_thread.setdefault(event.get("tid"), []).append(event)
+    found = []
+    for own in by_thread.values():
+        open_nodes: list[tuple[float, float]] = []
+        for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+            begin, end = _span(event, base)
+            while open_nodes and open_nodes[-1][1] <= begin:
+                open_nodes.pop()
+            name, args = str(event["name"]), event.get("args", {})
+            if name.startswith(_NODE):
+                open_nodes.append((begin, end))
+            elif open_nodes and _works(name) and "Sequence number" in args and not args.get("Fwd thread id"):
+                found.append((open_nodes[-1][0], end))
+    return union(found)
 
 
 def _works(name: str) -> bool:
@@ -232,6 +295,12 @@ def _within(spans: Spans, base: float) -> Callable[[dict[str, Any]], bool]:
     """event -> whether it begins within the spans."""
     edges = spans.reshape(-1).tolist()
     return lambda event: bisect.bisect_right(edges, float(event["ts"]) + base) % 2 == 1
+
+
+def _count(events: list[dict[str, Any]], spans: Spans, base: float) -> int:
+    """Of the events those that begin within the spans."""
+    begins = np.array([float(event["ts"]) for event in events]) + base
+    return int((np.searchsorted(spans.reshape(-1), begins, side="right") % 2).sum())
 
 
 def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tuple[str, float, float]]:
@@ -270,8 +339,9 @@ def _of_device(
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
+    repeated = _places(_again([event for event in events if event.get("cat") == "cpu_op"], marks, base))
     works: dict[str, list[tuple[float, float]]] = {}
-    exchanges, copies, lengths, names = [], [], [], set()
+    exchanges, copies, lengths, again, names = [], [], [], [], set()
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
@@ -287,6 +357,7 @@ def _of_device(
         works.setdefault(phase, []).append(span)
         if phase in ("forward", "backward"):
             lengths.append(span[1] - span[0])
+            again += [span] * repeated(at)
         elif phase == "update":
             names.add(name)
     calls = [event for event in events if event.get("cat") == "cuda_runtime"]
@@ -301,9 +372,10 @@ def _of_device(
         union(copies),
         waits,
         _spans((event for event in calls if str(event["name"]).startswith(_ALLOCATES)), base),
-        len(lengths),
-        float(np.percentile(lengths, 10)) if lengths else 0.0,
-        frozenset(names),
+        again=union(again),
+        count=len(lengths),
+        calls=sum(min(length, _CALL[False]) for length in lengths),
+        names=frozenset(names),
     )
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.diagnose.profile.measured import WORTH, Measured, Remedy, empty
 from lockstep.diagnose.profile.parts import parted
 from lockstep.diagnose.profile.reading import Trace
-from lockstep.diagnose.profile.remedies import Measured, Remedy, empty, remedies
+from lockstep.diagnose.profile.remedies import remedies
 from lockstep.files import write_whole
 
 __all__ = ["COMPUTE", "FILE", "Verdict", "judged"]
 
 COMPUTE = "compute"
 FILE = "verdict.json"
-_WORTH = 1.1  # times as fast: what gains less is not proposed
 _RULE = 10.0  # compute to exchange: the rule of thumb for training on several devices
 _MUCH = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
 _OWN_CORE = 0.8  # of the time in operations: with less, the machine is shared
@@ -35,6 +35,7 @@ _WORDS = {
     "checkpoint": "checkpoints",
     "evaluation": "evaluations",
     "imbalance": "waiting for slower ranks",
+    "queued": "waiting for a core",
 }
 
 
@@ -106,7 +107,7 @@ def judged(traces: Sequence[Trace]) -> Verdict:
     step = sum(rank.step for rank in ranks) / len(ranks)
     found = min(remedies(run), key=lambda remedy: remedy.after, default=None)
     gain = run.step / found.after if found else 1.0
-    if found is None or gain < _WORTH:
+    if found is None or gain < WORTH:
         found, gain = Remedy(COMPUTE, _faster(run), run.step, ""), 1.0
     first, last = traces[0].about["steps"]
     return Verdict(
@@ -126,9 +127,9 @@ def judged(traces: Sequence[Trace]) -> Verdict:
 
 def _faster(run: Measured) -> str:
     """What makes the computing itself faster."""
-    if not run.ranks[0].trace.on_cpu and not run.option("compile"):
+    if not run.on_cpu and not run.option("compile"):
         return "--compile"
-    if not run.ranks[0].trace.on_cpu and run.option("precision") == "float32":
+    if not run.on_cpu and run.option("precision") == "float32":
         return "--precision bf16"
     return "more or faster devices: `lockstep scale` says what more of them bring"
 
@@ -158,7 +159,7 @@ def _notes(run: Measured) -> list[str]:
             )
     had = sum(float(run.about.get("cpu", {}).get(name, 0.0)) for name in ("forward", "backward"))
     compute = run.ranks[0].parts["compute"]
-    if run.ranks[0].trace.on_cpu and 0.0 < had < _OWN_CORE * compute:
+    if run.on_cpu and 0.0 < had < _OWN_CORE * compute:
         found.append(
             f"while rank 0 computed it had a core for {had / compute:.0%} of the time: other processes take them, and "
             "all times here are longer for it"

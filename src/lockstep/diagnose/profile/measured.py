@@ -1,0 +1,130 @@
+"""The ranks' parts as one run's, over a long time: what a change is reckoned from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from lockstep.diagnose.profile.parts import PARTS, Parted
+
+__all__ = ["WORTH", "Measured", "Remedy", "empty"]
+
+WORTH = 1.1  # times as fast: what gains less is not proposed
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change.
+
+    Attributes:
+        bottleneck: what it removes.
+        what: a flag, or a change in words.
+        after: milliseconds that a step would take, for as many samples as now.
+        why: a clause for the sentence.
+    """
+
+    bottleneck: str
+    what: str
+    after: float
+    why: str
+
+
+@dataclass(slots=True)
+class Measured:
+    """The ranks' parts, and what follows of them. Milliseconds a step.
+
+    Attributes:
+        parts: of the mean rank.
+        steady: of it, as over a long run: evaluations, saves and records as often as the run makes them; without what
+            tracing itself takes, where that was measured.
+        step: what a step takes over a long run.
+        tracing: what tracing itself takes of a step.
+    """
+
+    ranks: Sequence[Parted]
+    parts: dict[str, float] = field(init=False)
+    steady: dict[str, float] = field(init=False)
+    step: float = field(init=False)
+    tracing: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = {name: fmean(rank.parts[name] for rank in self.ranks) for name in PARTS}
+        record = fmean(rank.record for rank in self.ranks)
+        self.steady = self.parts | {"record": record, "host": self.parts["host"] - record}
+        self.tracing = self._untraced()
+        for name, mark, freq in (
+            ("evaluation", "evaluate", "eval_freq"),
+            ("checkpoint", "save", "ckpt_freq"),
+            ("record", "record", "log_freq"),
+        ):
+            trace = self.ranks[0].trace
+            count, every = len(trace.marks.get(mark, ())), int(self.option(freq) or 0)
+            self.steady[name] *= trace.steps / count / every if count and every else 0.0
+        self.step = sum(spent for name, spent in self.steady.items() if name != "hidden_communication")
+
+    def _untraced(self) -> float:
+        """Takes away what each event of the trace took to be written; how much it was."""
+        cost, gone = float(self.about.get("event_us", 0.0)) / 1e3, 0.0
+        for rank in self.ranks:
+            each = cost / rank.trace.steps / len(self.ranks)
+            events, frames = rank.trace.events, rank.trace.frames
+            passes = events.get("forward", 0) + events.get("backward", 0)
+            for name, count in (
+                ("compute", passes - frames),
+                ("host", frames),
+                ("update", events.get("update", 0)),
+                ("evaluation", events.get("evaluate", 0)),
+            ):
+                less = min(self.steady[name], count * each)
+                self.steady[name] -= less
+                gone += less * (name != "evaluation")
+        return gone
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return self.ranks[0].trace.about
+
+    def option(self, name: str) -> Any:
+        return self.about.get("options", {}).get(name)
+
+    def usage(self, name: str) -> float:
+        """A number of the process's own use of the system, a step, of the mean rank."""
+        return fmean(float(rank.trace.about.get("usage", {}).get(name, 0.0)) for rank in self.ranks)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.ranks[0].trace.on_cpu
+
+    @property
+    def cores(self) -> int:
+        """Of a rank: what the processes of its host leave it."""
+        return max(1, int(self.about.get("cores", 1)) // max(1, int(self.about.get("local_ranks", 1))))
+
+    @property
+    def exchanging(self) -> float:
+        """The share of the exchanges, from 0 to 1, in which a core is busy with them: gloo copies and adds there."""
+        whole = self.steady["exposed_communication"] + self.steady["hidden_communication"]
+        if not self.on_cpu or whole <= 0.0:
+            return 0.0
+        computing = (int(self.about.get("threads", 1)) - 1) * self.steady["compute"]
+        return min(1.0, max(0.0, self.usage("others") - computing) / whole)
+
+    @property
+    def busy(self) -> float:
+        """What a step on a CPU takes at least, whatever lies beside what: its work over all cores of the host."""
+        if not self.on_cpu:
+            return 0.0
+        own = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)
+        whole = int(self.about.get("local_ranks", 1)) * (own - self.tracing + self.usage("others"))
+        return max(0.0, whole / max(1, int(self.about.get("cores", 1))))
+
+    def without(self, **gone: float) -> float:
+        """A step's time without so many milliseconds."""
+        return max(self.step - sum(gone.values()), 1e-6)
+
+
+def empty(run: Measured) -> float:
+    """The share of the positions that hold nothing, over all ranks."""
+    said = [rank.trace.about.get("padding") or {} for rank in run.ranks]
+    whole = sum(int(each.get("positions", 0)) for each in said)
+    return sum(int(each.get("empty", 0)) for each in said) / whole if whole else 0.0

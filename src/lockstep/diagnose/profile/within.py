@@ -1,0 +1,163 @@
+"""What could be changed in the computing itself: Python, operations, micro-batches, the update, memory, threads.
+
+for remedy in within(measured): ...
+"""
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from lockstep.diagnose.profile.measured import Measured, Remedy, empty
+
+__all__ = ["within"]
+
+_MICRO = 8  # times as many samples in a forward as now, at most
+_SMALL = 25.0  # microseconds that a kernel takes where its cost is that of launching it
+_COMPILED = 0.7  # of the cost of calls and of Python that --compile takes away
+
+
+def within(run: Measured) -> Iterator[Remedy]:
+    """Every such change that applies, in no order."""
+    for rule in (_host, _micro_batches, _update, _recomputation, _padding, _waits, _memory, _threads, _cores):
+        yield from rule(run)
+
+
+def _host(run: Measured) -> Iterator[Remedy]:
+    """Calls of operations, which follow one another at once, and Python that does something else meanwhile."""
+    idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
+    count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
+    calls, calling = _calls(run), _calling(run)
+    what = "fewer and larger operations" if run.option("compile") else "--compile"
+    if run.on_cpu and count:
+        spent = calls + calling
+        why = f"{count:.0f} operations a step, one after the other: {spent:.1f} ms of it is what calling them costs"
+        yield Remedy("operations", what, run.without(gone=_COMPILED * spent), why)
+        idle -= calling + 2.0 * fmean(rank.framing for rank in run.ranks)  # that of checkpointing: see _recomputation
+    elif count and 1e3 * run.steady["compute"] / count < _SMALL:
+        each = 1e3 * run.steady["compute"] / count
+        why = f"{count:.0f} kernels a step take {each:.0f} us each, less than it takes to launch them"
+        yield Remedy("host", what, run.without(gone=_COMPILED * (idle + calls)), why)
+        return
+    if idle > 0.0:
+        where = "nothing is computed" if run.on_cpu else "the device has nothing to do"
+        why = f"for {idle:.1f} ms a step {where} while Python runs"
+        what = f"{what}, or less Python in the model's forward and the loss"
+        several = int(run.about.get("slots", 1)) > 1
+        yield Remedy("host", what, run.without(gone=idle * (_COMPILED if several else 1.0)), why)
+
+
+def _micro_batches(run: Measured) -> Iterator[Remedy]:
+    """What each forward and backward costs whatever its size, saved where there are fewer of them."""
+    slots, size = int(run.about.get("slots", 1)), int(run.about.get("micro_batch_size", 1))
+    if slots < 2:
+        return
+    fixed = max(0.0, fmean(rank.passes for rank in run.ranks) - _framing(run)) + _calls(run)
+    fewer = max(1, -(-slots // _MICRO))
+    larger = size * (slots // fewer)
+    why = f"{slots} forwards of {size} a step: {fixed:.1f} ms of them is what a forward costs whatever its size"
+    after = run.without(gone=fixed * (1.0 - fewer / slots))
+    yield Remedy("micro-batches", f"--micro-batch-size {larger}, if the memory allows it", after, why)
+
+
+def _update(run: Measured) -> Iterator[Remedy]:
+    """One fused kernel in place of an operation a tensor, or one for all."""
+    names = {name.lower() for rank in run.ranks for name in rank.trace.names}
+    fused, each = any("fused" in name for name in names), run.about.get("fused_ns")
+    if fused or not each or run.option("exact"):
+        return
+    after = run.steady["update"] - float(each) * float(run.about.get("parameters", 0)) / 1e6
+    if after > 0.0:
+        why = f"the update takes {run.steady['update']:.1f} ms a step, tensor by tensor"
+        yield Remedy("update", "fused=True in the optimizer that the task makes", run.without(gone=after), why)
+
+
+def _recomputation(run: Measured) -> Iterator[Remedy]:
+    """No forward twice, where there is memory enough for what it keeps."""
+    said = str(run.option("activation_checkpointing") or "none")
+    again = fmean(rank.again for rank in run.ranks)
+    if not again and said != "none":  # within a compiled backward no trace tells it
+        share = {"full": 1.0, "selective": 0.3}.get(said, 1.0 / int(said.partition(":")[2] or 1))
+        again = share * fmean(rank.forward for rank in run.ranks)
+    # What a forward keeps for it, of the random numbers and by hooks, costs as much there as its return here.
+    again += fmean(rank.framing for rank in run.ranks)
+    free, used = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
+    if again > 0.0 and free > used:
+        room = f"{free / 1e9:.1f} GB are free beside {used / 1e9:.1f} in use"
+        why = f"the backwards compute forwards again, {again:.1f} ms a step, and {room}"
+        what = "less checkpointing of activations in the model" if said == "none" else "--activation-checkpointing none"
+        yield Remedy("recomputation", what, run.without(gone=again), why)
+
+
+def _padding(run: Measured) -> Iterator[Remedy]:
+    share = empty(run)
+    if share <= 0.0:
+        return
+    packs = run.option("data.packing") == "padded"
+    what = "--data.packing documents" if packs else "samples of like length in a micro-batch, or several in one row"
+    gone = share * run.steady["compute"]
+    yield Remedy("padding", what, run.without(gone=gone), f"{share:.0%} of the positions hold nothing to learn from")
+
+
+def _waits(run: Measured) -> Iterator[Remedy]:
+    gone = fmean(rank.waits for rank in run.ranks)
+    if gone > 0.0:
+        why = f"the host waits for the device in the middle of a step, and then the device for the host: {gone:.1f} ms"
+        what = "no .item(), .cpu() or print of a tensor in the loss and the model"
+        yield Remedy("synchronisation", what, run.without(gone=gone), why)
+
+
+def _memory(run: Measured) -> Iterator[Remedy]:
+    """Memory that is asked for and given back in every step."""
+    gone = fmean(rank.allocates for rank in run.ranks)
+    if gone > 0.0:
+        why = f"the driver is asked for memory in every step, {gone:.1f} ms"
+        what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and shapes that stay the same"
+        yield Remedy("memory", what, run.without(gone=gone), why)
+    system, minor, major = run.usage("system"), run.usage("minor"), run.usage("major")
+    if major > 1.0:
+        why = f"{major:.0f} pages a step are read back from the disk: the machine swaps"
+        yield Remedy("memory", "a smaller --micro-batch-size, or fewer processes here", run.without(gone=system), why)
+        return
+    gone = min(system, minor * float(run.about.get("page_us", 0.0)) / 1e3)
+    if gone > 0.0:
+        why = f"{minor:.0f} new pages of memory a step take the system {gone:.1f} ms: large tensors come and go"
+        what = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, which keeps it"
+        yield Remedy("memory", what, run.without(gone=gone), why)
+
+
+def _threads(run: Measured) -> Iterator[Remedy]:
+    """Fewer threads, where there are more than cores: what they gain was measured before the trace, on all ranks."""
+    fewer = [rank.trace.about.get("fewer_threads") or {} for rank in run.ranks]
+    gain = fmean(float(each.get("gain", 1.0)) for each in fewer)
+    if not all(fewer) or gain <= 1.0:
+        return
+    cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
+    gone = sum(run.steady[name] for name in ("compute", "update", "queued")) * (1.0 - 1.0 / gain)
+    why = f"{ranks} processes of {threads} threads share {cores} cores"
+    yield Remedy("threads", f"OMP_NUM_THREADS={fewer[0]['count']}", run.without(gone=gone), why)
+
+
+def _cores(run: Measured) -> Iterator[Remedy]:
+    """Other processes have the cores that this run wants; its own exchanges and loaders may have them."""
+    cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
+    if threads * ranks > cores or run.option("data.workers"):
+        return
+    gone = run.steady["queued"] - run.usage("others") * ranks / cores
+    if gone > 0.0:
+        why = f"for {gone:.1f} ms a step the training could run, and other processes have the cores"
+        yield Remedy("cores", "a machine of its own, or fewer processes beside it", run.without(gone=gone), why)
+
+
+def _calls(run: Measured) -> float:
+    """Milliseconds a step that operations take whatever their size."""
+    return min(fmean(rank.trace.calls / rank.trace.steps for rank in run.ranks) / 1e3, run.steady["compute"])
+
+
+def _calling(run: Measured) -> float:
+    """Milliseconds a step from one operation to the next that follows at once, without what tracing adds."""
+    return max(0.0, fmean(rank.calling for rank in run.ranks) - _framing(run))
+
+
+def _framing(run: Measured) -> float:
+    """Milliseconds a step that tracing takes between operations."""
+    frames = fmean(rank.trace.frames / rank.trace.steps for rank in run.ranks)
+    return frames * float(run.about.get("event_us", 0.0)) / 1e3

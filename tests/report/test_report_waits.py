@@ -1,0 +1,38 @@
+"""A run whose time went into something else than steps says so in one line; a healthy or a short one says nothing."""
+
+import pytest
+
+from lockstep.report.waits import waits
+
+HEALTHY = {"steps": 100.0, "data": 5.0, "exchange": 20.0, "saves": 2.0, "evaluation": 15.0}
+
+
+def line(workers=0, ranks=1, **seconds):
+    return waits({**HEALTHY, **seconds}, workers=workers, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ({"data": 40.0}, "34% of the time went into waiting for samples: --data.workers 1 or more"),
+        ({"data": 40.0, "workers": 2, "ranks": 2}, "waiting for samples or for another rank: --data.workers 3 or more"),
+        ({"exchange": 60.0}, "exchanging gradients: a larger --batch-size"),
+        ({"saves": 50.0}, "30% of the time went into waiting for checkpoints: a larger --ckpt-freq"),
+        ({"evaluation": 100.0}, "50% of the time went into evaluating: a larger --eval-freq"),
+        ({"data": 20.0, "evaluation": 200.0}, "evaluating"),  # what stands out most
+    ],
+)
+def test_what_stands_out_is_said(seconds, words):
+    found = line(**seconds)
+    assert words in found
+    assert "\n" not in found
+
+
+def test_a_healthy_run_is_silent():
+    assert line() == ""
+    assert waits({"steps": 100.0}, workers=0, ranks=1) == ""  # nothing else is known
+
+
+def test_so_is_a_short_one():
+    assert waits({"steps": 9.0, "data": 8.0}, workers=0, ranks=1) == ""
+    assert waits({}, workers=0, ranks=1) == ""
