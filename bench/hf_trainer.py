@@ -1,4 +1,5 @@
-"""`python bench/hf_trainer.py`: ten kinds of Hugging Face scripts, under their Trainer and under lockstep.
+"""`python bench/hf_trainer.py`: ten kinds of Hugging Face scripts, and trl's SFTTrainer where it is installed, under
+their Trainer and under lockstep.
 
 Each has a tiny model and data that are made on the spot; none draws anything. A line a kind: the largest difference of
 a step's loss, and the loss at the end. With `--accumulate 2` each step has two micro-batches: models that are told the
@@ -8,6 +9,7 @@ number of labels and do not use it then have the Trainer's loss twice as large (
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import sys
 import tempfile
@@ -30,7 +32,8 @@ def main() -> None:
     more = {"max_steps": asked.steps, "gradient_accumulation_steps": asked.accumulate}
     print(f"{'kind':<22} {'largest difference':>18} {'first loss':>10} {'last loss':>10} {'theirs':>10}")
     with tempfile.TemporaryDirectory() as folder:
-        for place, (kind, make) in enumerate(trainers.KINDS.items()):
+        kinds = trainers.KINDS | ({"sft": trainers.sft} if importlib.util.find_spec("trl") else {})
+        for place, (kind, make) in enumerate(kinds.items()):
             quiet = io.StringIO()
             with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
                 theirs = trainers.their_losses(make(Path(folder, f"theirs-{place}"), **more))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
     from lockstep.tasks.causal_lm import CausalLM
+    from lockstep.tasks.lightning import from_lightning
     from lockstep.tasks.trainer import from_trainer
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _MODULES = {
     "lockstep.run.run": ("Result", "Run", "train"),
     "lockstep.task": ("Task",),
     "lockstep.tasks.causal_lm": ("CausalLM",),
+    "lockstep.tasks.lightning": ("from_lightning",),
     "lockstep.tasks.trainer": ("from_trainer",),
     "lockstep.distributed.world": ("World",),
 }
@@ -71,6 +73,7 @@ __all__ = [
     "engine",
     "find_lr",
     "find_micro_batch",
+    "from_lightning",
     "from_trainer",
     "gather_for_metrics",
     "load",

@@ -89,13 +89,15 @@ def steps(
 
     `items` is counted over all ranks and micro-batches, so the gradient does not depend on who computed what.
     """
-    clock, model, loss_sum = control.clock, engine.model, loss_of(task)
+    clock, model, loss_sum, hooks = control.clock, engine.model, loss_of(task), task.hooks
     clock.start()
     for step, micro in step_loader:
         items = exchange.global_items(step)
         clock.lap("data")
         losses = []
-        for batch in micro:
+        for slot, batch in enumerate(micro):
+            if hooks:
+                hooks.before_batch(step, batch.index, slot, len(micro), counts=bool(batch.weight))
             control.seed(step, batch.index)
             last = batch is micro[-1]
             with engine.accumulate(last), control.audit.watch(step, batch) as seen:

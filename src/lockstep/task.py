@@ -16,6 +16,7 @@ do too: `adapted` gives it the defaults.
 """
 
 import difflib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -34,8 +35,10 @@ from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hooks, OwnSteps
+from lockstep.tasks.options import LIGHTNING
 
-__all__ = ["Order", "Task", "adapted", "has_own", "items_of_a_sample", "load_task", "written"]
+__all__ = ["Order", "Task", "adapted", "has_own", "imported_class", "items_of_a_sample", "load_task", "written"]
 
 
 class Order(Protocol):
@@ -56,6 +59,9 @@ class Task(ABC):
         defaults: which work it is: what suits it is chosen where the configuration says nothing.
         fingerprint: of the data; a resume with another one is refused.
         sources: what came from elsewhere, name -> revision; it is recorded, and must be the same on every rank.
+        hooks: called at named moments of a run; None: there are none.
+        own_steps: takes the steps of several optimizers itself; None: the engine takes one.
+        divisible: whether the loss of half a micro-batch may be tried before the run, to see that losses add up.
     """
 
     reduction: Literal["sum", "mean"] = "sum"
@@ -64,6 +70,9 @@ class Task(ABC):
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
     fingerprint: str = ""
     sources: Mapping[str, str] = {}
+    hooks: Hooks | None = None
+    own_steps: OwnSteps | None = None
+    divisible: bool = True
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -266,34 +275,44 @@ def load_task(named: str) -> Task:
     Raises:
         ConfigError: no such file or class, or one that cannot be made so.
     """
+    if named.startswith(LIGHTNING):
+        made: Task = importlib.import_module("lockstep.tasks.lightning_files").load(named)
+        return made
+    kind = imported_class(named, "--task")
+    try:
+        task = kind()
+    except Exception as error:
+        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+    return adapted(task)
+
+
+def imported_class(named: str, flag: str) -> Callable[[], Any]:
+    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none."""
     file, _, name = named.rpartition(":")
     if not file and Path(named).is_file():
         file, name = named, ""
     path = Path(file)
     if not file or not path.is_file():
-        raise ConfigError(f"--task '{named}': there is no such file; give FILE.py:Class")
-    module = _imported(named, path)
+        raise ConfigError(f"{flag} '{named}': there is no such file; give FILE.py:Class")
+    module = _imported(named, path, flag)
     kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
     if kind is None:
         said = f"the file has no class {name}" if name else "it names no class"
         own = [key for key, value in vars(module).items() if _is_task(value, module)]
         close = difflib.get_close_matches(name, own, n=1)
         meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
-        meant = meant if own else f"give {file}:CLASS, a subclass of lockstep.Task that the file defines"
-        raise ConfigError(f"--task '{named}': {said}; {meant}")
-    try:
-        made = kind()
-    except Exception as error:
-        raise ConfigError(f"--task '{named}': {name}() failed ({error}); it must need no arguments") from error
-    return adapted(made)
+        wanted = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
+        meant = meant if own else f"give {file}:CLASS, {wanted}"
+        raise ConfigError(f"{flag} '{named}': {said}; {meant}")
+    return kind
 
 
-def _imported(named: str, path: Path) -> ModuleType:
+def _imported(named: str, path: Path, flag: str) -> ModuleType:
     """The file as a module. Raises ConfigError where it is none, or what it runs fails."""
     module_name = f"lockstep_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--task '{named}' is no Python file; give FILE.py:Class")
+        raise ConfigError(f"{flag} '{named}' is no Python file; give FILE.py:Class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # its classes can be pickled, to loader processes
     folder = str(path.resolve().parent)
@@ -303,7 +322,7 @@ def _imported(named: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"--task '{named}': {reason}; the file must import without an error") from error
+        raise ConfigError(f"{flag} '{named}': {reason}; the file must import without an error") from error
     return module
 
 

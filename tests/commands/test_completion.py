@@ -60,7 +60,7 @@ def test_the_files_parse_and_have_every_flag(built):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["tr"], ["train"]),
+        (["trai"], ["train"]),
         (["train", "--optim.we"], ["--optim.weight-decay"]),
         (["train", "--lr", "3", "--exact", "--optim.we"], ["--optim.weight-decay"]),
         (["train", "--precision", "bf"], ["bf16", "bf16-true"]),

@@ -412,7 +412,7 @@ def test_verify_shows_its_own_flags_and_then_those_of_train(capsys):
     assert {"--engines", "--plant", "--out", "--against", "--task"} <= set(first) < set(whole)
     assert "--optim.clip" not in first
     assert {flag(name) for name in option_list()} <= set(whole)
-    own = set(whole) - {flag(name) for name in (*option_list(), "config")}
+    own = set(whole) - {flag(name) for name in (*option_list(), "config", "lightning", "datamodule")}
     assert own - {"--help", "--help-all"} <= set(first)  # no flag of its own is out of sight
 
 

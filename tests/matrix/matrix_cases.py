@@ -74,7 +74,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
-    "task": ("default", "own", "options", "muon", "adapters", "plateau"),
+    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked"),
 }
 assert tuple(FACTORS) == Case._fields
 

@@ -13,6 +13,7 @@ import torch
 from matrix_subject import (
     BAD,
     BATCH,
+    BOUND,
     HELD_OUT,
     HIDDEN,
     LIMITED,
@@ -118,6 +119,10 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
             _learn(averages, net, task)
         else:
             _put_back(net, before)
+        if task == "hooked":
+            with torch.no_grad():
+                for parameter in trained:
+                    parameter.clamp_(-BOUND, BOUND)
         if precision == "fp16" and (applied or not math.isfinite(norm)):  # a spike left out says nothing of the scale
             scale, good, spared = _learnt(scale, good, spared, applied, window, most)
         net.zero_grad()

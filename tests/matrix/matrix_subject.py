@@ -15,11 +15,14 @@ from torch import nn
 
 import lockstep
 from lockstep.data.order import Shuffled
+from lockstep.hooks import Hooks
 from lockstep.seeds import derive
+from lockstep.tensors import local_of
 
 __all__ = [
     "BAD",
     "BATCH",
+    "BOUND",
     "HELD_OUT",
     "HIDDEN",
     "LIMITED",
@@ -44,6 +47,7 @@ SAMPLES = STEPS * BATCH - MICRO  # the last step is short
 BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
 LIMITED = 9  # of these, with --limit-eval-batches
+BOUND = 0.25  # of each weight, which the hooks of "hooked" hold
 SILENT = 1  # the step in which the own schedule says nothing
 _BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
 _SPIKE = {"tied": 300.0}  # the bad sample's targets, else 60
@@ -252,6 +256,44 @@ class Evaluated(Subject):
         return super().dataset(split) if split == "train" else held_out
 
 
+class Watching(Hooks):
+    """Hooks that count, on all ranks and over all starts of a run, and that hold the weights within bounds."""
+
+    def __init__(self, task):
+        self.task, self.computed, self.slots = task, [], 0
+
+    def before_batch(self, step, index, slot, slots, *, counts):
+        assert not self.slots or slot, "a step began before the one before it was over"
+        self.slots += 1
+        if counts:
+            self.computed.append((step, index))
+
+    @torch.no_grad()
+    def after_update(self):
+        for parameter in self.task.made().parameters():
+            if parameter.requires_grad:
+                local_of(parameter).clamp_(-BOUND, BOUND)
+
+    def begins(self, course, done):
+        assert course.state.get("steps", 0) == done, (course.state, done)
+        self.computed, self.slots = [], 0
+
+    def after_step(self, course, done):
+        computed = sorted(tuple(pair) for each in course.gather(self.computed) for pair in each)
+        micro = min(BATCH, SAMPLES - (done - 1) * BATCH) // MICRO
+        assert computed == [(done - 1, index) for index in range(micro)], computed
+        course.state["steps"] = course.state.get("steps", 0) + 1
+        self.computed, self.slots = [], 0
+
+
+class Hooked(Subject):
+    """A task whose hooks change the weights, as a part of the step."""
+
+    def __init__(self, model, fault, folder):
+        super().__init__(model, fault, folder)
+        self.hooks = Watching(self)
+
+
 class Own(Subject):
     """A task that has all of its own: optimizer, schedule, state and an evaluation."""
 
@@ -303,4 +345,6 @@ class Own(Subject):
 
 def subject(task, model, fault, folder):
     """The task of a case."""
-    return {"own": Own, "adapters": Adapted, "plateau": Evaluated}.get(task, Subject)(model, fault, folder)
+    return {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked}.get(task, Subject)(
+        model, fault, folder
+    )

@@ -44,6 +44,7 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems = compared(case, found, _wanted(case, done).state)
     problems += [] if case.stops else _buffers(case, folder)
     problems += _evaluations(case, root, done)
+    problems += _hooks(folder, done) if case.task == "hooked" else []
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -158,6 +159,12 @@ def compared_evaluations(
             if not abs(values[name] - value) <= _EVALUATION[case.precision] * abs(value):
                 problems.append(f"evaluation/{name} after step {step} differs by {values[name] - value:.3g} of {value}")
     return problems
+
+
+def _hooks(folder: Path, done: int) -> list[str]:
+    """What the hooks have counted over all starts lies in the checkpoint."""
+    counted = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("hooks")
+    return [] if counted == {"steps": done} else [f"the hooks' state is {counted} after step {done}"]
 
 
 def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:

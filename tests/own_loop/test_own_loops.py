@@ -36,13 +36,18 @@ def net():
     return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Dropout(0.2), nn.GELU(), nn.Linear(10, 4))
 
 
+def normed():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.2), nn.GELU(), nn.Linear(10, 4))
+
+
 def labelled(batch):
     return int((batch[1] != -100).sum())
 
 
-def trained(world, folder, *, stop=0, name="auto", exact=True, ragged=False, workers=0, how="mean"):
+def trained(world, folder, *, stop=0, name="auto", exact=True, ragged=False, workers=0, how="mean", make=net):
     """A whole training, or up to a step; its parameters, and the epochs' samples in the order they came."""
-    model = net()
+    model = make()
     made = []
 
     def optimizer(held):
@@ -60,7 +65,10 @@ def trained(world, folder, *, stop=0, name="auto", exact=True, ragged=False, wor
         reduction=how,
         workers=workers,
     )
-    engine = lockstep.engine(name, model, optimizer, world, clip=1.0, exact_micro_batches=loader.micro_batches * exact)
+    micro_batches = loader.micro_batches * exact
+    engine = lockstep.engine(
+        *(name, model, optimizer, world), clip=1.0, exact_micro_batches=micro_batches, batchnorm="replay"
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(made[0], 4, gamma=0.5)
     done = lockstep.load_state(folder, world, engine=engine, scheduler=scheduler, loader=loader)
     assert done == loader.steps - len(loader)
@@ -93,6 +101,41 @@ def test_bits_are_those_of_any_world_size_and_of_a_resume_on_another(tmp_path):
     assert checkpoint.list_steps(tmp_path / "3") == [3, 7]
 
 
+def normed_ones(world, folder, name):
+    return trained(world, folder, name=name, make=normed)
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "fsdp"), (3, "ddp")])
+def test_batchnorm_has_the_bits_of_one_rank(tmp_path, size, name):
+    """Three ranks do not divide the four micro-batches: there are empty slots."""
+    torch.set_num_threads(1)
+    alone = trained(World(), tmp_path / "1", make=normed)
+    assert alone[0]["model/1.num_batches_tracked"] == 41  # micro-batches that are none of an empty slot
+    assert run(normed_ones, size, tmp_path / "2", name) == [alone] * size
+
+
+def without_accumulate(world):
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(2)
+    engine = lockstep.engine("auto", model, torch.optim.SGD(model.parameters(), lr=0.1), world, batchnorm="replay")
+    for rows in torch.randn(3, 4, 2, dtype=torch.float32):
+        engine.backward(engine.model(rows).square().mean())
+        engine.step()
+    return model.running_mean.tolist(), int(model.num_batches_tracked)
+
+
+def test_a_loop_without_accumulate_counts_each_batch_once():
+    torch.manual_seed(0)
+    plain = nn.BatchNorm1d(2)
+    for rows in torch.randn(3, 4, 2, dtype=torch.float32):
+        plain(rows)
+    mean, count = without_accumulate(World())
+    assert (count, mean) == (3, pytest.approx(plain.running_mean.tolist(), rel=1e-6))
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="batchnorm is 'sync': give 'local' or 'replay'"):
+        lockstep.engine("single", model, torch.optim.SGD(model.parameters()), World(), batchnorm="sync")
+
+
 @pytest.mark.parametrize(("before", "after"), [("zero", "fsdp"), ("fsdp", "zero")])
 def test_any_engine_goes_on_where_another_stopped(tmp_path, before, after):
     torch.set_num_threads(1)
@@ -106,8 +149,10 @@ def stopped_and_resumed(world, folder, before, after):
 
 
 class _Same(lockstep.Task):
+    make = staticmethod(net)
+
     def model(self):
-        return net()
+        return self.make()
 
     def dataset(self, split):
         return samples() if split == "train" else None
@@ -122,9 +167,14 @@ class _Same(lockstep.Task):
         return 0.5 ** (step // 4)
 
 
-def test_a_loop_of_ones_own_has_the_bits_of_the_built_in_one(tmp_path):
+class _SameNormed(_Same):
+    make = staticmethod(normed)
+
+
+@pytest.mark.parametrize("task", [_Same, _SameNormed])
+def test_a_loop_of_ones_own_has_the_bits_of_the_built_in_one(tmp_path, task):
     torch.set_num_threads(1)
-    mine, _ = trained(World(), tmp_path / "mine", how="sum")
+    mine, _ = trained(World(), tmp_path / "mine", how="sum", make=task.make)
     config = lockstep.Config(
         experiment_name="theirs",
         save_dir=str(tmp_path),
@@ -136,7 +186,7 @@ def test_a_loop_of_ones_own_has_the_bits_of_the_built_in_one(tmp_path):
         optim=Optim(clip=1.0),
         guards=Guards(straggler=0.0),
     )
-    with lockstep.Run(config, _Same(), World()) as going:
+    with lockstep.Run(config, task(), World()) as going:
         for _ in going:
             pass
         theirs = {f"model/{name}": tensor.tolist() for name, tensor in going.model.state_dict().items()}

@@ -1,5 +1,8 @@
 """The page at the end of a run: written where the run has ended, never where it goes on, and never a reason to fail."""
 
+import re
+import time
+
 import pytest
 from ranks import run
 from small_runs import config
@@ -50,6 +53,24 @@ def test_a_page_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
     assert lockstep.train(config(tmp_path, experiment_name="other"), Ragged()).status == "finished"
     assert [line[:27] for line in warned] == ["report.html was not written"] * 2
     assert "ZeroDivisionError" in warned[1]
+
+
+class Slow(Ragged):
+    def collate(self, samples):
+        time.sleep(0.04)
+        return super().collate(samples)
+
+
+def test_where_time_was_lost_is_said_at_the_end_and_in_the_page(tmp_path, monkeypatch, capsys):
+    lockstep.train(config(tmp_path, experiment_name="short", max_steps=4, ckpt_freq=0), Slow())
+    assert "waiting for samples" not in capsys.readouterr().out
+    assert "waiting for samples" not in (tmp_path / "short" / "report.html").read_text()
+    monkeypatch.setattr("lockstep.report.waits._LEAST", 0.0)
+    lockstep.train(config(tmp_path, max_steps=6, ckpt_freq=0), Slow())
+    *_, line, last = filter(None, capsys.readouterr().out.splitlines())
+    assert re.search("of the time went into waiting for samples: (--)?data.workers 1", line)
+    assert last.startswith("finished")
+    assert "of the time went into waiting for samples" in (tmp_path / "r" / "report.html").read_text()
 
 
 def two(world, settings):

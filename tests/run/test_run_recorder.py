@@ -154,6 +154,8 @@ def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     assert (found["items_per_second"], found["running_loss"], found["skipped_steps"]) == (5.0, 3.0, 1)
     meter.add(ReadStep(StepRecord(3, 20, [], None, 1.0), [], 1.0, []))
     assert meter.read(1)["skipped_steps"] == 1  # of this start
+    meter.pause(0.5, "saves")
+    assert meter.spent == {"steps": 0.014, "data": 0.004, "exchange": 0.0, "saves": 0.5}  # but for the first window
 
 
 def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path):
@@ -339,7 +341,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         engine=SimpleNamespace(model=model),
         task=task,
         state={"best": None},
-        config=SimpleNamespace(experiment_name="r", report=False),
+        config=SimpleNamespace(experiment_name="r", report=False, data=SimpleNamespace(workers=2)),
         run_plan=SimpleNamespace(place=lambda done: {}),
         folder=SimpleNamespace(
             write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
@@ -354,12 +356,14 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         saver=SimpleNamespace(settle=lambda last: order.append(("settled", last))),
         _exchange=SimpleNamespace(progress=Progress()),
         _sinks=SimpleNamespace(close=summary.update),
+        _meter=SimpleNamespace(spent={"steps": 100.0, "data": 40.0}),
         _tidy=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
     )
     RunRecorder.close(recorder, code)
     assert wrote == ([] if not is_main or not saved else ["state, and old checkpoints"] if is_best else ["state"])
     assert order == [("settled", True), *([] if code else ["sample"]), "at rest"]
+    assert summary["waits"].startswith("40% of the time went into waiting for samples or for another rank")
     assert (summary["sample"], summary["next"], summary["best"]) == ("" if code else "text", str(code), None)
 
 
@@ -425,9 +429,9 @@ def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, m
     paused, phases = [], []
     pause, at = Meter.pause, Progress.at
 
-    def paused_for(meter, seconds):
-        paused.append(seconds)
-        pause(meter, seconds)
+    def paused_for(meter, seconds, part):
+        paused.append((part, seconds))
+        pause(meter, seconds, part)
 
     def stands_at(progress, step, phase):
         phases.append((step, phase))
@@ -439,8 +443,9 @@ def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, m
     shown = [place for place in phases if place[1] in (EVALUATING, SAVING, ENDING)]
     evaluated = [(4, EVALUATING), (4, SAVING), (5, SAVING), (8, EVALUATING)]  # the first is the best, the next is not
     assert shown == [*evaluated, (10, SAVING), (10, EVALUATING), (10, ENDING)]
-    assert len(paused) == 6
-    assert all(0 < seconds < 60 for seconds in paused)
+    kinds = {EVALUATING: "evaluation", SAVING: "saves"}
+    assert [part for part, _ in paused] == [kinds[phase] for _, phase in shown if phase != ENDING]
+    assert all(0 < seconds < 60 for _, seconds in paused)
 
 
 @pytest.mark.parametrize("platform", ["linux", "no /proc", "darwin"])

@@ -208,6 +208,24 @@ def contrastive(folder, **more):
     return made(folder, seeded(lambda: transformers.CLIPModel(config)), rows, pairs, **more)
 
 
+def sft(folder, **more):
+    """trl's, with a tokenizer of whole words; needs trl and datasets, which are imported here alone."""
+    import datasets
+    import tokenizers
+    import trl
+
+    words = ["[PAD]", "[END]", *(f"w{at}" for at in range(WORDS - 2))]
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, words[0]))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token=words[0], eos_token=words[1])
+    rows = datasets.Dataset.from_dict({"text": [" ".join(words[at] for at in row) for row in tokens(40, drawn())]})
+    args = trl.SFTConfig(
+        **arguments(folder, **{"max_length": 16, "bf16": False, "activation_checkpointing": True, **more})
+    )
+    held_out = rows.select(range(10))
+    return trl.SFTTrainer(causal_model(), args, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+
+
 KINDS = {
     "causal": causal,
     "masked": masked,

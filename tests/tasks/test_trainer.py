@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.tasks.trainer_arguments import TABLE
+from lockstep.lint.tables.trainer import ARGUMENTS as TABLE
 from lockstep.tasks.trainer_data import Batching, EpochShuffled, labelled
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from hf_trainers import KINDS, arguments, causal, causal_model, causal_rows, padded, text_classes, their_losses  # noqa: E402
+from hf_trainers import KINDS, arguments, causal, causal_model, causal_rows, padded, sft, text_classes, their_losses  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,19 @@ def test_losses_of_the_other_kinds_are_the_trainers(tmp_path, kind):
     theirs = their_losses(KINDS[kind](tmp_path / "theirs"))
     ours, _, _ = trained(KINDS[kind](tmp_path / "ours"))
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"packing": True}, {"gradient_accumulation_steps": 2}, {"loss_type": "dft"}])
+def test_losses_of_trls_trainer_are_its_own(tmp_path, more):
+    pytest.importorskip("trl")
+    theirs = their_losses(sft(tmp_path / "theirs", **more))
+    ours, _, _ = trained(sft(tmp_path / "ours", **more))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+    offloading = sft(tmp_path / "other", **more)
+    offloading.args.activation_offloading = True  # trl itself wants a GPU for it
+    with pytest.raises(ConfigError, match=r"activation_offloading=True\) is not served"):
+        lockstep.from_trainer(offloading)
 
 
 def test_epochs_follow_the_trainers_order_and_its_schedule(tmp_path):

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import preloaded, run
 
 import lockstep
 from lockstep.distributed.world import World
@@ -22,42 +22,75 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "rows": len(right)}
 
 
-def trained(folder, stop_at=0):
+def trained(folder, stop_at=0, engine="auto", kind="causal"):
     """Of a run of a Trainer with dropout and three micro-batches a step: what it came to, and the weights' bits."""
-    causal = importlib.import_module("hf_trainers").causal  # by the ranks too, which import this file
-    more = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    more |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
-    trainer = causal(folder, dropout=0.2, **more)
+    trainers = importlib.import_module("hf_trainers")  # by the ranks too, which import this file
+    make = trainers.sft if kind == "sft" else trainers.KINDS[kind]
+    more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    if kind == "causal":
+        more |= {"dropout": 0.2, "compute_metrics": accuracy}
+        more |= {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = make(folder, **more)
     config, task = lockstep.from_trainer(trainer, devices=3)
-    with lockstep.Run(dataclasses.replace(config, exact=True, stop_at=stop_at), task) as made:
+    with lockstep.Run(dataclasses.replace(config, exact=True, stop_at=stop_at, engine=engine), task) as made:
         losses = [step.loss for step in made]
     found = dataclasses.asdict(made.result.evaluation) if made.result.evaluation else {}
-    weights = {name: tensor.tolist() for name, tensor in made.model.state_dict().items()}
-    return losses, found, weights, trainer
+    weights = {name: full(tensor).tolist() for name, tensor in made.model.state_dict().items()}
+    return losses, found, weights, trainer, task
 
 
-def on_ranks(world, folder, stop_at):
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def on_ranks(world, folder, *more):
     world.leave()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    *found, trainer = trained(folder, stop_at)
+    *found, trainer, task = trained(folder, *more)
     assert dist.is_initialized()  # by accelerate, and still there
-    rows = trainer.evaluate()["eval_rows"]
+    if more[1] == "fsdp":  # whose model stays split
+        whole = lockstep.load(folder, task, "last")
+        assert trainer.model is whole
+        assert {name: tensor.tolist() for name, tensor in whole.state_dict().items()} == found[-1]
+    rows = trainer.evaluate().get("eval_rows", len(trainer.eval_dataset))
+    trainer.save_model(str(folder / "saved"))
     dist.destroy_process_group()
     return *found, rows
 
 
-def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path, monkeypatch):
+@pytest.fixture
+def as_before(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = torch.get_num_threads()
-    try:
-        *alone, _ = trained(tmp_path / "one")
-        *begun, _ = trained(tmp_path / "two", stop_at=2)
-    finally:
-        torch.set_num_threads(before)
-        torch.use_deterministic_algorithms(False)
-    for losses, *found, rows in run(on_ranks, 2, tmp_path / "two", 0, timeout=180.0):
+    with preloaded("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"):
+        yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path):
+    """Under fsdp, on from what one rank began."""
+    *alone, _, _ = trained(tmp_path / "one")
+    *begun, _, _ = trained(tmp_path / "two", stop_at=2)
+    for losses, *found, rows in run(on_ranks, 2, tmp_path / "two", 0, "fsdp", timeout=180.0):
         assert begun[0] + losses == alone[0]
         assert found == alone[1:]
+        assert rows == 10
+    saved = importlib.import_module("transformers").GPT2LMHeadModel.from_pretrained(tmp_path / "two" / "saved")
+    assert {name: tensor.tolist() for name, tensor in saved.state_dict().items()} == alone[2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("engine", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize("kind", ["seq2seq", "text classification", "sft"])
+def test_other_kinds_on_two_ranks_have_the_bits_of_one(tmp_path, kind, engine):
+    if kind == "sft":
+        pytest.importorskip("trl")
+    *alone, _, _ = trained(tmp_path / "one", kind=kind)
+    for *found, rows in run(on_ranks, 2, tmp_path / "two", 0, engine, kind, timeout=180.0):
+        assert found == alone
         assert rows == 10
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,13 @@ def test_a_task_that_is_not_deterministic_is_found_first(task, named):
     assert "not deterministic in one process" in table.notes[0]
     assert named in table.notes[0]
     assert task is not tasks.Undecided or "in blocks.1.1 (Noise)" in table.notes[0]
+
+
+def test_an_evaluation_that_is_not_deterministic_is_found_after_the_last_step():
+    table = lockstep.verify(tasks.Counting(samples=60), config(), engines=("ddp",), **QUICK)
+    assert not table.ok
+    assert "not deterministic in one process" in table.notes[0]
+    assert re.search(r": step 3, evaluation, said: \d+\S* instead of \d+", table.notes[0])
 
 
 @pytest.mark.parametrize(("task", "word"), [(tasks.Hanging, "said nothing for 4 s"), (tasks.Dying, "the last words")])

@@ -3,13 +3,15 @@
 import gc
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.config import options, presets
+from lockstep.config import hf_script, options, presets
 from lockstep.config.flags import Parser
 from lockstep.distributed.progress import MEMBER_VARIABLE
+from lockstep.errors import ConfigError
 from lockstep.run.folder import RunFolder
+from lockstep.tasks.options import LIGHTNING
 
 __all__ = ["command"]
 
@@ -22,7 +24,15 @@ def command(argv: list[str]) -> int:
         LockstepError: the run failed.
     """
     given = vars(_parser(argv).read(argv))
-    config = options.build(presets.applied(options.told(given)))
+    told = options.told(given)
+    config, task = options.build(presets.applied(told)), None
+    script = hf_script.asked(given, told)
+    if script:
+        _check_alone(given)
+        loaded()
+        return _code(int(importlib.import_module("lockstep.run.hf_script").run_script(script, told)))
+    if config.task.startswith(LIGHTNING):
+        config, task = importlib.import_module("lockstep.tasks.lightning_files").configured(told)
     if given["show_groups"]:
         importlib.import_module("lockstep.run.groups_table").show_groups(config)
         return 0
@@ -34,7 +44,7 @@ def command(argv: list[str]) -> int:
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
-    run = loaded().Run(config)
+    run = loaded().Run(config, task)
     try:
         return _code(run().exit_code)
     except KeyboardInterrupt:
@@ -51,7 +61,13 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
         "--find-lr", action="store_true", help="try 100 rates, print the curve of the loss and a rate, and keep nothing"
     )
     add("--find-micro-batch", action="store_true", help="try sizes of a forward on a CUDA device, and keep nothing")
-    return parser
+    return hf_script.with_flags(parser)
+
+
+def _check_alone(given: Mapping[str, Any]) -> None:
+    for name in ("show_groups", "find_lr", "find_micro_batch"):
+        if given[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --hf-script; leave one out")
 
 
 def loaded() -> Any:

@@ -26,7 +26,7 @@ from lockstep.config.hints import FOREIGN, hint
 from lockstep.engines.deepspeed_file import read_json, taken
 from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
-from lockstep.tasks.options import LANGUAGE, OWN, TASKS, Entry, belongs, kind_of
+from lockstep.tasks.options import LANGUAGE, LIGHTNING, OWN, TASKS, Entry, belongs, kind_of
 
 __all__ = ["FIRST", "add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
 
@@ -100,11 +100,23 @@ def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
 def told(given: dict[str, Any]) -> dict[str, Any]:
     """What the file and the flags say, by dotted name; the flags win. `given`: what a parser read, see `add_flags`."""
     values = {name: value for name, value in given.items() if name in _DESTINATIONS}
+    _take_lightning(values)
     from_launcher(values)
     path = values.pop("config", None)
     values = {**(read(Path(path)) if path else {}), **values}
     file = read_json(str(values.get("engine_options.config", "")))
     return taken(values, file, int(os.environ.get("WORLD_SIZE", "1"))) if file else values
+
+
+def _take_lightning(values: dict[str, Any]) -> None:
+    """`--lightning` and `--datamodule` as the task that they name. Raises ConfigError where they do not go together."""
+    module, data = str(values.pop("lightning", "")), str(values.pop("datamodule", ""))
+    if data and not module:
+        raise ConfigError(f"--datamodule {data} is the data of a LightningModule: give --lightning FILE.py:Module too")
+    if module and values.get("task"):
+        raise ConfigError(f"--lightning {module} and --task {values['task']} both say what is trained: leave one out")
+    if module:
+        values["task"] = f"{LIGHTNING}{module}{',' * bool(data)}{data}"
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -234,6 +246,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():
         add(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
+    text = "a LightningModule as it stands, made without arguments; its loaders say the batch size"
+    add("--lightning", metavar="FILE.py:CLASS", default=argparse.SUPPRESS, help=text)
+    text = "the LightningDataModule of --lightning (default: the module's own loaders)"
+    add("--datamodule", metavar="FILE.py:CLASS", default=argparse.SUPPRESS, help=text)
     text = "a TOML file with these options; flags override it"
     add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     titles = {name: title for title, names in _GROUPS.items() for name in names}
@@ -305,4 +321,4 @@ class _AutoSwitch(_Switch):
         setattr(namespace, self.dest, "auto" if values == "auto" else not name.startswith("--no-"))
 
 
-_DESTINATIONS = {*option_list(), "config", *LAUNCHER_FLAGS}
+_DESTINATIONS = {*option_list(), "config", "lightning", "datamodule", *LAUNCHER_FLAGS}

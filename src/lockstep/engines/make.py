@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,13 +14,17 @@ from lockstep.config.sections import Fp16
 from lockstep.distributed.shares import Sharing, given_shares
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, Settings
+from lockstep.engines.manual import Manual
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.average import Averaged
 from lockstep.engines.shared.buffers import Buffered, with_buffers
 from lockstep.engines.shared.exact import check_servable
+from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hooks, OwnSteps
+from lockstep.transforms.batchnorm import recording
 
 __all__ = [
     "SHARING",
@@ -53,6 +57,9 @@ def engine(
     options: EngineOptions | None = None,
     say: Callable[[str], None] | None = None,
     ema: float = 0.0,
+    batchnorm: Literal["local", "replay"] = "local",
+    hooks: Hooks | None = None,
+    own_steps: OwnSteps | None = None,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -79,6 +86,12 @@ def engine(
         options: the engine's own; None: the defaults.
         say: takes one line for the person, on every rank; None: the log.
         ema: decay of an average of the weights (see `engines.shared.average`); 0: none.
+        batchnorm: running statistics of the model's BatchNorm layers. "local": torch's own, rank 0's on all ranks after
+            each step. "replay": those of all ranks' micro-batches in their order, so that they do not depend on the
+            world size; the layers are changed in place, and every rank makes as many backwards in a step (`shares`
+            apart). A step of the built-in loop does the same.
+        hooks: of a task, called after each backward and each update; None: there are none.
+        own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine does.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
@@ -93,16 +106,45 @@ def engine(
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
     settings = Settings(clip, exact_micro_batches, sharing, scaling, tuple(blocks), options)
     settings = dataclasses.replace(settings, say=say) if say else settings
+    if batchnorm not in ("local", "replay"):
+        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': give 'local' or 'replay'")
+    if batchnorm == "replay":
+        recording(model, settings.say)
 
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
         check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
         return made
 
+    if own_steps is not None:
+        if clip or ema:
+            raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
+        return _manual(name, model, make, world, settings, own_steps, hooks)
     bare = kind(model, make, world, settings)
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
-    made = with_buffers(cast(Engine, bare), model, world, exact=exact, shared=shared, sharing=sharing)
+    watched = cast(Engine, Hooked(bare, hooks) if hooks else bare)
+    made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing)
     return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
+
+
+def _manual(
+    name: str,
+    model: nn.Module,
+    make: MakeOptimizer,
+    world: World,
+    settings: Settings,
+    own_steps: OwnSteps,
+    hooks: Hooks | None,
+) -> Engine:
+    if name not in ("single", "ddp"):
+        raise ConfigError(
+            f"--engine {name} does not go with a task that takes its optimizers' steps itself, in the midst of a "
+            "micro-batch: use --engine ddp"
+        )
+    if name == "single" and world.size > 1:
+        raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
+    made: Engine = Manual(model, make, world, settings, own_steps)
+    return Hooked(made, hooks) if hooks else made
 
 
 def _sharing(

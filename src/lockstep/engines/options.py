@@ -22,6 +22,7 @@ class Entry(NamedTuple):
         float64: whether it can update in float64.
         plain: whether it takes models that are neither compiled nor under autocast alone, or is at its best with them:
             what is automatic on a new GPU is off there.
+        own_gradients: whether an update takes gradients that its backward kept, and none that were put in their place.
     """
 
     module: str
@@ -30,6 +31,7 @@ class Entry(NamedTuple):
     everywhere: bool = True
     float64: bool = True
     plain: bool = False
+    own_gradients: bool = False
 
 
 # Imported when asked for, so that an engine's package is loaded only where it is used.
@@ -38,7 +40,13 @@ ENGINES = {
     "ddp": Entry("lockstep.engines.ddp", "DDP"),
     "fsdp": Entry("lockstep.engines.fsdp.engine", "FSDP"),
     "zero": Entry("lockstep.engines.zero", "Zero"),
-    "deepspeed": Entry("lockstep.engines.deepspeed.engine", "DeepSpeed", everywhere=False, float64=False, plain=True),
+    "deepspeed": Entry(
+        *("lockstep.engines.deepspeed.engine", "DeepSpeed"),
+        everywhere=False,
+        float64=False,
+        plain=True,
+        own_gradients=True,
+    ),
     "data-parallel": Entry(
         "lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False, plain=True
     ),

@@ -18,7 +18,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from lockstep.config import options
+from lockstep.config import hf_script, options, presets
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN
 from lockstep.distributed.addresses import check_reachable, own_address
@@ -78,7 +78,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _behind(rest: list[str]) -> bool:
     """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
     if rest and rest[0] == "train":
-        return options.parse(rest[1:]).exact
+        parser = hf_script.with_flags(options.parser_of(rest[1:], "lockstep train"))
+        given = vars(parser.read(rest[1:]))
+        told = options.told(given)
+        hf_script.asked(given, told)
+        return options.build(presets.applied(told)).exact
     if rest and rest[0] in ("evaluate", "doctor", "profile"):
         return "--exact" in rest  # of evaluate its run's configuration says, when it is read
     if rest and rest[0].endswith(".py"):

@@ -31,6 +31,7 @@ from lockstep.text.reach import reach, way_out
 __all__ = [
     "HubModel",
     "HubTokenizer",
+    "as_it_is",
     "explained",
     "once_per_node",
     "repeated_blocks",
@@ -269,7 +270,15 @@ def _size(module: nn.Module) -> int:
 
 
 def transformers_for(flag: str, name: str) -> Any:
-    """The package, for what `flag` names. Raises ConfigError where it is not installed."""
+    """The package, made quiet, for what `flag` names. Raises ConfigError where it is not installed."""
+    transformers = as_it_is(flag, name)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def as_it_is(flag: str, name: str) -> Any:
+    """The package, which goes on saying what it says. Raises ConfigError where it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
@@ -278,8 +287,6 @@ def transformers_for(flag: str, name: str) -> Any:
         raise ConfigError(
             f"{flag} {name} needs the package transformers ({error.name} is missing): pip install 'torch-lockstep[hf]'"
         ) from error
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
 
 

@@ -34,6 +34,8 @@ from lockstep.loop import StepControl, seeder
 from lockstep.records import Best, Step, StepRecord
 from lockstep.run.balancing import Balancing
 from lockstep.run.build import Built
+from lockstep.run.course import RunCourse
+from lockstep.run.evaluate import numbered
 from lockstep.run.guarding import Guards
 from lockstep.run.kernels import kernels_of
 from lockstep.run.meter import Meter
@@ -56,6 +58,7 @@ __all__ = [
     "saved_and_evaluated",
     "settle",
     "taken",
+    "tell_evaluated",
     "works",
 ]
 
@@ -149,7 +152,7 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
     config, state, done = built.config, built.state, step.global_step
     due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
     saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
-    late = bool(session.kept)  # the body of this step has yet to bring them up to it
+    late = bool(session.kept or built.task.hooks)  # which have yet to be brought up to this step
     if due and built.evaluation:
         state["evaluation_due"] = True
     if saves and not late:
@@ -160,13 +163,20 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
         del state["evaluation_due"]
         with marked("evaluate"):
             step.evaluation = session.evaluation = works.recorder.evaluate(done)
-        session.evaluated = done
+        tell_evaluated(session, built, done)
         saves = saves or works.recorder.is_best
         if saves and not late:
             save(works, done)
         note_best(session)
     session.present, session.global_step = step, done
     return saves
+
+
+def tell_evaluated(session: Session, built: Built, done: int) -> None:
+    """Notes the evaluation that was made, and tells the task's hooks of it."""
+    session.evaluated = done
+    if built.task.hooks and session.evaluation:
+        built.task.hooks.evaluated(RunCourse(session, built), done, numbered(session.evaluation))
 
 
 def save(works: Works, done: int) -> None:

@@ -47,6 +47,7 @@ class Meter:
         self.running_loss, self.missed = running, missed
         self._kept: list[_Kept] = []
         self.skipped_steps = 0  # since this start
+        self._spent: dict[str, float] | None = None  # seconds by part, but for the first window, which holds the start
         self._items, self._since = 0, time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
@@ -79,6 +80,12 @@ class Meter:
         """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds)."""
         norm = self.settle()
         laps = self._clock.read()
+        if self._spent is None:
+            self._spent = {}
+        else:
+            self._took("steps", 1e-3 * log_freq * sum(laps.values()))
+            for name in ("data", "exchange"):
+                self._took(name, 1e-3 * log_freq * laps.get(name, 0.0))
         now = time.perf_counter()
         found = {
             "running_loss": self.running_loss / (log_freq - self.missed) if self.missed < log_freq else math.nan,
@@ -93,9 +100,19 @@ class Meter:
         self.running_loss, self.missed, self._items, self._since = 0.0, 0, 0, now
         return found
 
-    def pause(self, seconds: float) -> None:
-        """Leaves `seconds` of something else (an evaluation, a save) out of the throughput."""
+    def pause(self, seconds: float, part: str = "") -> None:
+        """Leaves `seconds` of something else out of the throughput; `part` is what it was: "evaluation" or "saves"."""
         self._since += seconds
+        self._took(part, seconds)
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of `steps`, `data` and `exchange` within them, `evaluation` and `saves`, since the first record."""
+        return dict(self._spent or {})
+
+    def _took(self, part: str, seconds: float) -> None:
+        if self._spent is not None and part:
+            self._spent[part] = self._spent.get(part, 0.0) + seconds
 
 
 def memory(device: torch.device) -> int:

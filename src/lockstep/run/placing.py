@@ -15,6 +15,7 @@ from lockstep.data.batches import Batches
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.make import engine
+from lockstep.errors import ConfigError
 from lockstep.run.own_optimizer import optimizer_of
 from lockstep.task import Task
 
@@ -40,6 +41,19 @@ class Groups:
         return optimizer
 
 
+def check_own_steps(config: Config) -> None:
+    """Raises ConfigError for what cannot be where a task takes its optimizers' steps itself: they are taken already
+    when the whole step is known, and each has gradients of its own."""
+    for asked, flag, out in (
+        (config.optim.clip, "--optim.clip", "clip in the task's own steps, as by clip_gradients, and set it to 0"),
+        (config.optim.ema, "--optim.ema", "average the weights in the loop of lockstep.Run"),
+        (config.guards.nonfinite == "skip", "--guards.nonfinite skip", "use stop or rollback"),
+        (config.guards.spike == "skip", "--guards.spike skip", "use warn or rollback"),
+    ):
+        if asked:
+            raise ConfigError(f"{flag} does not go with a task that takes its optimizers' steps itself: {out}")
+
+
 def engine_of(
     config: Config,
     task: Task,
@@ -50,6 +64,9 @@ def engine_of(
     say: Callable[[str], None],
 ) -> Engine:
     """The engine around the model. Where `groups` has an optimizer already, that is kept, with its states."""
+
+    if task.own_steps:
+        check_own_steps(config)
 
     def make(held: nn.Module) -> Optimizer:
         if groups.optimizer is not None:
@@ -69,4 +86,6 @@ def engine_of(
         options=config.engine_options,
         say=say,
         ema=config.optim.ema,
+        hooks=task.hooks,
+        own_steps=task.own_steps,
     )

@@ -21,13 +21,15 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, said
 from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
 from lockstep.report.timeline import EVALUATION, SAVES, Timeline
+from lockstep.report.waits import waits
 from lockstep.run.best import JUDGED, brief, judged_by, noted, out_of_patience, shown
 from lockstep.run.build import Built
+from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
@@ -128,7 +130,7 @@ class RunRecorder:
         if built.world.is_main:
             numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
             self._sinks.log({"global_step": done, **numbers})
-        self._meter.pause(time.perf_counter() - began)
+        self._meter.pause(time.perf_counter() - began, "evaluation")
         self.is_best = noted(judged_by(built.config), built.state, found)  # alike on every rank, as the record is
         looked_at(built.config, built.state, better=self.is_best)
         if built.world.is_main:
@@ -147,7 +149,7 @@ class RunRecorder:
         with self._timeline.during(SAVES):
             self._begin_save(done)
         self.saved = done
-        self._meter.pause(time.perf_counter() - began)
+        self._meter.pause(time.perf_counter() - began, "saves")
 
     def _begin_save(self, done: int) -> None:
         built = self._built
@@ -158,6 +160,8 @@ class RunRecorder:
             "plan": built.plan,
             "world_size": built.world.size,
         }
+        if built.task.hooks:
+            built.task.hooks.saves(kept(built.state), done)
         state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
         tensors = built.tensors()
         # Parameters, buffers, and what is the task's or the caller's, a forward may write.
@@ -220,6 +224,7 @@ class RunRecorder:
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
                 },
+                "waits": said(waits(self._meter.spent, workers=built.config.data.workers, ranks=built.world.size)),
                 "next": self._next(code),
             }
         )

@@ -84,6 +84,8 @@ def why_not(built: Built) -> str:
         return "collectives of CUDA devices are not left yet where a rank is lost"
     if built.task.state_dict():
         return "the task keeps tensors of its own, which its loss may have moved in the step that was lost"
+    if built.task.hooks or built.task.own_steps:
+        return "the task's hooks keep what they have seen, which a new process would lack"
     return ""
 
 

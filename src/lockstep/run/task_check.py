@@ -77,7 +77,7 @@ def check_task(
             no mean; a `count` that does not add up, or finds nothing anywhere; a BatchNorm that gets one value a
             channel. The same on every rank, or a PeerError that names the first.
     """
-    trial = on_all_ranks(world, lambda: _loaded(training, evaluation))
+    trial = on_all_ranks(world, lambda: _loaded(training, evaluation, halved=task.divisible))
     both = all(world.gather(bool(trial.halves)))  # collective: as many forwards on every rank
     norms = _norms(plain, world)  # before eval mode
     with as_it_was(model, task, world.device), torch.no_grad(), eager():
@@ -88,14 +88,14 @@ def check_task(
         return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
 
 
-def _loaded(training: Batches, evaluation: Mapping[str, Batches]) -> _Trial:
+def _loaded(training: Batches, evaluation: Mapping[str, Batches], *, halved: bool) -> _Trial:
     ((whole, drew),) = training.parts(0, [(0, None)])
     if not whole.items and whole.weight:
         training.with_items(0)
     samples = len(training.samples(0, whole.index))
     half = samples // 2
     halves: tuple[MicroBatch, ...] = ()
-    if half:
+    if half and halved:
         with contextlib.suppress(DataError):  # a collation may need what half of the samples do not have
             halves = tuple(part for part, _ in training.parts(0, [(0, half), (half, None)]))
     seen = {name: batches.parts(0, [(0, None)])[0][0] for name, batches in evaluation.items()}

@@ -38,10 +38,12 @@ from lockstep.run.after_step import (
     saved_and_evaluated,
     settle,
     taken,
+    tell_evaluated,
     works,
 )
 from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
+from lockstep.run.course import RunCourse
 from lockstep.run.defaults import described_optimizer, described_step, warnings
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
@@ -259,8 +261,13 @@ def _follow(session: Session, built: Built) -> Training:
         session.wishes.request = CONTINUE
         told = watchdog.connect()
         session.reader = reader(exchange, world, told, outlives=bool(session.member))
+        hooks = built.task.hooks
+        course = RunCourse(session, built) if hooks else None  # which has a place of its own in the run's state
+        if hooks and course:
+            hooks.begins(course, first)
         if built.state.pop("evaluation_due", False):  # a signal came before it, or a kill
-            session.evaluation, session.evaluated = recorder.evaluate(first), first
+            session.evaluation = recorder.evaluate(first)
+            tell_evaluated(session, built, first)
             note_best(session)
         if session.save_due:  # the one that was under way when a rank was lost
             session.save_due = False
@@ -278,6 +285,8 @@ def _follow(session: Session, built: Built) -> Training:
             if record.step == first and world.is_first:
                 report(built)
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
+            if hooks and course:
+                hooks.after_step(course, step.global_step)
             if session.has_body:  # which may write what is being copied
                 recorder.saver.order()
             exchange.progress.at(record.step, IN_BODY)
@@ -312,6 +321,8 @@ def _follow(session: Session, built: Built) -> Training:
                 raise RankLost("a new process waits to be taken in")
         timeline.enter(ENDING)
         profiling.end()  # collective, where one is made
+        if hooks and course:
+            hooks.ends(course, recorder.saved)
         if session.member:
             session.member.ends()
         session.status, session.exit_code = end_of(built, stop_request, recorder.saved)

@@ -106,7 +106,8 @@ class Console:
         Args:
             summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second and
                 memory (what is missing is taken from the records), seconds, world_size, engine; `sample`, generated
-                text; `files`, paths or {what: path}; `next`, the last line. None where the run failed.
+                text; `files`, paths or {what: path}; `waits`, where time was lost; `next`, the last line. None where
+                the run failed.
         """
         if self._bar is not None:
             self._doing = []
@@ -118,6 +119,7 @@ class Console:
             self._curve()
             self._sample(str(summary.get("sample") or "").strip("\n"))
             self._files(summary.get("files") or {})
+            self._page.paragraph(str(summary.get("waits") or ""))
             self._page.paragraph(str(summary.get("next") or ""))
 
     def _remember(self, record: Mapping[str, Any]) -> None:

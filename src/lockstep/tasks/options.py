@@ -14,9 +14,23 @@ from typing import Any, NamedTuple
 
 from lockstep.config.fields import FieldError, FieldName, named, option
 
-__all__ = ["BOUNDS", "FIXED", "LANGUAGE", "OWN", "TASKS", "Entry", "Images", "belongs", "check", "kind_of", "suited"]
+__all__ = [
+    "BOUNDS",
+    "FIXED",
+    "LANGUAGE",
+    "LIGHTNING",
+    "OWN",
+    "TASKS",
+    "Entry",
+    "Images",
+    "belongs",
+    "check",
+    "kind_of",
+    "suited",
+]
 
 OWN = "own"  # FILE.py:CLASS, or an object in Python
+LIGHTNING = "lightning:"  # before the name of a LightningModule's file and class, and perhaps of a datamodule's
 LANGUAGE = "causal-lm"  # what is trained where no task is named
 
 

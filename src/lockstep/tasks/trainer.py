@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lockstep.config.config import Config
 from lockstep.data.order import Sequential
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.lint.tables.trainer import EVALUATION, LOOP
 from lockstep.task import Order, Task
 from lockstep.tasks.trainer_arguments import check_arguments, config_of, value
 from lockstep.tasks.trainer_callbacks import settings_of
@@ -34,11 +35,6 @@ from lockstep.tasks.trainer_optimizer import check_optimizer, given_optimizer, m
 __all__ = ["LabelledTrainerTask", "TrainerTask", "from_trainer"]
 
 # What is lockstep's here, and would not be called where a subclass has its own.
-_LOOP = (
-    *("training_step", "get_batch_samples", "get_train_dataloader", "create_optimizer_and_scheduler"),
-    *("_inner_training_loop", "_get_train_sampler"),
-)
-_EVALUATION = ("evaluate", "evaluation_loop", "get_eval_dataloader")
 _KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # whose own methods change nothing of a step
 _DECIDING = (
     *("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
@@ -195,7 +191,7 @@ def _check_trainer(trainer: Any) -> None:
         raise ConfigError("from_trainer: the Trainer has trained already: make a new one, with its model if need be")
     if getattr(trainer.model, "quantization_method", None) is not None:
         raise ConfigError("from_trainer: the model is quantised, which is not served: load it as it is")
-    own = [method for method in _LOOP if _is_own(trainer, method)]
+    own = [method for method in LOOP if _is_own(trainer, method)]
     if own:
         raise ConfigError(
             f"from_trainer: {name} has its own `{own[0]}`, which lockstep would not call: write it as a line in the "
@@ -205,7 +201,7 @@ def _check_trainer(trainer: Any) -> None:
 
 def _evaluates(trainer: Any) -> bool:
     """Whether the run evaluates, and not the script after it, with an `evaluate` of its own."""
-    own = [method for method in _EVALUATION if _is_own(trainer, method)]
+    own = [method for method in EVALUATION if _is_own(trainer, method)]
     if own and value(trainer.args.eval_strategy) != "no":
         raise ConfigError(
             f"from_trainer: {type(trainer).__name__} has its own `{own[0]}`, which lockstep would not call: set "

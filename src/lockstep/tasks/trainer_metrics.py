@@ -7,15 +7,15 @@
 What a batch gave is kept in host memory; batches of other lengths are padded with -100, as the Trainer does it.
 """
 
-import copy
 import sys
 from collections.abc import Mapping
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.tasks.rows_metric import RowsMetric
 
 __all__ = ["Predictions", "of_transformers"]
 
@@ -29,18 +29,12 @@ def of_transformers(trainer: Any) -> Any:
 
 
 @final
-class Predictions:
-    """All predictions of an evaluation.
-
-    Attributes:
-        several: `compute` gives several numbers by name.
-    """
-
-    several = True
+class Predictions(RowsMetric):
+    """All predictions of an evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._rows: list[list[Tensor]] = []
+        super().__init__()
         self._form: Any = None
 
     def add(self, *values: Any) -> None:
@@ -48,25 +42,6 @@ class Predictions:
         row: list[Tensor] = []
         self._form = tuple(_taken_apart(value, row) for value in values)
         self._rows.append(row)
-
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        return {"rows": self._rows}
-
-    def merge_state(self, state: dict[str, Any]) -> None:
-        """Puts the rows of another before its own."""
-        self._rows = state["rows"] + self._rows
-
-    def reset(self) -> None:
-        self._rows = []
-
-    def clone(self) -> Self:
-        made = copy.copy(self)
-        made._rows = list(self._rows)
-        return made
-
-    def cpu(self) -> Self:
-        return self
 
     def compute(self) -> dict[str, float]:
         """The numbers that `compute_metrics` gives; what is no number is left out."""

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.errors import ConfigError
+from lockstep.lint.tables.trainer import OPTIMIZERS
 from lockstep.optim.torch_schedule import torch_schedule
 from lockstep.tasks.trainer_arguments import value
 
 __all__ = ["check_optimizer", "given_optimizer", "made_optimizer", "schedule_of"]
 
-_SERVED = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what transformations put into parameters' names
 
 Rates = Callable[[int, int], float]
@@ -39,10 +39,10 @@ def check_optimizer(trainer: Any) -> None:
             )
         return
     name = value(trainer.args.optim)
-    if name not in _SERVED and not _is_own(trainer, "create_optimizer"):
+    if name not in OPTIMIZERS and not _is_own(trainer, "create_optimizer"):
         raise ConfigError(
-            f"from_trainer: TrainingArguments(optim='{name}') is not served: use one of {', '.join(_SERVED)}, or give "
-            "the Trainer optimizer_cls_and_kwargs"
+            f"from_trainer: TrainingArguments(optim='{name}') is not served: use one of {', '.join(OPTIMIZERS)}, or "
+            "give the Trainer optimizer_cls_and_kwargs"
         )
 
 

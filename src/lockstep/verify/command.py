@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from lockstep.config import options, presets
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.task import load_task
-from lockstep.tasks.options import OWN, kind_of
+from lockstep.tasks.options import LIGHTNING, OWN, kind_of
 from lockstep.verify import certificate
 from lockstep.verify.request import Request
 from lockstep.verify.verification import prove
@@ -34,6 +35,8 @@ def run(own: argparse.Namespace) -> int:
     """
     values = options.told(vars(own))
     config = options.build(presets.applied(values))
+    if config.task.startswith(LIGHTNING):
+        config, _ = importlib.import_module("lockstep.tasks.lightning_files").configured(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
         load_task(config.task)  # here first: what is wrong is one line, not a failed rank's

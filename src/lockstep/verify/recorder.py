@@ -43,6 +43,7 @@ class Recorder:
         device: whose generators are watched.
         before: digests of the state after the last step, from the recorder of the steps before a resume.
         tracks_dtypes: whether the dtypes of the first forward are noted.
+        one_update: a step is one update with one gradient; else its updates are compared by what they make.
 
     Attributes:
         engine: for the loop.
@@ -60,12 +61,13 @@ class Recorder:
         before: dict[str, Any] | None = None,
         *,
         tracks_dtypes: bool = False,
+        one_update: bool = True,
     ) -> None:
         self.engine: Engine = _Probe(engine, self)
         self.steps: list[dict[str, Any]] = []
         self.dtypes = DtypeTracker()
         self.ended = before
-        self._tracks_dtypes = tracks_dtypes
+        self._tracks_dtypes, self._one_update = tracks_dtypes, one_update
         self._model, self._reference, self._device = model, reference, device
         self._buffers = {name for name, _ in model.named_buffers()}
         self._slot = -1
@@ -189,7 +191,7 @@ class Recorder:
 
     def _before_first(self, step: dict[str, Any]) -> None:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        gradients = [(n, p.grad) for n, p in named if p.grad is not None]
+        gradients = [(n, p.grad) for n, p in named if p.grad is not None and self._one_update]
         if gradients:  # some engines keep them elsewhere: there the norm is compared, and what the update makes
             step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)

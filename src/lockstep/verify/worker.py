@@ -112,6 +112,7 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
             world.device,
             before,
             tracks_dtypes=not spec.reference and not built.config.compile,
+            one_update=built.task.own_steps is None,
         )
         with contextlib.closing(context.step_loader):
             _take_steps(built, recorder, spec, context, end, say)

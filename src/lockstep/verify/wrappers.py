@@ -26,6 +26,7 @@ class TaskWrapper(Task):
         self.reduction, self.items_per_sample = inner.reduction, items_of_a_sample(inner)
         self.item_name, self.defaults = inner.item_name, inner.defaults
         self.fingerprint, self.sources = inner.fingerprint, inner.sources
+        self.hooks, self.own_steps, self.divisible = inner.hooks, inner.own_steps, inner.divisible
 
     def model(self) -> nn.Module:
         return self.inner.model()

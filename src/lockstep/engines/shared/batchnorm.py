@@ -68,6 +68,7 @@ class Replay:
             dist.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
         self._chunk(rows)
+        self._rows = []  # of a loop that does without `accumulate`, whose next step is not begun
 
     @torch.no_grad()
     def take(self, weight: float) -> None:

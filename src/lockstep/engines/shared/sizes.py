@@ -7,9 +7,11 @@ gathered, summed = exchanged(name, options, parameters, trained)
 import dataclasses
 from collections.abc import Iterator
 
+from lockstep.engines.deepspeed_file import read_json
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
+from lockstep.errors import ConfigError
 
-__all__ = ["exchanged", "least_held", "variants"]
+__all__ = ["check_planned", "exchanged", "least_held", "variants"]
 
 _SPLIT = ("full", "grad-op")
 
@@ -29,6 +31,29 @@ def variants(size: int, given: EngineOptions) -> Iterator[tuple[str, EngineOptio
             continue
         for sharding in _SPLIT:
             yield name, dataclasses.replace(own, sharding=sharding)
+
+
+def check_planned(name: str, options: EngineOptions) -> None:
+    """Raises ConfigError for an engine, or a way of it, whose memory cannot be told without its devices."""
+    if name == "data-parallel":
+        raise ConfigError(
+            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
+            "forward; plan --engine ddp, which is better too"
+        )
+    if "zero_stage" not in own_options(name):
+        return
+    zero = read_json(options.config).get("zero_optimization", {})
+    zero = zero if isinstance(zero, dict) else {}
+    if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
+        raise ConfigError(
+            f"--engine {name} cannot be planned in stage 3: it asks the other ranks for numbers in each forward; plan "
+            "--engine fsdp, which splits the same"
+        )
+    offload = zero.get("offload_optimizer")
+    if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
+        raise ConfigError(
+            f"--engine {name} cannot be planned with states in host memory: a trace has one memory; plan it without"
+        )
 
 
 def exchanged(name: str, options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:

@@ -1,0 +1,229 @@
+"""The engine of a task that takes its steps itself (`task.own_steps`): one process, or every rank with the whole model.
+
+The micro-batches of a step are computed together, each up to where it asks for an optimizer's step; there their
+gradients are summed, over all micro-batches of all ranks, and the optimizer steps once. So what is trained does not
+depend on the number of ranks. Gradients cross in one flat vector for each such meeting; in exact mode those of every
+micro-batch do, and are added in the micro-batches' order.
+"""
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.distributed.world import World
+from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.shared.batchnorm import Replay
+from lockstep.engines.shared.optimizer_step import total_norm
+from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.hooks import Clip, OwnSteps
+from lockstep.optim.several import Several
+from lockstep.transforms.batchnorm import Recording, recorders
+
+__all__ = ["Manual"]
+
+Gradients = dict[Tensor, Tensor]
+
+
+class _Kept(NamedTuple):
+    """What forwards of one micro-batch have left in the model's buffers."""
+
+    statistics: list[tuple[Tensor, Tensor, bool]]
+    buffers: list[Tensor]
+
+
+@final
+class Manual:
+    """See above. Raises ConfigError for settings that a task's own steps cannot have."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings, own: OwnSteps
+    ) -> None:
+        if settings.loss_scaling:
+            raise ConfigError(
+                "--precision fp16 does not go with a task that takes its optimizers' steps itself: use bf16 or float32"
+            )
+        made = optimizer(model)
+        self.model = model
+        self._optimizer = made if isinstance(made, Several) else Several([made])
+        self._world, self._own, self._exact = world, own, settings.exact
+        self._sharing = settings.sharing
+        self._layers = recorders(model)
+        self._replay = Replay(self._layers, world, settings.sharing) if self._layers else None
+        self._weights: list[float] = []
+        self._blank = False
+        self._squares: list[Tensor] = []
+        self._first: list[Tensor] = []  # buffers as they were at the step's begin
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self._weights.append(weight)
+
+    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+        weights, self._weights, self._squares = self._weights, [], []
+        if self._blank:
+            self._blank = False
+            self._optimizer.state.clear()
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        if limit == -math.inf:
+            self._own.forget()
+            return StepResult(torch.zeros((), device=device), False)
+        if self._replay:
+            self._replay.begin()
+        self._first = [buffer.clone() for buffer in self._others()]
+        self._own.run(weights, self)
+        self._end(weights)
+        norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
+        return StepResult(norm, True)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        self._blank = materialise(self._optimizer) or self._blank
+        return named_state(self.model, self._optimizer)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._blank = False
+        restore_state(self.model, self._optimizer, state)
+
+    # What the task's steps ask for.
+
+    def agree(self, asked: list[Any]) -> None:
+        """Sees that every micro-batch of every rank has come to the same place. Collective.
+
+        Raises:
+            LockstepError: they have not.
+        """
+        for each in (asked, self._world.gather(asked[0])):  # collective
+            other = next((one for one in each if one != each[0]), None)
+            if other is not None:
+                raise LockstepError(
+                    f"the micro-batches of a step do not step alike: one is at {each[0]} where another is at {other}; "
+                    "step optimizers and schedulers by what all of them know, as batch_idx"
+                )
+
+    @torch.no_grad()
+    def update(self, place: int, parts: list[Gradients], weights: list[float], clip: Clip | None) -> None:
+        """One optimizer's step, with the sum of the micro-batches' gradients times their weights. Collective.
+
+        Args:
+            place: which optimizer.
+            parts: the gradients of each micro-batch of this rank, in their order; by parameter.
+            clip: to be clipped at.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        optimizer = self._optimizer.members[place]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        present = [any(p in part for part in parts) for p in held]
+        if self._world.size > 1:
+            flags = torch.tensor(present, dtype=torch.int32, device=held[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
+            present = [bool(flag) for flag in flags.tolist()]  # waits for the device
+        held = [parameter for parameter, found in zip(held, present, strict=True) if found]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in held):
+            self._sum([parameter for parameter in held if parameter.dtype is dtype], parts, weights)
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        self._squares.append(total_norm(gradients).double() ** 2)
+        if clip is not None:
+            _clip(gradients, clip)
+        self._optimizer.step_one(place)
+        for parameter in held:
+            parameter.grad = None
+
+    def kept(self) -> _Kept:
+        """What the forwards since the last `restore` have left in buffers, which is taken out."""
+        statistics = []
+        for layer in self._layers:
+            assert layer.mean is not None
+            assert layer.var is not None
+            statistics.append((layer.mean.clone(), layer.var.clone(), layer.ran))
+        return _Kept(statistics, [buffer.clone() for buffer in self._others()])
+
+    @torch.no_grad()
+    def restore(self, kept: _Kept | None) -> None:
+        """Puts back what `kept` gave; None: what the step began with."""
+        for layer, (mean, var, ran) in zip(self._layers, kept.statistics if kept else (), strict=bool(kept)):
+            assert layer.mean is not None
+            assert layer.var is not None
+            layer.mean.copy_(mean)
+            layer.var.copy_(var)
+            layer.ran = ran
+        if kept is None:
+            for layer in self._layers:
+                layer.ran = False
+        for buffer, before in zip(self._others(), kept.buffers if kept else self._first, strict=True):
+            buffer.copy_(before)
+
+    # What is behind them.
+
+    def _others(self) -> list[Tensor]:
+        """The buffers that forwards may write besides BatchNorm's."""
+        return [
+            buffer
+            for module in self.model.modules()
+            if not isinstance(module, Recording)
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def _end(self, weights: list[float]) -> None:
+        """The step is over: running statistics of all micro-batches, other buffers those of the first. Collective."""
+        found: list[_Kept] = self._own.buffers()
+        if self._replay:
+            for kept, weight in zip(found, weights, strict=True):
+                self.restore(kept)
+                self._replay.take(weight)
+            self._replay.finish()  # collective
+        if found:
+            for buffer, value in zip(self._others(), found[0].buffers, strict=True):
+                buffer.copy_(value)
+        if self._world.size > 1:
+            for buffer in self._others():
+                sent = buffer.contiguous()
+                dist.broadcast(sent, src=0)  # collective
+                if sent is not buffer:
+                    buffer.copy_(sent)
+
+    def _sum(self, held: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
+        """Fills `grad` of parameters of one dtype with the sum over all micro-batches of all ranks. Collective."""
+        rows = [
+            torch.cat([(part[p] * weight if p in part else torch.zeros_like(p)).reshape(-1) for p in held])
+            for part, weight in zip(parts, weights, strict=True)
+            if weight  # an empty slot's zeros would make a -0.0 a 0.0
+        ]
+        if self._exact:
+            rows = self._all_rows(rows, held)
+        total = rows[0] if rows else held[0].new_zeros(sum(p.numel() for p in held))
+        for row in rows[1:]:
+            total = total + row
+        if self._world.size > 1 and not self._exact:
+            dist.all_reduce(total)  # collective
+        for parameter, part in zip(held, total.split_with_sizes([p.numel() for p in held]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+    def _all_rows(self, rows: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+        """Those of all micro-batches that count, in their order. Collective."""
+        if self._world.size == 1:
+            return rows
+        counts = self._world.gather(len(rows))  # collective
+        padded = held[0].new_zeros(max(counts), sum(p.numel() for p in held))
+        for place, row in enumerate(rows):
+            padded[place] = row
+        found = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(found, padded)  # collective
+        return [row for part, count in zip(found, counts, strict=True) for row in part[:count]]
+
+
+def _clip(gradients: list[Tensor], clip: Clip) -> None:
+    if clip.by == "value":
+        torch._foreach_clamp_max_(gradients, clip.limit)
+        torch._foreach_clamp_min_(gradients, -clip.limit)
+        return
+    by = torch.clamp(clip.limit / (total_norm(gradients) + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, by.to(gradients[0].device))

@@ -1,0 +1,227 @@
+"""LightningModules on two ranks: the bits of one, whatever their steps leave behind."""
+
+import dataclasses
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+from ranks import preloaded, run
+from torch.utils.data import DataLoader
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.tensors import local_of
+
+pytest.importorskip("lightning")
+
+pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    with preloaded("lightning.pytorch", "torchmetrics"):
+        yield
+
+
+def trained(folder, which, stop_at=0, engine="auto", **more):
+    """What a run came to: losses, evaluation, weights."""
+    modules = importlib.import_module("lightning_modules")  # by the ranks too, which import this file
+    package = importlib.import_module("lightning.pytorch")
+    kind = modules.gan(package, draws=True) if which == "gan" else modules.classifier(package, dropout=0.2)
+    module, data = modules.seeded(kind), modules.loaders(60, 20, shuffle=True)
+    config, task = lockstep.from_lightning(module, data if which != "gan" else data[0], devices=3)
+    config = dataclasses.replace(
+        config, save_dir=str(folder), report=False, num_epochs=2, stop_at=stop_at, engine=engine, log_freq=1, **more
+    )
+    with lockstep.Run(config, task) as made:
+        losses = [step.loss for step in made]
+    found = dataclasses.asdict(made.result.evaluation) if made.result.evaluation else {}
+    lines = (made.result.folder / "metrics.jsonl").read_text() if made.is_main else ""
+    weights = {name: local_of(tensor).tolist() for name, tensor in made.model.state_dict().items()}
+    logged = [line for line in lines.splitlines() if "mean_loss" in line or "judged" in line]
+    return losses, found, weights, logged
+
+
+def on_ranks(world, folder, which, more):
+    world.leave()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return trained(folder, which, **more)
+
+
+@pytest.mark.parametrize("which", ["classifier", "gan"])
+def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path, which):
+    before = torch.get_num_threads()
+    try:
+        alone = trained(tmp_path / "one", which, exact=True)
+        begun = trained(tmp_path / "two", which, stop_at=2, exact=True)
+    finally:
+        torch.set_num_threads(before)
+        torch.use_deterministic_algorithms(False)
+    losses, found, weights, logged = alone
+    for rank, other in enumerate(run(on_ranks, 2, tmp_path / "two", which, {"exact": True}, timeout=180.0)):
+        assert begun[0] + other[0] == losses
+        assert other[1:3] == (found, weights)
+        if rank == 0:
+            assert other[3][-1] == logged[-1]
+    assert logged
+
+
+def split(world, folder, engines):
+    world.leave()
+    return [trained(folder / engine, "classifier", engine=engine) for engine in engines]
+
+
+def test_a_module_is_trained_by_engines_that_split_it(tmp_path):
+    losses, found, *_ = trained(tmp_path / "one", "classifier")
+    for rank in run(split, 2, tmp_path, ("fsdp", "zero"), timeout=180.0):
+        for other in rank:
+            assert other[0] == pytest.approx(losses, abs=1e-5)
+            assert other[1]["metrics"]["seen"] == found["metrics"]["seen"] == 20
+
+
+def test_loader_processes_change_no_bit(tmp_path):
+    modules = importlib.import_module("lightning_modules")
+    package = importlib.import_module("lightning.pytorch")
+    found = []
+    for workers in (0, 1):
+        data = DataLoader(modules.rows(), 8, shuffle=True, num_workers=workers)
+        config, task = lockstep.from_lightning(modules.seeded(modules.autoencoder(package)), data)
+        changes = {"save_dir": str(tmp_path / str(workers)), "report": False, "max_steps": 4}
+        found.append([step.loss for step in lockstep.Run(dataclasses.replace(config, **changes), task)])
+    assert found[0] == found[1]
+
+
+def as_prepared(world, folder):
+    """`prepare_data` on one rank, before the others go on."""
+    world.leave()
+    modules = importlib.import_module("lightning_modules")
+    package = importlib.import_module("lightning.pytorch")
+
+    class Data(package.LightningDataModule):
+        def prepare_data(self):
+            (folder / f"by-{os.environ['RANK']}").touch()
+
+        def setup(self, stage):
+            self.seen = sorted(path.name for path in folder.iterdir())
+
+        def train_dataloader(self):
+            return modules.loaders()[0]
+
+    data = Data()
+    lockstep.from_lightning(modules.seeded(modules.autoencoder(package)), data)
+    return data.seen
+
+
+def speaking(world, folder):
+    world.leave()
+    modules = importlib.import_module("lightning_modules")
+    package = importlib.import_module("lightning.pytorch")
+
+    class Speaking(modules.autoencoder(package)):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            torch.distributed.all_reduce(loss.detach())
+            return loss
+
+    config, task = lockstep.from_lightning(modules.seeded(Speaking), modules.loaders()[0], devices=2)
+    with pytest.raises(lockstep.errors.LockstepError, match=r"training_step calls torch.distributed.all_reduce"):
+        lockstep.train(dataclasses.replace(config, save_dir=str(folder)), task)
+    return True
+
+
+def test_a_step_that_speaks_to_other_ranks_is_refused(tmp_path):
+    assert run(speaking, 2, tmp_path) == [True, True]
+
+
+def test_data_is_prepared_by_one_rank_alone(tmp_path):
+    assert run(as_prepared, 2, tmp_path) == [["by-0"], ["by-0"]]
+
+
+def test_manual_optimization_does_not_go_with_engines_that_split_a_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not go with a task that takes its optimizers' steps itself"):
+        trained(tmp_path, "gan", engine="zero")
+
+
+FILE = """
+import torch
+import lightning.pytorch as L
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(64.0).reshape(32, 2) / 64), 4)
+
+
+class Module(L.LightningModule):
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
+    cli = importlib.import_module("lockstep.cli")
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = ["--lightning", "mine.py:Module", "--datamodule", "mine.py:Data", "--max-steps", "3", "--no-report"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *flags])
+    assert ended.value.code == 0
+    capsys.readouterr()
+    config = (tmp_path / "outputs" / "Module" / "config.toml").read_text()
+    assert 'task = "lightning:mine.py:Module,mine.py:Data"' in config
+    assert "batch_size = 4" in config
+    for wrong, told in (
+        (["--datamodule", "mine.py:Data"], "give --lightning FILE.py:Module too"),
+        (["--lightning", "mine.py:Module", "--task", "mine.py:Module"], "leave one out"),
+        (["--lightning", "mine.py:Modul"], "the file has no class Modul"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", *wrong])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def by_label(world, folder):
+    """Outputs of an evaluation in a dict of lists, of which each rank makes those that it comes by."""
+    if world is not None:
+        world.leave()
+    modules = importlib.import_module("lightning_modules")
+    package = importlib.import_module("lightning.pytorch")
+
+    class ByLabel(modules.autoencoder(package)):
+        def __init__(self):
+            super().__init__()
+            self.outputs = {}
+
+        def validation_step(self, batch, batch_idx):
+            for x, label in zip(*batch, strict=True):
+                self.outputs.setdefault(int(label), []).append(x)
+
+        def on_validation_epoch_end(self):
+            self.log_dict({f"of_{label}": float(sum(map(len, held))) for label, held in sorted(self.outputs.items())})
+            self.outputs.clear()
+
+    held_out = torch.utils.data.TensorDataset(torch.ones(12, 8), torch.arange(12) // 2)  # each label on one rank alone
+    data = (modules.loaders()[0], DataLoader(held_out, 2))
+    config, task = lockstep.from_lightning(modules.seeded(ByLabel), data, devices=2)
+    changes = {"save_dir": str(folder), "report": False, "max_steps": 2}
+    result = lockstep.train(dataclasses.replace(config, **changes), task)
+    return {name: value for name, value in result.evaluation.metrics.items() if name.startswith("of_")}
+
+
+def test_a_dict_of_lists_has_the_keys_that_any_rank_came_by(tmp_path):
+    alone = by_label(None, tmp_path / "one")
+    assert alone == {f"of_{label}": 16.0 for label in range(6)}
+    assert run(by_label, 2, tmp_path / "two") == [alone, alone]
