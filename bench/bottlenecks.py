@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "diagnose" / "profile")]
 
-FIRST, LAST = 6, 15  # traced, and timed; a case may say more
+FIRST, LAST = 16, 45  # traced, and timed; a case may say more
 NEAR = 0.2  # of the measured gain
 
 

@@ -16,7 +16,7 @@ from lockstep.clock import HostClock, MarkingClock, make_clock, marked
 from lockstep.config.config import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
-from lockstep.run.machine import Usage, fused_ns, operations_us, page_us, positions, threads_gain
+from lockstep.run.machine import Usage, cold_ms, fused_ns, operations_us, page_us, positions, threads_gain
 from lockstep.sinks.jsonl import read as records
 
 
@@ -129,6 +129,8 @@ def test_forwards_that_are_computed_again_are_seen(tmp_path):
     assert len(found.again) >= found.steps * slots
     assert not len(plain.again)
     assert found.about["page_us"] > 0.0
+    assert found.about["slowed_ms"].keys() >= {"data", "forward", "backward", "update"}
+    assert found.about["idle_ms"] > -100.0
     assert found.about["queued"].keys() == found.about["cpu"].keys()
     assert found.about["usage"].keys() >= {"system", "minor", "major", "busy", "others", "queued"}
 
@@ -144,6 +146,7 @@ def test_probes_leave_threads_and_random_numbers_alone():
     assert 0.0 < operations_us() < 1e6
     assert 0.0 < page_us() < 1e6
     assert 0.0 < fused_ns(torch.device("cpu")) < 1e6
+    assert 0.0 <= cold_ms(1.0, 20_000) < 1e6
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -21,6 +21,7 @@ from lockstep.distributed.world import World
 
 __all__ = [
     "Usage",
+    "cold_ms",
     "cores",
     "fused_ns",
     "local_ranks",
@@ -34,6 +35,9 @@ __all__ = [
 _TRIED = 1 << 21  # elements of the tensor whose update is timed
 _PAGES = 1 << 24  # bytes whose pages are touched: more than a core's own caches hold
 _EVENTS = 400  # operations that are traced
+_SLEPT = 0.05  # seconds: what follows a longer sleep is no slower
+_UNIT = 128  # rows and columns of a layer that is timed after a sleep, small enough for malloc to keep what it takes
+_LAYERS = 64  # of these at most: more than a core's own caches hold
 _WIDE = 384  # rows and columns of the matrices by which threads are timed
 _WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread's own, on Linux
 
@@ -137,6 +141,40 @@ def operations_us() -> float:
             one.add_(other)
         best = min(best, time.thread_time() - began)
     return 1e6 * best / (_EVENTS // 5)
+
+
+def cold_ms(idle: float, parameters: int) -> float:
+    """Milliseconds by which a small training step takes longer after a sleep, which leaves a core and its caches cold.
+
+    Args:
+        idle: milliseconds that a step of the run waits.
+        parameters: of the model; a small one has less to load again.
+    """
+    layers = min(max(parameters // (_UNIT * _UNIT), 2), _LAYERS)
+    held, size = mmap.mmap(-1, 16 * layers * _UNIT**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _UNIT**2
+    each = [
+        torch.frombuffer(held, dtype=torch.float32, count=size, offset=4 * size * place).view(_UNIT, _UNIT)
+        for place in range(4 * layers)
+    ]
+    weights = [weight.requires_grad_() for weight in each[:layers]]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    for weight, grad, first, second in zip(*(each[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
+        weight.grad = grad
+        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+    took: dict[float, list[float]] = {0.0: [], min(_SLEPT, 1e-3 * idle): []}
+    with torch.enable_grad():
+        for slept, found in took.items():
+            for _ in range(6):
+                time.sleep(slept)
+                began = time.thread_time()
+                out = torch.ones(_UNIT // 4, _UNIT)
+                for weight in weights:
+                    out = torch.relu(torch.mm(out, weight))
+                out.sum().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                found.append(time.thread_time() - began)
+    hot, cold = (median(found[1:]) for found in took.values())
+    return max(0.0, 1e3 * (cold - hot))
 
 
 def threads_gain(fewer: int) -> float:

@@ -19,8 +19,10 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -37,6 +39,7 @@ from lockstep.errors import ConfigError
 from lockstep.run.build import Built
 from lockstep.run.machine import (
     Usage,
+    cold_ms,
     cores,
     fused_ns,
     local_ranks,
@@ -51,6 +54,7 @@ from lockstep.run.meter import memory
 __all__ = ["Profiling", "check_range", "folder_of"]
 
 _PLAIN = 11  # times before the trace at which the process's use of the system is noted
+_IDLE = 1.0  # milliseconds a step that the thread waits, from where on it is asked what waiting costs what follows
 _LOG = logging.getLogger("lockstep")
 
 
@@ -93,6 +97,8 @@ class Profiling:
         self._first = self._done = 0  # of the traced steps: the first one, and the last that was taken
         self._usage, self._costs = Usage(), dict[str, Any]()
         self._plain: deque[Usage] = deque(maxlen=_PLAIN)
+        self._laps: deque[dict[str, float]] = deque(maxlen=_PLAIN)  # what the clock said before the trace, and within
+        self._traced: list[dict[str, float]] = []
         self._padding: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -117,9 +123,11 @@ class Profiling:
         began, (first, last) = time.perf_counter(), self._range
         if self._first:
             self._done = done
+            self._traced.append(self.clock.spent())
             self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
         if done < first - 1:
             self._plain.append(Usage.now())
+            self._laps.append(self.clock.spent())
         if done == last:
             self.end()
         elif done >= first - 2 and self._profiler is None:  # the step before warms the profiler up
@@ -145,6 +153,11 @@ class Profiling:
         fewer = max(1, cores() // ranks)
         if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
+        if device.type == "cpu" and self._marks and len(self._plain) > 2:
+            usual = Usage.usual(self._plain)
+            idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
+            parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
+            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
         with _quiet():
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()
@@ -158,6 +171,7 @@ class Profiling:
             self._profiler.start_trace()
         self._costs["event_us"] = max(0.0, operations_us() - plain)
         self._first, self._padding, self._usage = number, [], Usage.now()
+        self._traced = [self.clock.spent()]
         self._marks.trace(number)
 
     def _finish(self, marks: MarkingClock) -> None:
@@ -199,7 +213,7 @@ class Profiling:
         built, world, count = self._built, self._built.world, self._done - self._first + 1
         config, engine = built.config, name_of(built.config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
-        plain, usage = sorted(marks.plain), self._usage.since(count)
+        usage, before, within = self._usage.since(count), _usual(self._laps), _usual(self._traced)
         # What a trace keeps lies between the tensors in memory, and makes pages new that are not without it.
         usage["minor"] = min(usage["minor"], Usage.usual(self._plain).minor)
         return {
@@ -218,7 +232,8 @@ class Profiling:
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
             **self._costs,
-            "untraced_ms": 1e3 * plain[len(plain) // 2] if plain else None,
+            "untraced_ms": 1e3 * median(marks.plain) if marks.plain else None,
+            "slowed_ms": {part: within[part] - before[part] for part in within if part in before},
             "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
             "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
             "usage": usage,
@@ -230,6 +245,16 @@ class Profiling:
             "memory_used": memory(world.device),
             "options": built.arguments,
         }
+
+
+def _usual(noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Milliseconds of the middle step by part, of what a clock said after each; {} for fewer than three steps."""
+    steps = [{name: new[name] - old.get(name, 0.0) for name in new} for old, new in pairwise(noted)]
+    if len(steps) < 3:
+        return {}
+    parts = {name.partition("/")[0] for step in steps for name in step}
+    whole = [{part: sum(step[n] for n in step if n.partition("/")[0] == part) for part in parts} for step in steps]
+    return {part: 1e3 * median(step[part] for step in whole) for part in parts}
 
 
 def _export(profiler: Any, path: Path) -> None:

@@ -320,6 +320,35 @@ def test_what_tracing_takes_is_no_gain():
     assert fast.gain < slow.gain
 
 
+def test_by_how_much_longer_the_parts_were_than_before_the_trace_says_what_an_event_takes():
+    hand = on_cpu(data=200, ops=1500, gaps=1500)
+    least, known = verdict(hand, event_us=0.2), verdict(hand, event_us=0.2, slowed_ms={"forward": 1.0, "backward": 2.0})
+    assert known.gain < least.gain
+    assert verdict(hand, event_us=0.2, slowed_ms={"forward": -1.0, "update": 0.5}).gain == least.gain
+    backward = {"backward": 2.0}  # in which ranks wait for each other: of several it says nothing
+    pair = ranks(on_cpu, data=200, ops=1500, gaps=1500)
+    alone = verdict(*pair, event_us=0.2).gain
+    assert verdict(*pair, event_us=0.2, slowed_ms=backward).gain == alone
+
+
+def test_what_a_wait_leaves_cold_is_gained_with_the_wait():
+    hand = on_cpu(data=30000, forward=1000, backward=2000)
+    plain, cold = verdict(hand), verdict(hand, idle_ms=30.0, cold_ms=1.0)
+    assert plain.bottleneck == cold.bottleneck == "data"
+    before, after = 33.5 / plain.gain, 33.5 / cold.gain
+    assert before - after == pytest.approx((33.5 - before) / 30.0)
+    assert 33.5 / verdict(hand, idle_ms=30.0, cold_ms=100.0).gain == pytest.approx(before / 3.0)  # not all is cold
+    busy = on_cpu(data=200, ops=1500, gaps=1500)
+    assert verdict(busy, idle_ms=5.0, cold_ms=1.0).gain == verdict(busy).gain
+
+
+def test_what_makes_another_training_comes_last():
+    """The exchange is half of a step: with a larger batch more would be gained than by an end of the imbalance."""
+    apart = ranks(on_cpu, data=200, forward=(3000, 5500), late=(2500, 0), exchange=5000, engine_options=[])
+    assert verdict(*apart).bottleneck == "imbalance"
+    assert "--batch-size" in verdict(*ranks(on_cpu, data=200, exchange=5000, engine_options=[])).what
+
+
 TIMES = st.integers(0, 9000)
 
 

@@ -9,6 +9,8 @@ from lockstep.diagnose.profile.parts import PARTS, Parted
 
 __all__ = ["WORTH", "Measured", "Remedy", "empty"]
 
+_EVENT = 3e-3  # milliseconds: no event costs more
+_WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks in which the thread may wait
 WORTH = 1.1  # times as fast: what gains less is not proposed
 
 
@@ -21,12 +23,14 @@ class Remedy:
         what: a flag, or a change in words.
         after: milliseconds that a step would take, for as many samples as now.
         why: a clause for the sentence.
+        last: it makes another training of it, so that it is proposed only where nothing else gains much.
     """
 
     bottleneck: str
     what: str
     after: float
     why: str
+    last: bool = False
 
 
 @dataclass(slots=True)
@@ -64,9 +68,9 @@ class Measured:
 
     def _untraced(self) -> float:
         """Takes away what each event of the trace took to be written; how much it was."""
-        cost, gone = float(self.about.get("event_us", 0.0)) / 1e3, 0.0
+        gone = 0.0
         for rank in self.ranks:
-            each = cost / rank.trace.steps / len(self.ranks)
+            each = self.event / rank.trace.steps / len(self.ranks)
             events, frames = rank.trace.events, rank.trace.frames
             passes = events.get("forward", 0) + events.get("backward", 0)
             for name, count in (
@@ -79,6 +83,30 @@ class Measured:
                 self.steady[name] -= less
                 gone += less * (name != "evaluation")
         return gone
+
+    @property
+    def event(self) -> float:
+        """Milliseconds that an event of the trace took to be written, of the mean rank.
+
+        By how much longer its parts of a step were than before the trace, where that is known: what is written also
+        drives other things out of the caches. An exchange, of another length each time, says nothing of it.
+        """
+        least, found = float(self.about.get("event_us", 0.0)) / 1e3, []
+        for rank in self.ranks:
+            slowed = rank.trace.about.get("slowed_ms") or {}
+            parts = ("forward", "update") if len(self.ranks) > 1 else ("forward", "backward", "update")
+            count = sum(rank.trace.events.get(part, 0) for part in parts) / rank.trace.steps
+            longer = sum(float(slowed.get(part, 0.0)) for part in parts)
+            found.append(min(max(longer / count, least), _EVENT) if slowed and count else least)
+        return fmean(found)
+
+    def warmed(self, remedy: Remedy) -> float:
+        """`after` of a remedy; without what caches that are cold after a wait cost, where it takes waits away."""
+        idle = fmean(float(rank.trace.about.get("idle_ms", 0.0)) for rank in self.ranks)
+        if remedy.bottleneck not in _WAITS or idle <= 0.0:
+            return remedy.after
+        cold = fmean(float(rank.trace.about.get("cold_ms", 0.0)) for rank in self.ranks)
+        return max(remedy.after - cold * min(1.0, (self.step - remedy.after) / idle), remedy.after / 3.0)
 
     @property
     def about(self) -> dict[str, Any]:

@@ -127,15 +127,16 @@ def _communication(run: Measured) -> Iterator[Remedy]:
         # Half the bytes are copied in half the time, but a core that adds them adds bf16 more slowly than float32.
         after = run.without(gone=exposed / 2.0 * (1.0 - run.exchanging))
         yield Remedy("communication", "--engine.compression bf16", after, why)
-        if exposed < run.steady["compute"] and run.step > WORTH * after:
-            return  # what changes the training comes last
     size = int(run.option("batch_size") or 0)
     seldom = 1.0 - 1.0 / _OFTEN
     gone = (exposed + run.steady["update"]) * seldom
     what = f"--batch-size {size * _OFTEN} with the same --micro-batch-size: {_OFTEN} times as much work an exchange"
     why = f"{parts}; it is another training: choose --lr anew"
+    last = exposed < run.without(
+        gone=exposed + run.steady["imbalance"]
+    )  # half the bytes of a longer one are not enough
     if run.step > WORTH * run.without(gone=exposed * seldom):  # the exchange's own share, without that of the update
-        yield Remedy("communication", what, run.without(gone=gone), why)
+        yield Remedy("communication", what, run.without(gone=gone), why, last)
 
 
 def _seldom(run: Measured) -> Iterator[Remedy]:

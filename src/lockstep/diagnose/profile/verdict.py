@@ -7,7 +7,7 @@ verdict.write(folder)                   # verdict.json, which `report` and `scal
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def judged(traces: Sequence[Trace]) -> Verdict:
     ranks = parted(traces)
     run = Measured(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
-    found = min(remedies(run), key=lambda remedy: remedy.after, default=None)
+    every = [replace(remedy, after=run.warmed(remedy)) for remedy in remedies(run)]
+    found = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
     gain = run.step / found.after if found else 1.0
     if found is None or gain < WORTH:
         found, gain = Remedy(COMPUTE, _faster(run), run.step, ""), 1.0

@@ -160,4 +160,4 @@ def _calling(run: Measured) -> float:
 def _framing(run: Measured) -> float:
     """Milliseconds a step that tracing takes between operations."""
     frames = fmean(rank.trace.frames / rank.trace.steps for rank in run.ranks)
-    return frames * float(run.about.get("event_us", 0.0)) / 1e3
+    return frames * run.event
