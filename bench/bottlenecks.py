@@ -277,7 +277,7 @@ def trained(case, knobs, more, folder, *, profile=False, env=None):
 
 def flags_in(what, case):
     """The flags in a proposal, as fields; {} where it is words. And the variables of an environment."""
-    fields = dict(re.findall(r"--([a-z][\w.-]*) ([^\s,:]+)", what))
+    fields = dict(re.findall(r"--([a-z][\w.-]*) ([^\s,:-][^\s,:]*)", what))
     held = {name.replace("-", "_").replace("engine.", "engine_options."): value for name, value in fields.items()}
     types = {"data.workers": int, "micro_batch_size": int, "batch_size": int, "eval_freq": int, "ckpt_freq": int}
     types |= {"compile": bool, "log_freq": int, "engine_options.bucket_cap_mb": float}

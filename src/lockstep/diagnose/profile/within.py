@@ -26,7 +26,9 @@ def _host(run: Measured) -> Iterator[Remedy]:
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
     calls, calling = _calls(run), _calling(run)
-    what = "fewer and larger operations" if run.option("compile") else "--compile"
+    whole = run.option("compile_scope") == "whole"
+    what = " ".join(["--compile"] * (not run.option("compile")) + ["--compile-scope whole"] * (not whole))
+    what = what or "fewer and larger operations"
     if run.on_cpu and count:
         spent = calls + calling
         why = f"{count:.0f} operations a step, one after the other: {spent:.1f} ms of it is what calling them costs"
