@@ -68,8 +68,15 @@ def test_losses_of_the_other_kinds_are_the_trainers(tmp_path, kind):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"packing": True}, {"gradient_accumulation_steps": 2}, {"loss_type": "dft"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"packing": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"loss_type": "dft"}, marks=pytest.mark.slow),
+    ],
+)
 def test_losses_of_trls_trainer_are_its_own(tmp_path, more):
     pytest.importorskip("trl")
     theirs = their_losses(sft(tmp_path / "theirs", **more))
