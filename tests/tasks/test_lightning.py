@@ -387,9 +387,56 @@ def test_what_cannot_lie_in_a_checkpoint_is_told_by_its_hook(tmp_path):
     trained(tmp_path / "dtype", seeded(Saving), loaders()[0], trainer(L), stop_at=2)
     _, run = trained(tmp_path / "dtype", seeded(Saving), loaders()[0], trainer(L), stop_at=4)
     assert run.model.loaded is torch.float64
-    Saving.held = torch.nn.Linear(1, 1)
-    with pytest.raises(lockstep.errors.LockstepError, match="on_save_checkpoint puts a Linear into the checkpoint"):
-        trained(tmp_path / "module", seeded(Saving), loaders()[0], trainer(L), stop_at=2)
+
+
+def test_what_cannot_lie_in_a_checkpoint_is_refused_before_step_1(tmp_path):
+    taken = []
+
+    class Saving(autoencoder(L)):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["held"] = self.encoder
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            taken.append(batch_idx)
+
+    with pytest.raises(ConfigError, match="on_save_checkpoint puts a Sequential into the checkpoint"):
+        trained(tmp_path / "module", seeded(Saving), loaders()[0], trainer(L))
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return loaders()[0]
+
+        def state_dict(self):
+            return {"held": object()}
+
+    with pytest.raises(ConfigError, match="the datamodule's state_dict puts a object into the checkpoint"):
+        trained(tmp_path / "data", seeded(autoencoder(L)), Data(), trainer(L))
+    assert not taken
+
+
+def test_what_is_saved_is_tried_once_in_a_new_run_and_leaves_nothing_behind(tmp_path):
+    seen = []
+
+    class Saving(autoencoder(L)):
+        def __init__(self):
+            super().__init__()
+            self.saves, self.each = 0, []
+
+        def on_save_checkpoint(self, checkpoint):
+            seen.append((checkpoint["global_step"], self.trainer.sanity_checking))
+            self.saves += 1
+            self.each.append(checkpoint["global_step"])
+            checkpoint["best"] = self.best  # which the training brings
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.best = float(outputs["loss"])
+
+    for stop_at in (4, 6):
+        _, run = trained(tmp_path, seeded(Saving), loaders()[0], trainer(L), stop_at=stop_at, ckpt_freq=2)
+        first = 2 if stop_at == 4 else 6
+        assert run.model.each == list(range(first, stop_at + 1, 2))
+        assert run.model.saves == len(run.model.each)
+    assert seen == [(0, True), (2, False), (4, False), (6, False)]
 
 
 @pytest.mark.parametrize(

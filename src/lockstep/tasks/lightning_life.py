@@ -8,6 +8,7 @@ hook does once a batch is done as often. What is logged is summed over items, mi
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,8 @@ from lockstep.tasks.lightning_package import calls, own_methods, written
 from lockstep.tasks.lightning_trainer import Standing
 
 __all__ = ["Life", "Turn", "default_dtype", "own_dtype"]
+
+_LOG = logging.getLogger("lockstep")
 
 
 class Turn(NamedTuple):
@@ -193,6 +196,8 @@ class Life(Hooks):
             self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.module.hparams_initial)
+        if not done:
+            self._try_saving(course)  # collective
 
     def after_step(self, course: Course, done: int) -> None:
         if done % course.log_freq == 0:
@@ -216,6 +221,28 @@ class Life(Hooks):
         datamodule = self.trainer.datamodule
         if written(datamodule, "state_dict"):
             state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
+
+    def _try_saving(self, course: Course) -> None:
+        """What hooks put into a checkpoint, as before step 1. Collective. Raises ConfigError for what cannot be kept.
+
+        A hook that fails may need what the training brings, and is told of at the first save.
+        """
+        owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
+        if not any(written(owner, name) for owner, name in owners):
+            return
+        problem, self.trainer.sanity_checking = "", True
+        try:
+            with Leavings.undone(self.module):
+                self.saves({}, 0)
+        except ConfigError as error:
+            problem = str(error)
+        except Exception:
+            _LOG.debug("what is saved could not be tried", exc_info=True)
+        finally:
+            self.trainer.sanity_checking = False
+        problem = next(filter(None, course.gather(problem)), "")  # collective
+        if problem:
+            raise ConfigError(problem)
 
     def _checkpoint(self) -> dict[str, Any]:
         """What a checkpoint of Lightning has for a module's hooks to look at."""
