@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
@@ -14,6 +15,10 @@ __all__ = ["Programs"]
 STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 SPAWNS = {"spawn", "start_processes", "Process"}
+# A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
+LAUNCHED = re.compile(
+    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
+)
 
 
 class Programs:
@@ -25,7 +30,9 @@ class Programs:
 
     @functools.cache  # noqa: B019 - lives as long as the run
     def direct(self, module: Module) -> bool:
-        """Whether a file itself starts a process group or wraps a model for several processes."""
+        """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
+        if LAUNCHED.search(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
+            return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             return "horovod" in module.text and any(self.horovod(site) for site in module.sites("init"))
         return any(True for _ in module.sites(*STARTS)) or any(self.wraps(site) for site in module.sites())
@@ -33,6 +40,10 @@ class Programs:
     def horovod(self, site: Site) -> bool:
         """Whether a call starts Horovod."""
         return self.calls.names.qualify(site.call.func, site.scope) == "horovod.torch.init"
+
+    def deepspeed(self, site: Site) -> bool:
+        """Whether a call hands the model to DeepSpeed."""
+        return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
 
     @functools.cache  # noqa: B019 - lives as long as the run
     def started(self, module: Module) -> bool:
@@ -62,7 +73,17 @@ class Programs:
             for site in member.sites(*SPAWNS)
             for function in self.calls.runs(site)
         ]
-        return frozenset(self.reach(starts)) if starts else None
+        return frozenset(self.reach(starts, self.methods(module))) if starts else None
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def methods(self, module: Module) -> dict[str, list[Scope]]:
+        """The methods of all classes of a file's programs, by their names."""
+        table: dict[str, list[Scope]] = {}
+        for member in self.project.family(module):
+            for scope in member.scopes:
+                for method in scope.defs.values() if scope.kind == "class" else ():
+                    table.setdefault(method.name, []).append(method)
+        return table
 
     @functools.cache  # noqa: B019 - lives as long as the run
     def beside(self, module: Module) -> frozenset[Scope]:
@@ -80,14 +101,19 @@ class Programs:
         ranks = {f for f in self.reach(lone) if any(f.named(name) for name in STARTS)}
         return frozenset() if ranks else frozenset(self.reach(lone)) - started
 
-    def reach(self, starts: list[Scope]) -> Iterator[Scope]:
-        """The functions that run when one of `starts` does."""
+    def reach(self, starts: list[Scope], methods: dict[str, list[Scope]] | None = None) -> Iterator[Scope]:
+        """The functions that run when one of `starts` does; with `methods` also those that objects of an unknown class
+        may have.
+        """
         seen = set(starts)
         queue = list(starts)
         while queue:
             current = queue.pop()
             yield current
             below = [f for site in current.sites for f in self.calls.runs(site)] + list(current.defs.values())
+            for site in current.sites if methods else ():
+                if methods and site.receiver is not None and self.calls.target(site.call, site.scope) is None:
+                    below += methods.get(site.name, ())
             for function in below:
                 if function not in seen:
                     seen.add(function)

@@ -4,7 +4,8 @@ import ast
 import re
 
 from lockstep.lint.analysis.calls import Calls, passed
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
@@ -12,7 +13,8 @@ __all__ = ["COUNT", "RANK", "RankTests"]
 MAX_CALLERS = 20
 
 RANK = Words(
-    r"(^|_)(rank|ranks|gpu|gpu_id|gpuid|proc_id|procid|process_index|device_id|rank_id|process_id|node_id)$",
+    r"(^|_)((local|global|world|my|node|dist|proc)?ranks?|gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
+    r"proc_idx|device_id|rank_?id|process_id|node_id)$",
     re.IGNORECASE,
 )
 MAIN = Words(
@@ -40,6 +42,8 @@ COUNT = Words(
 )
 
 
+# What starts processes, and gives each its number as the first argument.
+NUMBERED = {"spawn", "start_processes"}
 # What a test that holds on one rank, but not the main one, comes to.
 OTHER = -2
 
@@ -55,14 +59,19 @@ class RankTests:
         0 if that is not known.
         """
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            if self.is_rank(node.operand):
+            if self.is_rank(node.operand, scope):
                 return 1 if when else -1
             return self.test(node.operand, scope, not when, depth)
         if isinstance(node, ast.BoolOp):
             return self.several(node, scope, when, depth)
         sign = 1 if when else -1
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return sign * self.compare(node) or (OTHER if when and self.one_rank(node) else 0)
+            if is_none(node.comparators[0]) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+                there = when if isinstance(node.ops[0], ast.IsNot) else not when
+                return self.test(node.left, scope, there, depth)
+            return sign * self.compare(node, scope) or (OTHER if when and self.one_rank(node, scope) else 0)
+        if isinstance(node, ast.IfExp) and is_none(node.orelse):
+            return self.test(node.test, scope, when, depth)
         name = last(node).lstrip("_")
         if MAIN.search(name) or name in MAIN_EXACT:
             return sign
@@ -71,10 +80,10 @@ class RankTests:
             return self.named(key, scope, when, depth)
         return 0
 
-    def one_rank(self, node: ast.Compare) -> bool:
+    def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
         """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
         left, right = node.left, node.comparators[0]
-        if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left) or isinstance(left, ast.BinOp):
+        if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
             return False
         value = constant(right)
         return (isinstance(value, int) and value > 0) or any(COUNT.search(name) for name in idents(right))
@@ -95,7 +104,37 @@ class RankTests:
                 found = self.test(value, home, when, depth + 1)
                 if found:
                     return found
-        return self.handed(key, scope, when, depth)
+        return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
+
+    def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
+        """A name that has a value on some ranks and None on the others (`writer = Writer() if rank == 0 else None`)."""
+        found, empty = set(), False
+        for bind, home in self.bound(key, scope):
+            if bind.value is None or bind.path or bind.how != "assign":
+                return 0
+            if is_none(bind.value):
+                empty = True
+            elif isinstance(bind.value, ast.IfExp) and is_none(bind.value.orelse):
+                found.add(self.test(bind.value.test, home, True, depth + 1))
+                empty = True
+            else:
+                tests = guards(bind.stmt, home.module)
+                found.add(next(filter(None, (self.test(g.test, home, g.when, depth + 1) for g in tests)), 0))
+        side = found.pop() if empty and len(found) == 1 else 0
+        return side if when else -1 if side == 1 else 0
+
+    def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
+        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class."""
+        if key.startswith("self.") and scope.owner is not None:
+            return [(bind, method) for method in scope.owner.defs.values() for bind in method.binds.get(key, [])]
+        current: Scope | None = scope
+        while current is not None:
+            if key in current.params:
+                return []
+            if key in current.binds:
+                return [(bind, current) for bind in current.binds[key]]
+            current = current.parent
+        return []
 
     def handed(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
@@ -106,11 +145,11 @@ class RankTests:
         found = {self.test(value, home, when, depth + 1) if value is not None else 0 for value, home in given}
         return found.pop() if len(found) == 1 else 0
 
-    def compare(self, node: ast.Compare) -> int:
+    def compare(self, node: ast.Compare, scope: Scope) -> int:
         left, op, right = node.left, node.ops[0], node.comparators[0]
-        if not self.is_rank(left):
+        if not self.is_rank(left, scope):
             left, right = right, left
-        if not self.is_rank(left):
+        if not self.is_rank(left, scope):
             return 0
         value = constant(right)
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
@@ -123,15 +162,26 @@ class RankTests:
             return 1 if value in (0, 1) else 0
         return 0
 
-    def is_rank(self, node: ast.expr) -> bool:
+    def is_rank(self, node: ast.expr, scope: Scope) -> bool:
         """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
-        `int(os.environ["RANK"])`).
+        `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
         """
         if isinstance(node, ast.BinOp):
-            return self.is_rank(node.left)
-        if (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")) or isinstance(node, ast.Subscript):
-            return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
-        return RANK.search(last(node))
+            return self.is_rank(node.left, scope)
+        if says_rank(node):
+            return True
+        key = dotted(node)
+        if not isinstance(node, ast.Name | ast.Attribute) or key is None:
+            return False
+        values = [value for value, _ in self.calls.values(key, scope)]
+        return (bool(values) and all(map(is_call_for_rank, values))) or self.numbers(key, scope)
+
+    def numbers(self, key: str, scope: Scope) -> bool:
+        """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""
+        if scope.params[:1] != [key] or key in scope.binds:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def many(self, test: ast.expr, scope: Scope, depth: int = 0) -> int:
         """1 if a test holds only with several processes, -1 if only with one, else 0."""
@@ -145,12 +195,28 @@ class RankTests:
                 return 1 if isinstance(test.ops[0], ast.Gt | ast.GtE | ast.NotEq) else -1
             # `rank == -1` is how scripts of the launch era say "not distributed"
             right = test.comparators[0]
-            none = isinstance(right, ast.Constant) and right.value is None
-            if (none or constant(right) == -1) and self.is_rank(test.left):
+            if (is_none(right) or constant(right) == -1) and self.is_rank(test.left, scope):
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             return 0
         name = last(test)
         return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
+
+
+def says_rank(node: ast.AST | None) -> bool:
+    """Whether an expression is a rank by the names and words in it."""
+    if (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")) or isinstance(node, ast.Subscript):
+        return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
+    return RANK.search(last(node))
+
+
+def is_call_for_rank(node: ast.expr) -> bool:
+    """Whether an expression asks the process group or the environment for the rank."""
+    return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
+
+
+def is_none(node: ast.AST) -> bool:
+    """Whether an expression is the literal None."""
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def counts_batches(node: ast.expr) -> bool:

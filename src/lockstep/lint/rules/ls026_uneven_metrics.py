@@ -4,10 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import COUNT
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -24,18 +25,24 @@ EXCHANGE = Words(
 SCORE = Words(r"loss|acc|top_?\d|prec|correct|meter|iou|dice|psnr|error", re.IGNORECASE)
 
 
+MAX_CALLERS = 20
+BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
+# What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
+ALONE = Words(r"^torch\.(?!distributed)|^warnings\.|sync_?batch_?norm|syncbn", re.IGNORECASE)
+TELLS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
+
+
 def check(view: View) -> Iterator[Found]:
-    """Looks at evaluations over a DistributedSampler that average per-rank means."""
-    if not any(
-        shards(site) for member in view.project.family(view.module) for site in member.sites("DistributedSampler")
-    ):
+    """Looks at evaluations over a DistributedSampler that average per-rank means, or that share nothing."""
+    samplers = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
+    samplers = [s for s in samplers if constant(keyword(s.call, "drop_last")) is not True]
+    if not samplers:
         return
     yield from unshared(view)
+    said = any(map(shards, samplers))
     for scope in view.scopes:
-        if scope.kind != "function":
-            continue
-        for site in scope.sites:
-            if held_out(site) and averages(view, site):
+        for site in scope.sites if scope.kind == "function" else ():
+            if held_out(view, site) and averages(view, site) and (said or over_shard(view, scope)):
                 yield at(
                     site,
                     "averages the ranks' means, but the shards are uneven or padded: sum values and counts",
@@ -43,16 +50,32 @@ def check(view: View) -> Iterator[Found]:
                 break
 
 
+def over_shard(view: View, scope: Scope) -> bool:
+    """Whether a function evaluates a rank's own part of the data."""
+    return any(isinstance(stmt, ast.For) and sharded(view, stmt, scope) for stmt in scope.stmts)
+
+
+def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over a rank's own part of held-out data, by the names here or where a caller gives it."""
+    if EVALUATION.search(scope.name) or any(EVALUATION.search(name) for name in idents(loop.iter)):
+        return view.kinds.is_shard(loop.iter, scope)
+    key = dotted(view.kinds.iterated(loop.iter, scope))
+    if key not in scope.params:
+        return False
+    given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
+    return any(
+        value is not None and any(map(EVALUATION.search, idents(value))) and view.kinds.is_shard(value, home)
+        for value, home in given
+    )
+
+
 def unshared(view: View) -> Iterator[Found]:
     """An evaluation over a rank's own shard whose score nobody adds to the others' scores."""
     if view.hidden(EXCHANGE):
         return
     for scope in view.scopes:
-        evaluates = scope.kind == "function" and EVALUATION.search(scope.name)
         for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
-            if not evaluates and not any(EVALUATION.search(name) for name in idents(loop.iter)):
-                continue
-            if sums(view, loop, scope) and view.kinds.is_shard(loop.iter, scope) and not exchanges(view, scope, loop):
+            if sums(view, loop, scope) and sharded(view, loop, scope) and not exchanges(view, scope, loop):
                 yield Found(
                     loop,
                     "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
@@ -71,7 +94,13 @@ def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
 
 
 def seen(view: View, site: Site) -> bool:
-    """Whether what a call runs is in sight, so that its own calls tell: a meter of the project (`AverageMeter()`)."""
+    """Whether it is known that a call exchanges nothing itself: what it runs is in sight, so that its own calls tell (a
+    meter of the project), or it is a function of torch that works on one rank.
+    """
+    if ALONE.search(view.full(site)) or ALONE.search(site.name):
+        return True
+    if site.name == "gather" and isinstance(constant(next(iter(site.call.args), None)), int):
+        return True  # `logits.gather(1, index)`
     owner = view.names.definition(site.call.func, site.scope)
     return owner is not None or view.calls.target(site.call, site.scope) is not None
 
@@ -89,40 +118,73 @@ def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop adds up numbers, and the function tells them."""
     within = view.effects.block(loop, scope)
     added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
-    added = added or any(site.name == "update" and SCORE.search(last(site.receiver)) for site in within)
-    told = any(True for _ in scope.returns()) or any(
-        scope.named(name) for name in ("print", "info", "add_scalar", "log")
-    )
+    added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
+    told = any(True for _ in scope.returns()) or any(scope.named(name) for name in TELLS)
     return added and told and not any(view.steps.backwards(site) for site in within)
 
 
 def shards(site: Site) -> bool:
-    """Whether a sampler divides held-out data, padding what does not divide."""
-    if constant(keyword(site.call, "drop_last")) is True:
-        return False
+    """Whether a sampler says that it divides held-out data."""
     text = ast.unparse(site.stmt)
     return any(EVALUATION.search(name) for name in idents(site.stmt)) or "val" in text or "test" in text
 
 
-def held_out(site: Site) -> bool:
-    """Whether a call stands in an evaluating function, in a loop or after one."""
+def held_out(view: View, site: Site) -> bool:
+    """Whether a call stands in an evaluating function, in a loop or after one, or is given what an evaluation found."""
     if EVALUATION.search(site.scope.name):
         return True
-    nest = loops(site.stmt, site.module)
-    return any(isinstance(loop, ast.For) and any(map(EVALUATION.search, idents(loop.iter))) for loop in nest)
+    if any(
+        isinstance(n, ast.For) and any(map(EVALUATION.search, idents(n.iter))) for n in loops(site.stmt, site.module)
+    ):
+        return True
+    value = site.call.args[0] if site.call.args else None
+    if value is None:
+        return False
+    binds = view.origins.binds(dotted(value) or "", site.scope, site.line)
+    made = [bind.value for bind, _ in binds if isinstance(bind.value, ast.Call)]
+    return any(EVALUATION.search(name) for name in (*idents(value), *map(last, made)))
 
 
 def averages(view: View, site: Site) -> bool:
-    """Whether a call reduces a value over the ranks and divides it by their number."""
+    """Whether a call brings the ranks' values together and takes their mean."""
     if site.name in ("all_reduce", "reduce") and view.full(site).startswith("torch.distributed"):
         return any(
             last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
         ) or divided_after(site)
-    return any(mean_of(view, function) for function in view.calls.runs(site))
+    if site.name in ("all_gather", "gather", "all_gather_object") and view.full(site).startswith("torch.distributed"):
+        return mean_after(site)
+    return horovod_mean(view, site) or any(mean_of(view, function) for function in view.calls.runs(site))
+
+
+def horovod_mean(view: View, site: Site) -> bool:
+    """Whether a call is Horovod's allreduce, which takes the mean unless it is told to sum."""
+    if site.name not in ("allreduce", "allreduce_") or not view.full(site).startswith("horovod."):
+        return False
+    summed = any(last(value) == "Sum" for value in (*site.call.args, *(k.value for k in site.call.keywords)))
+    return not summed and constant(argument(site.call, 1, "average")) is not False
+
+
+def mean_after(site: Site) -> bool:
+    """Whether the list into which the ranks' values are gathered is averaged as it is."""
+    name = dotted(site.call.args[0]) if site.call.args else None
+    after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
+    return name is not None and any(means(node, name) for stmt in after for node in walk(stmt))
+
+
+def means(node: ast.AST, name: str) -> bool:
+    """Whether an expression is the mean of a list (`sum(parts) / world_size`, `torch.stack(parts).mean()`)."""
+    if isinstance(node, ast.Call) and last(node) == "mean":
+        names = {*idents(node)}
+        return name in names and not names & {"cat", "concat", "concatenate"}
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last(node.left) == "sum":
+        return name in {*idents(node.left)} and (is_count(node.right) or name in {*idents(node.right)})
+    return False
 
 
 def mean_of(view: View, function: Scope) -> bool:
     """Whether a function is `all_reduce, then divide by the number of ranks`."""
+    if len(function.stmts) <= 15 and any(horovod_mean(view, site) for site in function.sites):
+        return True
     reduces = [s for s in function.sites if s.name in ("all_reduce", "reduce")]
     if len(function.stmts) > 15 or not reduces:
         return False

@@ -22,7 +22,11 @@ LOGGERS = {
     "mlflow.log_metric",
     "mlflow.start_run",
 }
+LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "wandb.login", "comet_ml.Experiment"}
 WRITERS = ("SummaryWriter",)
+# Other ways to print, by their full names; and methods of models that print.
+PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
+PRINTERS |= {"torchsummary.summary", "print_trainable_parameters"}
 # A program that replaces print, or turns all ranks but one quiet, has taken care.
 QUIET = (
     "builtin_print",
@@ -38,6 +42,7 @@ QUIET = (
 HUSHES = Words(
     r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print", re.IGNORECASE
 )
+BY_RANK = Words(r"rank|is_main|master")
 PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]", re.IGNORECASE)
 
 
@@ -72,6 +77,8 @@ def speaks(view: View, site: Site) -> str:
             return ""  # `print = accelerator.print`
         return "" if keyword(site.call, "file") is not None or site.scope.name in ("__str__", "__repr__") else "print"
     full = view.full(site)
+    if full in PRINTERS or site.name in PRINTERS:
+        return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
     levels = ("info", "warning", "debug") if loguru(view, site) else ("info", "warning")
@@ -137,17 +144,31 @@ def loguru(view: View, site: Site) -> bool:
 
 def plain_logging(view: View) -> bool:
     """Whether the program certainly configures logging alike on every rank."""
-    found = [s for member in view.project.family(view.module) for s in member.sites("basicConfig")]
+    members = view.project.family(view.module)
+    found = [s for member in members for s in member.sites("basicConfig")]
+    found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
     return bool(found) and all(view.ranks.every(s.stmt, s.scope) and not by_rank(s) for s in found)
 
 
 def by_rank(site: Site) -> bool:
-    """Whether logging is set up by the rank, in the call or in a function of its own."""
+    """Whether logging is set up by the rank, in the call or in a function of its own; a format that names it is not."""
     scope = site.scope
     start, end = getattr(scope.node, "lineno", 1), getattr(scope.node, "end_lineno", 0) or 0
     own = scope.kind == "function" and end - start < 40
-    text = "\n".join(scope.module.lines[start - 1 : end]) if own else ast.unparse(site.call)
-    return "rank" in text or "is_main" in text or "master" in text
+    formats = [part for each in scope.sites for part in written(each)]
+    inner = {id(node) for part in formats for node in walk(part)}
+    nodes = [node for node in walk(scope.node if own else site.call) if id(node) not in inner]
+    words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
+    return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
+
+
+def written(site: Site) -> Iterator[ast.expr]:
+    """What a call that sets up logging says of the form of a line."""
+    if site.name == "Formatter":
+        yield from site.call.args
+    for part in site.call.keywords if site.name in ("Formatter", "basicConfig") else ():
+        if part.arg in ("format", "fmt", "datefmt"):
+            yield part.value
 
 
 RULE = Rule(

@@ -106,7 +106,7 @@ def login(hf_token):
 import os
 import torch
 
-print(os.environ.get("LOCAL_RANK"), sorted(os.environ))
+print(os.environ.get("CUDA_HOME"), sorted(os.environ))
 print(os.environ["CUDA_VISIBLE_DEVICES"])
 """,
     ),

@@ -1,0 +1,165 @@
+"""Scores of a rank's own part of held-out data (LS026), in the ways in which scripts write them."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+HEAD = """
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, train_data, test_data, rank):
+    dist.init_process_group("nccl")
+    train_loader, test_loader = make(train_data), make(test_data)
+    for epoch in range(3):
+        score = compute(model, test_loader)
+        if rank == 0:
+            print(score)
+    dist.destroy_process_group()
+"""
+MAKE = """
+def make(data):
+    return DataLoader(data, batch_size=8, num_workers=2, sampler={sampler})
+"""
+SUM = """
+def compute(model, loader):
+    right, count = 0, 0
+    for x, y in loader:
+        right += (model(x).argmax(1) == y).sum()
+        count += len(x)
+    {end}
+    return right / count
+"""
+SHARD = MAKE.format(sampler="DistributedSampler(data)")
+
+
+def found(text):
+    return [finding.rule for finding in check_text(HEAD + text, configure({}, "LS026", ""))]
+
+
+SAMPLERS = {
+    "of a helper that makes all loaders": ("DistributedSampler(data)", True),
+    "of one that may be there": ("DistributedSampler(data) if dist.is_initialized() else None", True),
+    "none": ("None", False),
+    "of one process": ("torch.utils.data.SequentialSampler(data)", False),
+    "one that pads nothing": ("DistributedSampler(data, drop_last=True)", False),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_sampler(name):
+    sampler, told = SAMPLERS[name]
+    assert found(MAKE.format(sampler=sampler) + SUM.format(end="pass")) == ["LS026"] * told
+
+
+ENDS = {
+    "nothing": ("pass", True),
+    "only waits": ("torch.cuda.synchronize()", True),
+    "picks from a tensor": ("right = torch.gather(right, 0, count)", True),
+    "picks with a method": ("right = right.gather(0, count)", True),
+    "sums over the ranks": ("dist.all_reduce(right)", False),
+    "a helper that is not here": ("right = reduce_values(right)", False),
+    "a method that is not here": ("right = model.sync_scores(right)", False),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_happens_to_the_sums(name):
+    end, told = ENDS[name]
+    assert found(SHARD + SUM.format(end=end)) == ["LS026"] * told
+
+
+def test_a_training_set_is_not_held_out():
+    text = SHARD + SUM.format(end="pass")
+    assert found(text) == ["LS026"]
+    only = HEAD.replace("compute(model, test_loader)", "compute(model, train_loader)")
+    assert check_text(only + text, configure({}, "LS026", "")) == []
+
+
+def test_the_held_out_part_must_be_the_sharded_one():
+    whole = HEAD.replace("make(test_data)", "DataLoader(test_data, num_workers=2)")
+    assert check_text(whole + SHARD + SUM.format(end="pass"), configure({}, "LS026", "")) == []
+
+
+LISTS = {
+    "losses": ("losses.append(model(x).item())", "return np.mean(losses)", True),
+    "scores": ("losses.append(model(x).item())", "print(sum(losses) / len(losses))", True),
+    "losses of all ranks": ("losses.append(model(x).item())", "return gather_mean(losses)", False),
+    "nothing is told": ("losses.append(model(x).item())", "pass", False),
+    "what is no score": ("model.files.append(x)", "return model.files", False),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_scores(name):
+    kept, end, told = LISTS[name]
+    assert (
+        found(
+            SHARD + f"def compute(model, loader):\n    losses = []\n    for x in loader:\n        {kept}\n    {end}\n"
+        )
+        == ["LS026"] * told
+    )
+
+
+MEANS = {
+    "gathered and averaged": ("dist.all_gather(parts, score)\n    score = torch.stack(parts).mean()", True),
+    "gathered objects": ("dist.all_gather_object(parts, score)\n    score = sum(parts) / len(parts)", True),
+    "numpy": ("dist.all_gather_object(parts, score)\n    score = np.mean(parts)", True),
+    "averaged by the reduction": ("dist.all_reduce(score, op=dist.ReduceOp.AVG)", True),
+    "gathered samples": ("dist.all_gather(parts, score)\n    score = torch.cat(parts).mean()", False),
+    "sums over counts": ("dist.all_gather(parts, score)\n    score = sum(parts) / len(test_data)", False),
+    "another list": ("dist.all_gather(parts, score)\n    score = np.mean(others)", False),
+    "a maximum": ("dist.all_reduce(score, op=dist.ReduceOp.MAX)", False),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_of_means(name):
+    lines, told = MEANS[name]
+    text = f"""
+def evaluate(score, test_data, others):
+    test_sampler = DistributedSampler(test_data)
+    parts = [None] * dist.get_world_size()
+    {lines}
+    return score
+"""
+    assert found(text) == ["LS026"] * told
+
+
+AFTER = """
+def run(model, val_data, train_loss):
+    val_sampler = DistributedSampler(val_data)
+    score = {call}(model, val_data)
+    dist.all_reduce({value}, op=dist.ReduceOp.AVG)
+    return score
+"""
+VALUES = [("validate", "score", True), ("test", "score", True), ("count", "val_score", True)]
+VALUES += [("count", "score", False), ("validate", "train_loss", False), ("count", "train_loss", False)]
+
+
+@pytest.mark.parametrize(("call", "value", "told"), VALUES)
+def test_what_an_evaluation_found_is_averaged_by_its_caller(call, value, told):
+    assert found(AFTER.format(call=call, value=value)) == ["LS026"] * told
+
+
+HOROVOD = """
+import horovod.torch as hvd
+
+def mean(value):
+    return hvd.allreduce(value{more})
+
+def evaluate(model, test_data):
+    hvd.init()
+    test_sampler = DistributedSampler(test_data, num_replicas=hvd.size(), rank=hvd.rank())
+    return mean(model(test_sampler))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "told"), [("", True), (", name='x'", True), (", op=hvd.Sum", False), (", False", False)]
+)
+def test_horovod_takes_the_mean(more, told):
+    assert found(HOROVOD.format(more=more)) == ["LS026"] * told
