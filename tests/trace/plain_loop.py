@@ -1,6 +1,7 @@
 """A training loop as people write it, on one process or under DDP, with mistakes to be found. Run by tests/ranks.py."""
 
 import contextlib
+import copy
 import json
 import os
 from pathlib import Path
@@ -112,7 +113,10 @@ def train(
         with torch.no_grad():
             bare.first.weight.add_(0.1)
     rate = 0.05 * (world if mistake == "world-rate" else 1)
-    optimizer = torch.optim.AdamW(bare.parameters(), rate, eps=1e-15)
+    if mistake == "no-rate":
+        rate = 0.0
+    trained = copy.deepcopy(bare) if mistake == "other-parameters" else bare
+    optimizer = torch.optim.AdamW(trained.parameters(), rate, eps=1e-15)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.9**count)
     if saved is not None and Path(saved).exists():
         state = torch.load(saved, weights_only=True)
@@ -142,7 +146,9 @@ def train(
                 quiet = mistake == "no-sync" or (mistake == "unsent-gradient" and step == 2)
                 with model.no_sync() if wrong and quiet else contextlib.nullcontext():
                     out = (bare if mistake == "bare-call" else model)(x)
-                    loss = F.cross_entropy(out.reshape(-1, 4), y.reshape(-1), ignore_index=-100, reduction="sum")
+                    if mistake == "one-class":
+                        out, y = out[..., :1], y * 0
+                    loss = F.cross_entropy(out.flatten(0, 1), y.reshape(-1), ignore_index=-100, reduction="sum")
                     items = (y != -100).sum()
                     if distributed and mistake != "rank-average":
                         dist.all_reduce(items)

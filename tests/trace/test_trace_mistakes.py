@@ -112,6 +112,20 @@ def test_what_is_healthy_is_not_named(settings, one, two):
         assert verdict.notes == [text]
 
 
+@pytest.mark.parametrize(
+    ("mistake", "note"),
+    [
+        ("one-class", "every gradient is 0 in all 6 steps: nothing is trained; weight decay alone moves the weights"),
+        ("no-rate", "the weights never change in 6 steps: nothing is trained (largest learning rate: 0)"),
+        ("other-parameters", "no tensor of the optimizer has a gradient in any of the 6 steps: nothing is trained"),
+    ],
+)
+def test_two_runs_that_train_nothing_are_the_same_and_it_is_said(mistake, note, two):
+    verdict = judged(two(mistake, world=1, name="one"), two(mistake))
+    assert (verdict.finding, verdict.unproven, verdict.bits) == (None, "", 6)
+    assert verdict.notes == [note]
+
+
 def test_dropout_cannot_agree_and_the_rest_is_still_compared(one, two):
     verdict = judged(one(dropout=0.3), two(dropout=0.3))
     assert verdict.finding is None

@@ -18,6 +18,7 @@ from lockstep.trace.judge_data import data_difference
 from lockstep.trace.judge_evaluation import evaluation_difference
 from lockstep.trace.judge_gradient import first_module, gradient_difference
 from lockstep.trace.judge_random import random_difference
+from lockstep.trace.judge_trained import Trained
 from lockstep.trace.judge_update import (
     begin_state,
     buffer_difference,
@@ -53,11 +54,10 @@ def judged(one: Run, two: Run) -> Verdict:
             verdict.finding = found
             return verdict
         verdict.judged += 1
-        state.trained |= not step.two.tensors("grad") or any(w.square for w in step.two.tensors("grad").values())
+        state.trained.look(step.two)
         if not verdict.unproven:
             state.follow(step, verdict)
-    if not state.trained:
-        verdict.notes.append("every gradient is 0: nothing was trained")
+    verdict.notes += state.trained.note(verdict.judged)
     if state.noise:
         text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
         verdict.notes.append(f"{text}; how far these are apart is not counted")
@@ -70,14 +70,14 @@ class _State:
     """How far the two have come apart.
 
     Attributes:
-        off: share by which the weights differ; bits: none do; trained: a gradient was not 0.
+        off: share by which the weights differ; bits: none do.
         noise: tensors whose gradients cancel to nothing, so that each step of them is chance (the bias of attention's
             keys, one before a BatchNorm). The loss does not depend on them.
     """
 
     off: float = 0.0
     bits: bool = True
-    trained: bool = False
+    trained: Trained = field(default_factory=Trained)
     noise: set[str] = field(default_factory=set)
 
     def follow(self, step: Step, verdict: Verdict) -> None:

@@ -136,7 +136,7 @@ def _moved_otherwise(step: Step) -> Finding | None:
     (grads, weights), (their_grads, their_weights) = (
         [spot.tensors(kind) for kind in ("grad", "weights")] for spot in (step.one, step.two)
     )
-    before, their_before = _before(step.one), _before(step.two)
+    before, their_before = step.one.before(), step.two.before()
     hidden = not grads or not their_grads  # an engine that keeps its gradients to itself
     noise = signal = error = way = rounding = 0.0
     worst, most = "", 0.0
@@ -167,12 +167,6 @@ def _moved_otherwise(step: Step) -> Finding | None:
         text = f"all weights together move by {share(error, way)} of their way otherwise, and the gradients agree"
         return step.finding("optimizer", "update", text, worst)
     return None
-
-
-def _before(spot: Spot) -> dict[str, Whole]:
-    if not spot.at:
-        return spot.tensors("initial")
-    return {**spot.part.tensors(spot.at - 1, "weights"), **spot.tensors("begin")}
 
 
 def buffer_difference(step: Step) -> Finding | None:

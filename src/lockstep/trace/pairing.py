@@ -26,6 +26,12 @@ class Spot:
     def tensors(self, kind: str) -> dict[str, Whole]:
         return self.part.tensors(self.at, kind)
 
+    def before(self) -> dict[str, Whole]:
+        """The weights that the step begins with."""
+        if not self.at:
+            return self.tensors("initial")
+        return {**self.part.tensors(self.at - 1, "weights"), **self.tensors("begin")}
+
 
 @dataclass
 class Side:
