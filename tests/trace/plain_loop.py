@@ -9,8 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
@@ -96,7 +99,7 @@ def train(
     saved=None,
     epochs=1,
     micro=1,
-    shard=False,
+    shard="",
     noise=False,
 ):
     distributed = dist.is_initialized() and dist.get_world_size() > 1
@@ -106,7 +109,8 @@ def train(
     own = torch.Generator().manual_seed(3 + rank) if mistake == "rank-dropout" else None
     model = bare = Net(norm, dropout, own, noise)
     if distributed and shard:
-        fully_shard(bare, mesh=init_device_mesh("cpu", (world,)))
+        model = sharded(bare, shard, init_device_mesh("cpu", (world,)))
+        bare = model if shard == "fsdp1" else bare
     elif distributed and mistake != "no-ddp":
         model = DistributedDataParallel(bare)
     if mistake == "per-rank-weights" and last and wrong:
@@ -121,14 +125,18 @@ def train(
     if saved is not None and Path(saved).exists():
         state = torch.load(saved, weights_only=True)
         bare.load_state_dict(state["model"])
+        if mistake == "made-state":
+            get_optimizer_state_dict(bare, optimizer)
         if mistake != "no-state":
             optimizer.load_state_dict(state["optimizer"])
         if mistake != "no-schedule":
             schedule.load_state_dict(state["schedule"])
     samples = Ragged(48, ragged)
-    shards = (1, 0) if mistake == "overlapping-data" else (world, rank)
+    shards = (1, 0) if mistake == "overlapping-data" or shard == "tensor" else (world, rank)
     sampler = DistributedSampler(samples, *shards, seed=2 + (rank if mistake == "other-shuffle" else 0))
-    loader = DataLoader(samples, 8 // (1 if mistake == "batch-size" else world) // micro, sampler=sampler)
+    loader = DataLoader(
+        samples, 8 // (1 if mistake == "batch-size" or shard == "tensor" else world) // micro, sampler=sampler
+    )
     step = 0
     for epoch in range(epochs):
         if mistake != "set-epoch" or not wrong:
@@ -159,7 +167,8 @@ def train(
             if mistake == "clip-before-unscale" and wrong:
                 nn.utils.clip_grad_norm_(bare.parameters(), clip)
             for p in bare.parameters():
-                p.grad /= scale
+                if p.grad is not None:  # FSDP 1 leaves a rank without a part of a tensor
+                    p.grad /= scale
             if clip and not (mistake == "clip-before-unscale" and wrong):
                 nn.utils.clip_grad_norm_(bare.parameters(), clip)
             if mistake == "other-rate" and wrong and last and step == 3:
@@ -174,11 +183,22 @@ def train(
             if mistake == "schedule" and wrong:
                 schedule.step()
             step += 1
-    evaluate(model, mistake, distributed, world, rank)
+    whole = model if shard == "fsdp1" else getattr(model, "module", model)
+    evaluate(whole, mistake, distributed, *((1, 0) if shard == "tensor" else (world, rank)))
     if saved is not None and not Path(saved).exists() and rank == 0:
         state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
         torch.save(state, saved)
     return [getattr(p, "full_tensor", lambda p=p: p)().detach().tolist() for p in bare.parameters()]
+
+
+def sharded(model, kind, mesh):
+    """FSDP 1 or 2, or tensor parallelism: by columns, then by rows."""
+    if kind == "fsdp1":
+        settings = {"use_orig_params": True, "auto_wrap_policy": ModuleWrapPolicy([nn.Linear])}
+        return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"), **settings)
+    if kind == "fsdp2":
+        return fully_shard(model, mesh=mesh)
+    return parallelize_module(model, mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
 
 
 def evaluate(model, mistake, distributed, world, rank):
@@ -192,7 +212,7 @@ def evaluate(model, mistake, distributed, world, rank):
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for x, y in loader:
-            hits = getattr(model, "module", model)(x)
+            hits = model(x)
             total += torch.tensor([(hits.argmax(-1) == y).sum(), y.numel()])
     if distributed and mistake != "own-score":
         dist.all_reduce(total)

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lockstep.trace.names import WHOLE
 from lockstep.trace.samples import digested, outcomes
-from lockstep.trace.sums import SKETCH, WIDTH, summed
+from lockstep.trace.sums import SKETCH, WIDTH, Place, summed
 
 
 def numbers(rows):
@@ -19,26 +20,41 @@ def test_shards_add_up_to_the_whole(count, kind):
     make = torch.Generator().manual_seed(count)
     tensor = torch.randn(count, generator=make, dtype=kind)
     cuts = sorted({0, count, *torch.randint(0, count + 1, (4,), generator=make).tolist()})
-    pieces = [(tensor[begin:end], begin) for begin, end in pairwise(cuts)]
+    pieces = [(tensor[begin:end], Place(begin)) for begin, end in pairwise(cuts)]
     digests, sums = numbers(summed(pieces))
-    whole, (expected,) = numbers(summed([(tensor, 0)]))
+    whole, (expected,) = numbers(summed([(tensor, WHOLE)]))
     assert expected.shape == (WIDTH - 1,) == (1 + SKETCH,)
     assert int(digests.sum()) & 0xFFFFFFFF == int(whole)
     torch.testing.assert_close(sums.sum(0), expected, rtol=1e-5, atol=1e-3)
     assert float(expected[0]) == pytest.approx(float(tensor.double().square().sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "columns", "each"), [(7, 12, 5), (3, 768, 256), (300, 512, 256), (40, 600, 256)])
+def test_shards_of_columns_add_up_to_the_whole(rows, columns, each):
+    tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    half = rows // 2
+    pieces = [
+        (tensor[top:end, at : at + each], Place(top * columns + at, min(each, columns - at), columns))
+        for at in range(0, columns, each)
+        for top, end in ((0, half), (half, rows))
+    ]
+    digests, sums = numbers(summed(pieces))
+    whole, (expected,) = numbers(summed([(tensor, WHOLE)]))
+    assert int(digests.sum()) & 0xFFFFFFFF == int(whole)
+    torch.testing.assert_close(sums.sum(0), expected, rtol=1e-5, atol=1e-3)
+
+
 def test_a_digest_knows_every_bit_and_place():
     tensor = torch.randn(3000, generator=torch.Generator().manual_seed(1))
-    (before,), _ = numbers(summed([(tensor, 0)]))
+    (before,), _ = numbers(summed([(tensor, WHOLE)]))
     for place in (0, 255, 256, 2999):
         for bit in (1, 1 << 22, -(1 << 31)):
             other = tensor.clone()
             other.view(torch.int32)[place] ^= bit
-            assert numbers(summed([(other, 0)]))[0][0] != before
-    assert numbers(summed([(tensor.flip(0), 0)]))[0][0] != before
+            assert numbers(summed([(other, WHOLE)]))[0][0] != before
+    assert numbers(summed([(tensor.flip(0), WHOLE)]))[0][0] != before
     half = tensor.bfloat16()
-    assert torch.equal(summed([(half, 0)]), summed([(half.float(), 0)]))
+    assert torch.equal(summed([(half, WHOLE)]), summed([(half.float(), WHOLE)]))
 
 
 def test_sketches_tell_how_far_two_tensors_are_apart():
@@ -47,7 +63,7 @@ def test_sketches_tell_how_far_two_tensors_are_apart():
     for far in (1e-3, 1.0):
         for _ in range(20):
             tensor, step = (torch.randn(2000, generator=make, dtype=torch.float64) for _ in range(2))
-            _, rows = numbers(summed([(tensor, 0), (tensor + far * step, 0)]))
+            _, rows = numbers(summed([(tensor, WHOLE), (tensor + far * step, WHOLE)]))
             shares.append(float((rows[1, 1:] - rows[0, 1:]).square().mean().sqrt() / (far * step.norm())))
     assert 0.3 < min(shares) < 1.0 < max(shares) < 2.0
     assert sum(shares) / len(shares) == pytest.approx(1.0, abs=0.15)

@@ -28,7 +28,7 @@ from lockstep.trace.judge_update import (
     update_difference,
 )
 from lockstep.trace.pairing import Pair, Spot, apart, paired
-from lockstep.trace.reading import Run, TraceError, distance
+from lockstep.trace.reading import Part, Run, TraceError, distance
 from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, share, unlike
 from lockstep.trace.verdict import Finding, Verdict
 
@@ -43,6 +43,7 @@ def judged(one: Run, two: Run) -> Verdict:
     """Compares two runs as far as both go."""
     pair = paired(one, two)
     verdict = Verdict(one.name, two.name)
+    _hide_unplaced(pair, [*one.parts, *two.parts], verdict)
     _check_names(pair, verdict)
     _notes(pair, verdict)
     state = _State()
@@ -102,6 +103,26 @@ class _State:
                 f"from step {step.at[0]} on rounding has grown to {self.off:.1e} of the weights, too far to tell it "
                 "from a mistake in the numbers; data, rates and evaluations were compared to the end"
             )
+
+
+def _hide_unplaced(pair: Pair, parts: list[Part], verdict: Verdict) -> None:
+    """Leaves out tensors whose shards have no known places: those of another number of ranks do not add up alike."""
+    sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
+    for part in parts:
+        part.hidden = set()
+    found = {
+        (kind, name)
+        for side in sides
+        for kind in ("initial", "begin", "grad", "weights", "buffers", "state")
+        for name, whole in side.spots[0].tensors(kind).items()
+        if whole.opaque
+    }
+    for part in parts:
+        part.hidden = found
+    names = sorted({name for kind, name in found if kind != "state"})
+    if names:
+        text = f"tensors that are sharded in a way that is not known: {len(names)}, such as {names[0]}"
+        verdict.notes.append(f"{text}; they are not compared")
 
 
 def _check_names(pair: Pair, verdict: Verdict) -> None:

@@ -3,9 +3,10 @@
 names = Names()
 names.called(module)                # a module that the script itself called
 names.of(parameter, "group0.3")     # "layers.3.weight"
-piece(parameter)                    # (local tensor, place of its first element in the whole, elements of the whole)
+piece(parameter)                    # (local tensor, its place in the whole)
 """
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OPAQUE", "Names", "generators", "is_wrapper", "piece"]
+from lockstep.trace.sums import Place
 
-OPAQUE = -1  # the place of a shard whose place is not known
+__all__ = ["OPAQUE", "WHOLE", "Names", "generators", "is_wrapper", "piece"]
+
+OPAQUE = Place(-1)  # of a shard whose place is not known
+WHOLE = Place(0)
 _WRAPPERS = {
     *("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine"),
     *("_FabricModule", "_LightningModuleWrapperBase", "_LightningPrecisionModuleWrapperBase"),
@@ -99,38 +103,43 @@ def _clean(name: str) -> str:
     return name
 
 
-def piece(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """(what this rank holds, where it begins in the whole in row-major order or OPAQUE, elements of the whole)."""
+def piece(tensor: Tensor) -> tuple[Tensor, Place]:
+    """(what this rank holds, its place in the whole)."""
     shard = getattr(tensor, "ds_tensor", None)
     if shard is not None:  # of DeepSpeed's stage 3: a run of the flattened tensor, filled up at the end
         whole, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
         begin = min(whole, rank * shard.numel())
-        return shard[: whole - begin], begin, whole
+        return shard[: whole - begin], Place(begin)
     if not hasattr(tensor, "placements"):
-        return tensor, 0, tensor.numel()
+        return tensor, WHOLE
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    split = [place for place in tensor.placements if not place.is_replicate()]
-    if any(place.is_partial() for place in split) or any(getattr(place, "dim", 0) != 0 for place in split):
-        return local, OPAQUE, tensor.numel()
-    if not split:
-        return local, 0, tensor.numel()
-    if any(type(place).__name__ != "Shard" for place in split):
-        return local, OPAQUE, tensor.numel()
-    offset = _offset(tensor)
-    return local, offset * (tensor.numel() // max(1, tensor.shape[0])), tensor.numel()
+    return local, _place(tensor, local)
 
 
-def _offset(tensor: Any) -> int:
-    """The first row of a DTensor that is cut by rows; torch.chunk's sizes, of each mesh dimension in turn."""
-    begin, rows = 0, tensor.shape[0]
-    coordinate = tensor.device_mesh.get_coordinate()
-    for place, at, parts in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
-        if place.is_replicate():
-            continue
-        size = -(-rows // parts)
-        first = min(rows, at * size)
-        begin, rows = begin + first, min(size, rows - first)
-    return int(begin)
+def _place(tensor: Any, local: Tensor) -> Place:
+    """Where a DTensor's shard lies: torch.chunk's sizes, of each mesh dimension in turn.
+
+    FSDP on top of tensor parallelism cuts last what stands first (`_StridedShard`).
+    """
+    shape, begins, sizes = list(tensor.shape), [0] * tensor.ndim, list(tensor.shape)
+    cuts = list(zip(tensor.placements, tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, strict=True))
+    kinds = [type(placement).__name__ for placement, _, _ in cuts]
+    if not {"Replicate", "Shard", "_StridedShard"}.issuperset(kinds):
+        return OPAQUE
+    strided = [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "_StridedShard"]
+    for placement, at, parts in [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "Shard"] + strided:
+        dim = placement.dim
+        size = -(-sizes[dim] // parts)
+        first = min(sizes[dim], at * size)
+        begins[dim], sizes[dim] = begins[dim] + first, min(size, sizes[dim] - first)
+    cut = [dim for dim in range(tensor.ndim) if sizes[dim] != shape[dim]]
+    if list(local.shape) != sizes or len(strided) > 1 or len(set(cut) - {0}) > 1:
+        return OPAQUE
+    rows = begins[0] * math.prod(shape[1:]) if cut else 0
+    if not cut or cut == [0] or not local.numel():
+        return Place(rows)
+    last, inner = cut[-1], math.prod(shape[cut[-1] + 1 :])
+    return Place(rows + begins[last] * inner, sizes[last] * inner, shape[last] * inner)
 
 
 def generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:

@@ -89,9 +89,10 @@ class Rank:
 
 @dataclass
 class Part:
-    """The processes of one start, by rank."""
+    """The processes of one start, by rank. `hidden`: (kind, name) of tensors that are left out."""
 
     ranks: dict[int, Rank]
+    hidden: set[tuple[str, str]] = field(default_factory=set)
     _held: dict[tuple[int, str], dict[str, Whole]] = field(default_factory=dict)
 
     @property
@@ -118,7 +119,8 @@ class Part:
             if len(self._held) > 64:
                 self._held.clear()
             self._held[key] = self._assembled(step, kind)
-        return self._held[key]
+        held = self._held[key]
+        return {n: w for n, w in held.items() if (kind, n) not in self.hidden} if self.hidden else held
 
     def _assembled(self, step: int, kind: str) -> dict[str, Whole]:
         pieces: dict[str, dict[tuple[int, int], tuple[int, list[int], list[float], str]]] = {}

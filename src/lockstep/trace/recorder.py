@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.trace.held import Reading
-from lockstep.trace.names import OPAQUE, Names, generators, is_wrapper, piece
+from lockstep.trace.names import WHOLE, Names, generators, is_wrapper, piece
 from lockstep.trace.samples import digested, outcomes
 from lockstep.trace.states import state_digests
-from lockstep.trace.sums import summed
+from lockstep.trace.sums import Place, summed
 from lockstep.trace.writing import Writer, header, place
 
 __all__ = ["Options", "Recorder"]
@@ -35,7 +35,7 @@ _FIRST = 3  # steps of a process in which everything is digested
 _EVENTS = 2000  # of a step that are kept
 
 P = ParamSpec("P")
-Entry = tuple[str, Tensor, int]  # name, local tensor, where it begins
+Entry = tuple[str, Tensor, Place]  # name, local tensor, its place in the whole
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Recorder:
         self._tables: dict[tuple[Any, ...], int] = {}
         self._optimizers: list[weakref.ref[Any]] = []
         self._step = 0
+        self._begun = self._aside = False  # whether a forward or a backward was seen; an update that is none
         self._entered: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
 
@@ -132,7 +133,7 @@ class Recorder:
         """A module is called that no other module calls; `grad`: whether gradients are wanted."""
         if self.in_backward or is_wrapper(module) or next(module.parameters(), None) is None:
             return
-        self.root = module
+        self.root, self._begun = module, True
         if self._within():
             training = module.training and grad
             number = self._names.called(module)
@@ -153,11 +154,11 @@ class Recorder:
         values = output if isinstance(output, tuple | list) else (output,)
         found = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
         if found is not None:
-            local, at, _ = piece(found)
+            local, at = piece(found)
             if found.dtype in (torch.bfloat16, torch.float16):
                 self._entered["ac"] = str(found.dtype).removeprefix("torch.")
             self._entered.setdefault("mn", []).append(self._module_names.get(id(module), "?"))
-            self._entered.setdefault("mv", []).append(self._reading.hold(summed([(local, max(0, at))])))
+            self._entered.setdefault("mv", []).append(self._reading.hold(summed([(local, at)])))
 
     @quiet
     def left(self, args: Any, kwargs: Any, output: Any) -> None:
@@ -179,7 +180,7 @@ class Recorder:
     @quiet
     def backward(self, roots: Any) -> None:
         """A backward begins."""
-        self.root = None
+        self.root, self._begun = None, True
         if self._within():
             found = roots if isinstance(roots, tuple | list) else [roots]
             total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)
@@ -199,7 +200,9 @@ class Recorder:
     def before_update(self, optimizer: Any) -> None:
         """The optimizer has its gradients."""
         self.root = None
-        if not self._within():
+        # torch.distributed.checkpoint makes the state that it loads into by a step at rate 0, which trains nothing.
+        self._aside = not self._begun and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if self._aside or not self._within():
             return
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
@@ -218,8 +221,8 @@ class Recorder:
         gradients = []
         for (name, _, at), parameter in trained:
             if parameter.grad is not None:
-                local, start, _ = piece(parameter.grad)
-                gradients.append((name, local, at if start == 0 and local.numel() != 0 and at else start))
+                local, place = piece(parameter.grad)
+                gradients.append((name, local, at if place == WHOLE and local.numel() else place))
         record["grad"] = self._sums("grad", gradients)
         record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
 
@@ -232,9 +235,9 @@ class Recorder:
         return found
 
     def _piece(self, name: str, tensor: Tensor) -> Entry:
-        local, start, _ = piece(tensor)
+        local, place = piece(tensor)
         flat = self._names.start(tensor)
-        return name, local, start if flat is None else flat
+        return name, local, place if flat is None else Place(flat)
 
     def _pieces(self, named: Any) -> list[Entry]:
         return [self._piece(name, tensor) for name, tensor in named if not tensor.is_meta]
@@ -247,9 +250,9 @@ class Recorder:
         for (name, local, at), parameter in trained:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    mine, start, _ = piece(value)
+                    mine, place = piece(value)
                     same = mine.numel() == local.numel() and mine.numel() > 1
-                    found.append((f"{name}/{key}", mine, at if same else start))
+                    found.append((f"{name}/{key}", mine, at if same else place))
         return found
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -266,6 +269,9 @@ class Recorder:
     @quiet
     def after_update(self, optimizer: Any) -> None:
         """The optimizer has updated its weights: the record is read and written."""
+        if self._aside:
+            self._record, self._aside = _fresh(), False
+            return
         if self._within() and "opt" in self._record:
             trained = self._trained(optimizer)
             self._record["weights"] = self._sums("weights", [entry for entry, _ in trained])
@@ -351,7 +357,7 @@ class Recorder:
         found = []
         for device in dict.fromkeys(local.device for _, local, _ in entries):
             here = [index for index, (_, local, _) in enumerate(entries) if local.device == device]
-            sums = summed([(entries[index][1], max(0, entries[index][2])) for index in here])
+            sums = summed([(entries[index][1], entries[index][2]) for index in here])
             found.append(sums if len(here) == len(entries) else (here, sums))
         if len(found) == 1 and isinstance(found[0], Tensor):
             return [number, self._reading.hold(found[0])]
@@ -367,7 +373,7 @@ class Recorder:
                 "id": number,
                 "kind": kind,
                 "names": [name for name, _, _ in entries],
-                "starts": [OPAQUE if at < 0 else at for _, _, at in entries],
+                "starts": [place.start for _, _, place in entries],
                 "sizes": [local.numel() for _, local, _ in entries],
                 "types": [str(local.dtype).removeprefix("torch.") for _, local, _ in entries],
             }

@@ -1,6 +1,6 @@
 """Digest, square and sketch of tensors, which add up over the shards of a tensor.
 
-found = summed([(weight, 0), (shard, 4096)])        # int64 [2, WIDTH], on the tensors' device, without waiting for it
+found = summed([(weight, Place(0)), (shard, Place(4096))])    # int64 [2, WIDTH], on the device, without waiting for it
 
 A row holds a digest (32 bits: a sum over the elements of a hash of place and bits), the sum of squares (float64) and
 SKETCH signed sums (float64). The signs depend on an element's place in the whole tensor, so that the mean square of the
@@ -9,13 +9,14 @@ differences of two sketches estimates the squared distance of two tensors which 
 Values of less than four bytes count as the float32 that they stand for, integers as float64. Zeros add nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["SKETCH", "WIDTH", "mixed", "plain", "summed"]
+__all__ = ["SKETCH", "WIDTH", "Place", "mixed", "plain", "summed"]
 
 SKETCH = 8  # signed sums of a tensor: the distance that they estimate is off by a third of itself, typically
 WIDTH = 2 + SKETCH
@@ -26,7 +27,33 @@ _PLANS = 32  # layouts that are kept
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
-Place = tuple[int, int, bool]  # elements, place of the first in the whole tensor, whether in float64
+Layout = tuple[int, "Place", bool]  # elements, their place, whether in float64
+
+
+class Place(NamedTuple):
+    """Where the elements of a piece lie in the whole tensor, in row-major order; below 0 where it is not known.
+
+    Attributes:
+        start: of the first.
+        run: how many lie side by side, `stride` from run to run; 0: all of them (columns of a matrix have a run a row).
+    """
+
+    start: int
+    run: int = 0
+    stride: int = 0
+
+    def whole_rows(self) -> bool:
+        """Whether its runs are made of whole rows of sums."""
+        return not (self.start % _BLOCK or self.run % _BLOCK or self.stride % _BLOCK)
+
+    def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
+        """(its place in the whole tensor in rows, rows) of what follows a row of the piece."""
+        each = self.run // _BLOCK or row + rows
+        while rows:
+            number, within = divmod(row, each)
+            count = min(rows, each - within)
+            yield (self.start + number * self.stride) // _BLOCK + within, count
+            row, rows = row + count, rows - count
 
 
 def mixed(numbers: Tensor) -> Tensor:
@@ -51,20 +78,22 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def summed(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """A row for each piece, all of which lie on one device. int64 [n, WIDTH]; floats are there by their bits.
-
-    Args:
-        pieces: (tensor, place of its first element in the whole tensor, both in row-major order).
-    """
+def summed(pieces: Sequence[tuple[Tensor, Place]]) -> Tensor:
+    """A row for each piece, all of which lie on one device. int64 [n, WIDTH]; floats are there by their bits."""
     if not pieces:
         return torch.zeros(0, WIDTH, dtype=torch.int64)
-    flats = [plain(tensor) for tensor, _ in pieces]
+    flats, layouts = [], []
+    for tensor, place in pieces:
+        flat = plain(tensor)
+        if place.start < 0:
+            place = Place(0)
+        if place.run and not place.whole_rows():  # what lies between is filled with zeros, which add nothing
+            flat = torch.nn.functional.pad(flat.view(-1, place.run), (0, place.stride - place.run)).view(-1)
+            place = Place(place.start)
+        flats.append(flat)
+        layouts.append((flat.numel(), place, flat.dtype == torch.float64))
     device = flats[0].device
-    key = (
-        str(device),
-        tuple((flat.numel(), at, flat.dtype == torch.float64) for flat, (_, at) in zip(flats, pieces, strict=True)),
-    )
+    key = (str(device), tuple(layouts))
     plan = _known.get(key)
     if plan is None:
         if len(_known) >= _PLANS:
@@ -73,7 +102,7 @@ def summed(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
     return plan.run(flats)
 
 
-_known: dict[tuple[str, tuple[Place, ...]], "_Plan"] = {}
+_known: dict[tuple[str, tuple[Layout, ...]], "_Plan"] = {}
 
 
 @dataclass
@@ -94,27 +123,28 @@ class _Pack:
 class _Plan:
     """How pieces of these sizes and places are cut into rows."""
 
-    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
+    def __init__(self, places: Sequence[Layout], device: torch.device) -> None:
         self._count, self._device = len(places), device
         most = _ROWS.get(device.type, _DEVICE_ROWS)
         packs: list[_Pack] = []
         for wide in (False, True):
             open_pack = _Pack(wide)
-            for piece, (count, start, is_wide) in enumerate(places):
+            for piece, (count, place, is_wide) in enumerate(places):
                 if is_wide is not wide or not count:
                     continue
-                lead = start % _BLOCK
+                start, lead = place.start, place.start % _BLOCK
                 head = min(count, (_BLOCK - lead) % _BLOCK if lead else 0)
                 middle = (count - head) // _BLOCK
                 cuts = [(0, head)] if head else []
-                if middle <= 8:  # a copy is cheaper than operations of its own
+                if middle <= 8 and not place.run:  # a copy is cheaper than operations of its own
                     cuts = [(0, count)]
                 else:
                     for row in range(0, middle, most):
                         rows = min(most, middle - row)
                         first = head + row * _BLOCK
-                        span = (piece, (start + first) // _BLOCK, rows)
-                        packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], [span], rows))
+                        moved = place if place.run else Place(start + head)
+                        spans = [(piece, *span) for span in moved.spans(row, rows)]
+                        packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], spans, rows))
                     if head + middle * _BLOCK < count:
                         cuts.append((head + middle * _BLOCK, count))
                 for begin, end in cuts:
