@@ -21,7 +21,7 @@ import importlib.util
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -286,8 +286,9 @@ def load_task(named: str) -> Task:
     return adapted(task)
 
 
-def imported_class(named: str, flag: str) -> Callable[[], Any]:
-    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none."""
+def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:
+    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none, and says which
+    classes of the file have the methods that it must have."""
     file, _, name = named.rpartition(":")
     if not file and Path(named).is_file():
         file, name = named, ""
@@ -298,7 +299,7 @@ def imported_class(named: str, flag: str) -> Callable[[], Any]:
     kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
     if kind is None:
         said = f"the file has no class {name}" if name else "it names no class"
-        own = [key for key, value in vars(module).items() if _is_task(value, module)]
+        own = [key for key, value in vars(module).items() if _has_all(value, module, must)]
         close = difflib.get_close_matches(name, own, n=1)
         meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
         wanted = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
@@ -326,7 +327,7 @@ def _imported(named: str, path: Path, flag: str) -> ModuleType:
     return module
 
 
-def _is_task(value: Any, module: ModuleType) -> bool:
-    """Whether `value` is a class of the file's own that has what a task must have."""
+def _has_all(value: Any, module: ModuleType, must: Iterable[str]) -> bool:
+    """Whether `value` is a class of the file's own that has these methods."""
     own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
-    return own and all(callable(getattr(value, method, None)) for method in _MUST)
+    return own and all(callable(getattr(value, method, None)) for method in must)

@@ -59,6 +59,11 @@ def test_each_record_is_one_plain_line():
     assert "\r" not in text
 
 
+def test_numbers_of_the_callers_own_are_shown_once_whatever_their_names():
+    own = {"global_step": 5, "grad_norm": 0.5, "lr": 0.25, "mine": 2.0}
+    assert shown([own]).splitlines()[0] == "step 5/100  grad_norm 0.5  lr 0.25  mine 2"
+
+
 def test_further_evaluation_numbers_are_shown():
     found = line_of({"global_step": 5, "evaluation/loss": 0.5, "evaluation/accuracy": 0.75}, 10, "images", None)
     assert found == "step 5/10  evaluation loss 0.5000  accuracy 0.75"

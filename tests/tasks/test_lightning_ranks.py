@@ -182,10 +182,16 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     config = (tmp_path / "outputs" / "Module" / "config.toml").read_text()
     assert 'task = "lightning:mine.py:Module,mine.py:Data"' in config
     assert "batch_size = 4" in config
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", "outputs/Module", "exported", "--format", "hf"])
+    assert ended.value.code == 2
+    assert "the run's model, of --task lightning:mine.py:Module,mine.py:Data, is neither" in capsys.readouterr().err
     for wrong, told in (
         (["--datamodule", "mine.py:Data"], "give --lightning FILE.py:Module too"),
         (["--lightning", "mine.py:Module", "--task", "mine.py:Module"], "leave one out"),
-        (["--lightning", "mine.py:Modul"], "the file has no class Modul"),
+        (["--lightning", "mine.py:Modul"], "the file has no class Modul; did you mean mine.py:Module?"),
+        (["--lightning", "mine.py:Net"], "the file has no class Net; give mine.py:Module"),
+        (["--lightning", "mine.py:Module", "--datamodule", "mine.py"], "it names no class; give mine.py:Data"),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["train", *wrong])

@@ -117,3 +117,15 @@ def test_a_group_that_is_there_already_is_taken_and_left():
     (total, name), other = run(as_guest, 2)
     assert total == 2.0
     assert other == (total, name)
+
+
+def within(world):
+    """What makes a task within a run may join the ranks, as `prepare_data` of a LightningModule does."""
+    inner = World.join(device="cpu", timeout=30.0)
+    told = inner.gather(inner.rank)
+    inner.leave()
+    return told, world.gather(world.rank)
+
+
+def test_ranks_that_have_joined_are_joined_again_and_stay():
+    assert run(within, 2) == [([0, 1], [0, 1])] * 2

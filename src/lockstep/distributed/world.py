@@ -89,7 +89,7 @@ class World:
         if where.type == "cuda":
             torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
         if dist.is_available() and "WORLD_SIZE" in os.environ:
-            if dist.is_initialized() and not _OWN:
+            if dist.is_initialized():
                 world._be_guest()
             else:
                 world._make_groups()
@@ -132,7 +132,7 @@ class World:
         others.clear()
         if dist.is_initialized():
             held.append(dist.group.WORLD)
-            _destroy()
+            dist.destroy_process_group()
         while held:
             box = [held.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
@@ -153,7 +153,6 @@ class World:
             self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
-            _OWN[:] = [os.getpid()]
             if self._patience and dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
@@ -291,7 +290,7 @@ class World:
             if self._is_guest:
                 dist.destroy_process_group(control)
             else:
-                _destroy()
+                dist.destroy_process_group()
 
     def abandon(self) -> None:
         """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
@@ -311,12 +310,6 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
         error = problem
     world.check(error)  # collective
     return result  # type: ignore[return-value]
-
-
-def _destroy() -> None:
-    """Ends all groups of this process."""
-    dist.destroy_process_group()
-    _OWN.clear()
 
 
 def meeting_point() -> tuple[str, int, bool]:
@@ -369,7 +362,6 @@ def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
-_OWN: list[int] = []  # a world of this process has made the default group
 _REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 

@@ -64,13 +64,13 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
     if "evaluation/loss" in record:
         numbers = _evaluated(record, items)
         return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
+    if "running_loss" not in record:  # numbers of the caller's own, whatever their names
+        own = {name: value for name, value in record.items() if name != "global_step"}
+        return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in own.items())])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
-    if "running_loss" not in record:  # numbers of the caller's own
-        own = {name: value for name, value in record.items() if name != "global_step"}
-        return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in own.items())])
     parts += [f"{duration_text(left)} left"] if left else []
     return "  ".join(parts)
 

@@ -20,6 +20,8 @@ from lockstep.tasks.lightning_task import LightningTask
 
 __all__ = ["configured", "load"]
 
+_MUST = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
+
 
 def load(named: str, seed: int = 0) -> LightningTask:
     """The task of `lightning:FILE.py:Module` or `lightning:FILE.py:Module,FILE.py:DM`.
@@ -49,7 +51,7 @@ def _made(named: str, seed: int) -> tuple[Config, LightningTask]:
 
 
 def _object(named: str, flag: str) -> Any:
-    kind = imported_class(named, flag)
+    kind = imported_class(named, flag, _MUST[flag])
     try:
         return kind()
     except Exception as error:

@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
-from lockstep.tasks.options import kind_of
+from lockstep.tasks.options import OWN, kind_of
 from lockstep.text.hub_cache import default_cache
 
 __all__ = ["write_hub"]
@@ -63,8 +63,10 @@ def write_hub(
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
     if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
+        task = str(options.get("task", Config().task))
+        made = f"model '{name}'" if kind_of(task) != OWN else f"model, of --task {task},"
         raise CheckpointError(
-            f"--format hf: the run's model '{name}' is neither the built-in GPT nor one that came from transformers; "
+            f"--format hf: the run's {made} is neither the built-in GPT nor one that came from transformers; "
             "use --format safetensors"
         )
     asked = options.get("model", {})
