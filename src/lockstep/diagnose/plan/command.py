@@ -3,10 +3,8 @@
 import argparse
 import contextlib
 import dataclasses
-import gc
 import json
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,21 +53,8 @@ def answered(config: Config, task: Any, size: int, device: Device, *, fast: bool
         UsageError: it cannot be planned.
     """
     planner = Planner(config, subject_of(config, task, _say), size, device)
-    with _frozen(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed and models of others write lines of their own
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed and models of others write lines of their own
         return searched(planner, fast=fast, open_batch=open_batch)
-
-
-@contextlib.contextmanager
-def _frozen() -> Iterator[None]:
-    """Within it a collection of garbage, of which a trace has three, passes over what was there before: all of torch's
-    objects, a third of a second each time. What somebody else froze stays so."""
-    own = not gc.get_freeze_count()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if own:
-            gc.unfreeze()
 
 
 def _widened(config: Config, size: int) -> Config:

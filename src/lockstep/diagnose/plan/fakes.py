@@ -1,4 +1,5 @@
-"""A world of any size in one process, whose tensors have shapes and no values. All private parts of torch are here.
+"""A world of any size in one process, whose tensors have shapes and no values. Private parts of torch are here and in
+`results.py` alone.
 
     with fake_world(512, launched=True) as world, recorder:
         ...                     # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
@@ -25,7 +26,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -46,7 +46,6 @@ __all__ = [
     "fake_world",
     "finite",
     "local",
-    "plainly",
     "without_modes",
 ]
 
@@ -256,44 +255,6 @@ def exchanging(model: nn.Module) -> None:
 
     with contextlib.suppress(RuntimeError):  # the engine has one of its own, for compression
         model.register_comm_hook(None, hook)
-
-
-# What fills a trace: operations whose result C++ describes by itself, for tensors of any device. Products element by
-# element are not: Python describes those, and what FakeTensorMode remembers of them is faster.
-_ATEN: Any = torch.ops.aten
-_PLAIN = frozenset(
-    {
-        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.detach.default, _ATEN.t.default, _ATEN.slice.Tensor),
-        *(_ATEN.transpose.int, _ATEN.as_strided.default, _ATEN.unsqueeze.default, _ATEN.expand.default),
-        *(_ATEN.select.int, _ATEN.permute.default, _ATEN.mm.default, _ATEN.new_zeros.default),
-        *(_ATEN._to_copy.default, _ATEN.sum.dim_IntList, _ATEN.clone.default, _ATEN.empty_like.default),
-        *(_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.add_.Tensor, _ATEN.mul_.Tensor, _ATEN.zero_.default),
-    }
-)
-_META = torch.device("meta")
-
-
-def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What the operation gives, by the kernel for tensors of no device, as FakeTensorMode has it in the end.
-
-    That mode looks for other ways first, and hashes all arguments to remember them: four times as long. None: not an
-    operation that is known to have no other way, or not of tensors of this world alone.
-    """
-    first = args[0]
-    if func not in _PLAIN or type(first) is not FakeTensor:
-        return None
-    for each in args:
-        if isinstance(each, Tensor) and (type(each) is not FakeTensor or each.constant is not None):
-            return None
-    device = first.fake_device
-    if kwargs.get("device") is not None:
-        if kwargs["device"] != device:
-            return None
-        kwargs = {**kwargs, "device": _META}
-    mode = first.fake_mode
-    with in_kernel_invocation_manager(mode):
-        found = func(*args, **kwargs)
-    return first if found is first else FakeTensor(mode, found, device)
 
 
 def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:

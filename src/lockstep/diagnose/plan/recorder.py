@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.diagnose.plan.fakes import Unwatched, fake_device, local, plainly
+from lockstep.diagnose.plan.fakes import Unwatched, fake_device, local
+from lockstep.diagnose.plan.results import UNKNOWN, result
 
 __all__ = ["Recorder", "Work"]
 
@@ -132,8 +133,8 @@ class Recorder(Unwatched):  # type: ignore[no-untyped-call]
                 return 1
             if func is _ATEN.equal.default:
                 return True
-        found = None if self.real or not args else plainly(func, args, kwargs)
-        if found is None:
+        found = UNKNOWN if self.real else result(func, args, kwargs)
+        if found is UNKNOWN:
             found = func(*args, **kwargs)
         fresh = False
         made = _tensors(found)
