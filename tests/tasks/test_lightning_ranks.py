@@ -182,6 +182,21 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     config = (tmp_path / "outputs" / "Module" / "config.toml").read_text()
     assert 'task = "lightning:mine.py:Module,mine.py:Data"' in config
     assert "batch_size = 4" in config
+    with pytest.raises(SystemExit) as ended:  # of the training that `train` would make
+        cli.main(["profile", *flags[:4], "--steps", "1", "--warmup", "1"])
+    assert ended.value.code == 0
+    assert "a step of 4 = 1 forward of 4\n" in capsys.readouterr().err
+    assert list((tmp_path / "outputs").glob("Module-profile-*"))
+    values = {"task": "lightning:mine.py:Module,mine.py:Data"}
+    seen = []
+    tried = importlib.import_module("lockstep.diagnose.doctor.task")
+    monkeypatch.setattr(tried, "_tried", lambda built: seen.append(built.config.micro_batch_size))
+    here = importlib.import_module("lockstep.diagnose.doctor.command").place_of(
+        lockstep.Config(**values), with_task=True, patience=1.0
+    )
+    here.told = values
+    tried.task(here)
+    assert seen == [4]
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", "outputs/Module", "exported", "--format", "hf"])
     assert ended.value.code == 2

@@ -10,7 +10,8 @@ Here are the flags; `run/profiled.py` trains, `diagnose/profile/` judges.
 import importlib
 from pathlib import Path
 
-from lockstep.config import options, presets
+from lockstep.commands import train
+from lockstep.config import options
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN
 from lockstep.config.options import add_flags
@@ -37,10 +38,10 @@ def command(argv: list[str]) -> int:
     for name, least in (("steps", 1), ("warmup", 0)):
         if not least <= given[name] <= 900:
             raise ConfigError(f"--{name} is {given[name]}: it must be from {least} to 900")
-    config = options.build(presets.applied(options.told(given)))
-    train = importlib.import_module("lockstep.commands.train")
+    config, task = train.asked(options.told(given))
     train.loaded()
-    code: int = importlib.import_module("lockstep.run.profiled").profile(config, given["steps"], given["warmup"])
+    profiled = importlib.import_module("lockstep.run.profiled")
+    code: int = profiled.profile(config, given["steps"], given["warmup"], task)
     return code
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.config import hf_script, options, presets
+from lockstep.config.config import Config
 from lockstep.config.flags import Parser
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.errors import ConfigError
 from lockstep.run.folder import RunFolder
 from lockstep.tasks.options import LIGHTNING
 
-__all__ = ["command"]
+__all__ = ["asked", "command", "loaded"]
 
 
 def command(argv: list[str]) -> int:
@@ -25,14 +26,13 @@ def command(argv: list[str]) -> int:
     """
     given = vars(_parser(argv).read(argv))
     told = options.told(given)
-    config, task = options.build(presets.applied(told)), None
+    options.build(presets.applied(told))  # what is wrong with it is said at once
     script = hf_script.asked(given, told)
     if script:
         _check_alone(given)
         loaded()
         return _code(int(importlib.import_module("lockstep.run.hf_script").run_script(script, told)))
-    if config.task.startswith(LIGHTNING):
-        config, task = importlib.import_module("lockstep.tasks.lightning_files").configured(told)
+    config, task = asked(told)
     if given["show_groups"]:
         importlib.import_module("lockstep.run.groups_table").show_groups(config)
         return 0
@@ -51,6 +51,19 @@ def command(argv: list[str]) -> int:
         if run.status != "interrupted":
             raise
         return _code(run.result.exit_code)
+
+
+def asked(told: Mapping[str, Any]) -> tuple[Config, Any]:
+    """The config that the options `told` ask for, and a LightningModule's task, whose loaders say what they do not.
+
+    Raises:
+        ConfigError: an option that does not hold, or a module that is not served.
+    """
+    config = options.build(presets.applied(dict(told)))
+    if not config.task.startswith(LIGHTNING):
+        return config, None
+    found: tuple[Config, Any] = importlib.import_module("lockstep.tasks.lightning_files").configured(dict(told))
+    return found
 
 
 def _parser(argv: Sequence[str] = ()) -> Parser:

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.diagnose.profile.verdict import FILE
@@ -19,7 +20,7 @@ from lockstep.run.run import Run
 __all__ = ["profile"]
 
 
-def profile(config: Config, steps: int, warmup: int) -> int:
+def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     """Trains `warmup` steps, traces `steps` more, takes a last one and ends; the exit code. Collective, if joined.
 
     No run that exists is touched: the weights are a new run's, or those of --init-from.
@@ -33,7 +34,7 @@ def profile(config: Config, steps: int, warmup: int) -> int:
     first, last = warmup + 1, warmup + steps
     name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # that of rank 0 is taken
     traced = f"{first}:{last}"
-    run = Run(dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False))
+    run = Run(dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False), task)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the run's summary is not asked for
         result = run()
     if run.is_main:

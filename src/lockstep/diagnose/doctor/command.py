@@ -36,6 +36,7 @@ def run(own: argparse.Namespace) -> int:
     config = options.build(presets.applied(values))
     tie()
     place = place_of(config, with_task=any(values.get(name) for name in _ASKED), patience=own.wait)
+    place.told = values
     console = Console()
     silent = own.json and place.rank == 0
     report = examine(place, lambda line: None if silent else _say(line, place, console))

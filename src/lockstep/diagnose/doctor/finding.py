@@ -80,6 +80,7 @@ class Place:
         given: `world` is the caller's, who leaves it.
         alone: this rank did not meet the others.
         lost: the launcher's variables do not say which rank this is.
+        told: the options that were given, beside which a LightningModule's loaders say the rest.
         broken: ranks waited for each other in vain, so that no check may have them do so again.
     """
 
@@ -101,6 +102,7 @@ class Place:
     given: bool = False
     alone: bool = False
     lost: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
     broken: bool = False
 
     def who(self, rank: int) -> str:

@@ -22,6 +22,8 @@ from lockstep.guards.digests import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.run.build import Built, build
 from lockstep.run.placement import Lying, elsewhere
+from lockstep.tasks.lightning_files import configured
+from lockstep.tasks.options import LIGHTNING
 
 __all__ = ["judge_loader", "judge_placement", "judge_task", "task"]
 
@@ -37,9 +39,11 @@ def task(place: Place) -> Found:
         return Found([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
-    config = dataclasses.replace(place.config, compile=False)
+    config, made = place.config, None
     try:
-        built = build(config, None, place.world, resume=False)
+        if config.task.startswith(LIGHTNING):
+            config, made = on_all_ranks(place.world, lambda: configured(dict(place.told)))
+        built = build(dataclasses.replace(config, compile=False), made, place.world, resume=False)
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())  # and AdamW's two moments
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
         return _tried(built)
