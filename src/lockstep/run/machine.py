@@ -161,20 +161,21 @@ def cold_ms(idle: float, parameters: int) -> float:
     for weight, grad, first, second in zip(*(each[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
         weight.grad = grad
         optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
-    took: dict[float, list[float]] = {0.0: [], min(_SLEPT, 1e-3 * idle): []}
+    rounds = []
     with torch.enable_grad():
-        for slept, found in took.items():
-            for _ in range(6):
-                time.sleep(slept)
+        for _ in range(9):
+            time.sleep(min(_SLEPT, 1e-3 * idle))
+            took = []
+            for _ in range(3):
                 began = time.thread_time()
                 out = torch.ones(_UNIT // 4, _UNIT)
                 for weight in weights:
                     out = torch.relu(torch.mm(out, weight))
                 out.sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                found.append(time.thread_time() - began)
-    hot, cold = (median(found[1:]) for found in took.values())
-    return max(0.0, 1e3 * (cold - hot))
+                took.append(time.thread_time() - began)
+            rounds.append(took[0] - took[2])
+    return max(0.0, 1e3 * median(rounds[1:]))
 
 
 def threads_gain(fewer: int) -> float:
