@@ -25,11 +25,17 @@ def loaded_once():
         yield
 
 
-def trained(folder, which, stop_at=0, engine="auto", **more):
-    """What a run came to: losses, evaluation, weights."""
+def one_cycle(module, optimizer):
+    """Rates and momenta, of each group its own, by step."""
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.2], module.trainer.estimated_stepping_batches)
+    return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+def trained(folder, which, stop_at=0, engine="auto", configure=None, **more):
+    """What a run came to: losses, evaluation, weights, logs, and the rates that a hook saw."""
     modules = importlib.import_module("lightning_modules")  # by the ranks too, which import this file
     package = importlib.import_module("lightning.pytorch")
-    kind = modules.gan(package, draws=True) if which == "gan" else modules.classifier(package, dropout=0.2)
+    kind = modules.gan(package, draws=True) if which == "gan" else modules.classifier(package, 0.2, configure)
     module, data = modules.seeded(kind), modules.loaders(60, 20, shuffle=True)
     config, task = lockstep.from_lightning(module, data if which != "gan" else data[0], devices=3)
     config = dataclasses.replace(
@@ -41,7 +47,7 @@ def trained(folder, which, stop_at=0, engine="auto", **more):
     lines = (made.result.folder / "metrics.jsonl").read_text() if made.is_main else ""
     weights = {name: local_of(tensor).tolist() for name, tensor in made.model.state_dict().items()}
     logged = [line for line in lines.splitlines() if "mean_loss" in line or "judged" in line]
-    return losses, found, weights, logged
+    return losses, found, weights, logged, getattr(module, "rates", [])
 
 
 def on_ranks(world, folder, which, more):
@@ -59,7 +65,7 @@ def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path, which
     finally:
         torch.set_num_threads(before)
         torch.use_deterministic_algorithms(False)
-    losses, found, weights, logged = alone
+    losses, found, weights, logged, _ = alone
     for rank, other in enumerate(run(on_ranks, 2, tmp_path / "two", which, {"exact": True}, timeout=180.0)):
         assert begun[0] + other[0] == losses
         assert other[1:3] == (found, weights)
@@ -70,14 +76,16 @@ def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path, which
 
 def split(world, folder, engines):
     world.leave()
-    return [trained(folder / engine, "classifier", engine=engine) for engine in engines]
+    return [trained(folder / engine, "classifier", engine=engine, configure=one_cycle) for engine in engines]
 
 
 def test_a_module_is_trained_by_engines_that_split_it(tmp_path):
-    losses, found, *_ = trained(tmp_path / "one", "classifier")
+    losses, found, _, _, rates = trained(tmp_path / "one", "classifier", configure=one_cycle)
+    assert len({rate for rate, _ in rates}) == len(losses)
     for rank in run(split, 2, tmp_path, ("fsdp", "zero"), timeout=180.0):
         for other in rank:
             assert other[0] == pytest.approx(losses, abs=1e-5)
+            assert other[4] == rates
             assert other[1]["metrics"]["seen"] == found["metrics"]["seen"] == 20
 
 

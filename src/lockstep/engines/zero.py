@@ -42,6 +42,8 @@ class Zero:
         self._module, self._world = model, world
         self._plain = plain = optimizer(model)
         self._zero = _split(plain)
+        self._zero.register_step_pre_hook(self._before)
+        self._zero.register_step_post_hook(self._after)
         exchanged = trained(model, plain)
         order = [p for group in plain.param_groups for p in group["params"]]
         self._update = OptimizerStep(self._zero, settings, order=order, cleared=exchanged, fixed=True)
@@ -68,10 +70,29 @@ class Zero:
 
     def _take_rates(self) -> None:
         """The rates that a scheduler set in the optimizer as its maker has it."""
-        rates = {id(group["params"][0]): group["lr"] for group in self._plain.param_groups if group["params"]}
-        for group in self._zero.param_groups:
-            group["lr"] = rates.get(id(group["params"][0]), group["lr"]) if group["params"] else group["lr"]
+        for mine, theirs in self._groups():
+            mine["lr"] = theirs["lr"]
         self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
+
+    def _before(self, *given: Any) -> None:
+        """The hooks of the optimizer as its maker has it, which never steps: they see and may set its groups."""
+        if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
+            pairs = self._groups()
+            for mine, theirs in pairs:
+                theirs.update({key: value for key, value in mine.items() if key != "params"})
+            for hook in hooks:
+                hook(self._plain, *given[1:])
+            for mine, theirs in pairs:
+                mine.update({key: value for key, value in theirs.items() if key in mine and key != "params"})
+
+    def _after(self, *given: Any) -> None:
+        for hook in list(self._plain._optimizer_step_post_hooks.values()):
+            hook(self._plain, *given[1:])
+
+    def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each group of the split optimizer, which has them in another order, with that of the optimizer as given."""
+        plain = {id(group["params"][0]): group for group in self._plain.param_groups if group["params"]}
+        return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
