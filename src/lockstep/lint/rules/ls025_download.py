@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import Words, idents, is_true, keyword, strings
+from lockstep.lint.analysis.nodes import Words, idents, is_true, keyword, strings, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -22,6 +22,13 @@ HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 
 
+# What a shell is told to fetch.
+SHELLS = {"system", "run", "call", "check_call", "check_output", "Popen"}
+FETCH = re.compile(
+    r"(^|[;&|]\s*)(sudo\s+)?(wget|curl|gdown|git clone|aws s3 (cp|sync)|gsutil|kaggle datasets download)\b"
+)
+
+
 def check(view: View) -> Iterator[Found]:
     """Looks for `download=True` and fetching calls in the code that all ranks run."""
     if not view.distributed:
@@ -34,7 +41,7 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
             )
-    for site in view.sites("rmtree", "makedirs", "mkdir"):
+    for site in view.sites("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive"):
         message = removes(view, site)
         own = any(RANK.search(name) or OWN.search(name) for name in (*idents(site.call), *strings(site.call)))
         if message and not own and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
@@ -78,7 +85,12 @@ def removes(view: View, site: Site) -> str:
     full = view.full(site)
     if full == "shutil.rmtree":
         return "every rank removes this folder, also what another has put there since: do it on rank 0, then a barrier"
-    plain = full in ("os.makedirs", "os.mkdir") and keyword(site.call, "exist_ok") is None and len(site.call.args) < 3
+    if site.name in ("extractall", "unpack_archive"):
+        tested = any(True for _ in guards(site.stmt, site.module))
+        return "" if tested else "every rank unpacks into the same folder at once: do it on rank 0, then a barrier"
+    path = site.name == "mkdir" and not full and view.names.definition(site.call.func, site.scope) is None
+    plain = full in ("os.makedirs", "os.mkdir") and len(site.call.args) < 3
+    plain = (plain or (path and is_path(view, site))) and keyword(site.call, "exist_ok") is None
     tested = any(ASKS & set(idents(guard.test)) for guard in guards(site.stmt, site.module))
     handled = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
     if plain and not tested and not handled:
@@ -90,6 +102,8 @@ def fetches(view: View, site: Site) -> bool:
     """Whether a call fetches files without a lock."""
     if is_true(keyword(site.call, "download")):
         return True
+    if site.name in SHELLS and view.full(site).startswith(("os.", "subprocess.")):
+        return any(FETCH.search(text) for text in words(site.call))
     return view.full(site) in (
         "nltk.download",
         "urllib.request.urlretrieve",
@@ -97,6 +111,23 @@ def fetches(view: View, site: Site) -> bool:
         "gdown.download",
         "torchvision.datasets.utils.download_url",
     )
+
+
+def words(call: ast.Call) -> Iterator[str]:
+    """The commands that a call of the shell is given, whole or in a list of words."""
+    for value in call.args[:1]:
+        yield " ".join(strings(value))
+
+
+def is_path(view: View, site: Site) -> bool:
+    """Whether the receiver of a `mkdir()` is a path of pathlib."""
+    called = [full for _, _, full in view.origins.calls_of(site.receiver, site.scope)]
+    parts = (
+        [full for node in walk(site.receiver) for full in [view.names.qualify(node, site.scope)]]
+        if site.receiver
+        else []
+    )
+    return any(full.endswith("pathlib.Path") for full in (*called, *parts))
 
 
 def in_turn(view: View, site: Site) -> bool:

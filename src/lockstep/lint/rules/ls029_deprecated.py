@@ -1,6 +1,7 @@
 """LS029: deprecated launchers and wrappers."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.nodes import constant
@@ -11,6 +12,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 FLAGS = ("--local_rank", "--local-rank")
+# The variable, other than where it is only set (`os.environ["LOCAL_RANK"] = str(args.local_rank)`).
+READS = re.compile(r"""["']LOCAL_RANK["'](?!\s*\]\s*=[^=])""")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -21,23 +24,32 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "torchrun passes the local rank in the environment: read os.environ['LOCAL_RANK'] instead of this flag",
             )
-    for site in view.sites("FullyShardedDataParallel", "FSDP", "sdp_kernel"):
-        full = view.full(site)
-        if full.startswith("torch.distributed.fsdp") and full.endswith("FullyShardedDataParallel"):
-            yield at(site, "FSDP1 is deprecated: use torch.distributed.fsdp.fully_shard")
-        elif full == "torch.backends.cuda.sdp_kernel":
+    for site in view.sites("sdp_kernel"):
+        if view.full(site) == "torch.backends.cuda.sdp_kernel":
             yield at(site, "sdp_kernel is deprecated: use torch.nn.attention.sdpa_kernel")
+    yield from sharded(view)
     yield from launchers(view)
     yield from packages(view)
 
 
 def handled(view: View) -> bool:
     """Whether the program takes the rank from the environment too, or a launcher still passes the flag."""
-    if view.effects.mentioned(view.module, '"LOCAL_RANK"', "'LOCAL_RANK'"):
+    if any(READS.search(member.text) for member in view.project.family(view.module)):
         return True
     if view.ranks.programs.spawned(view.module) is not None:
         return True  # the script starts its processes itself, and a flag of that name is its own
     return bool(view.frameworks & {"deepspeed", "transformers", "accelerate", "colossalai", "megatron"})
+
+
+def sharded(view: View) -> Iterator[Found]:
+    """Calls that wrap with FSDP1, under any name; where there are none, the first call of one of its own methods."""
+    if "FullyShardedDataParallel" not in view.module.text:
+        return
+    uses = [(site, view.full(site).rpartition("FullyShardedDataParallel")) for site in view.sites()]
+    uses = [(site, parts) for site, parts in uses if parts[0].startswith("torch.distributed.fsdp")]
+    wraps = [site for site, parts in uses if not parts[2]]
+    for site in wraps or [site for site, _ in sorted(uses, key=lambda use: use[0].line)][:1]:
+        yield at(site, "FSDP1 is deprecated: use torch.distributed.fsdp.fully_shard")
 
 
 def launchers(view: View) -> Iterator[Found]:
@@ -57,7 +69,9 @@ def packages(view: View) -> Iterator[Found]:
         for stmt in scope.stmts:
             for name in imported(stmt):
                 root = name.split(".")[0]
-                if root == "fairscale":
+                if name.startswith("torch.distributed.launch"):
+                    yield Found(stmt, "torch.distributed.launch is deprecated: start with torchrun")
+                elif root == "fairscale":
                     yield Found(stmt, "FairScale is no longer developed: its sharding is in torch.distributed.fsdp")
                 elif name in ("apex", "apex.amp", "apex.parallel") or name.startswith(("apex.amp.", "apex.parallel.")):
                     yield Found(stmt, "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel")
