@@ -187,12 +187,12 @@ def test_fsdp_is_told_where_it_wraps():
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_an_end_in_a_file_that_another_script_uses(tmp_path, ends):
-    """What other scripts of a project call is no part of this one."""
+def test_an_end_in_a_file_that_is_imported(tmp_path, ends):
+    """What another script that starts this one calls besides is no part of this one."""
     (tmp_path / "pyproject.toml").write_text("")
     helper = "def size():\n    return 1\n" + ("def end():\n    dist.destroy_process_group()\n" if ends else "")
     (tmp_path / "helper.py").write_text(HEAD + helper)
-    (tmp_path / "other.py").write_text("from absent import finish\nfrom helper import size\nsize(), finish()\n")
+    (tmp_path / "other.py").write_text("from absent import finish\nfrom train import main\nmain(), finish()\n")
     script = "from helper import size\n\ndef main():\n    dist.init_process_group('nccl')\n    size()\n\n"
     script += "if __name__ == '__main__':\n    main()\n"
     (tmp_path / "train.py").write_text(HEAD + script)
