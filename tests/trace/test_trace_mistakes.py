@@ -1,5 +1,6 @@
 """Mistakes planted in a plain loop are named with step, stage and cause; what is healthy is not."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -195,6 +196,16 @@ def test_what_a_kill_left_is_compared_as_far_as_it_goes(one, two):
     verdict = judged(one(), read(Path(cut.name)))
     assert (verdict.finding, verdict.judged) == (None, 4)
     assert "cut off after step 3" in verdict.notes[0]
+
+
+def test_a_command_that_failed_is_compared_as_far_as_it_goes(one, two):
+    whole, short = one(), two(name="short", steps=3)
+    failed, both = (dataclasses.replace(each, info={**each.info, "code": 1}) for each in (short, whole))
+    verdict = judged(whole, failed)
+    assert (verdict.finding, verdict.judged) == (None, 3)
+    assert verdict.notes[-1] == f"{short.name} ended with exit code 1 after step 2: compared as far as it goes"
+    for one_run, other in ((whole, short), (both, failed)):  # or both end so: that is how the script ends
+        assert judged(one_run, other).finding.cause == "step-count"
 
 
 def test_the_limits_are_kept(one, two):

@@ -325,12 +325,15 @@ def _end(pair: Pair, verdict: Verdict) -> Finding | None:
     one, two = len(pair.one.spots), len(pair.two.spots) + pair.shift
     last = pair.steps[-1] if pair.steps else (0, 0)
     step = Step(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
-    if not pair.one.ended or not pair.two.ended:
-        for side in (pair.one, pair.two):
-            if not side.ended:
-                verdict.notes.append(
-                    f"{side.name} was cut off after step {len(side.spots) - 1}: compared as far as it goes"
-                )
+    sides = (pair.one, pair.two)
+    less = min(zip((one, two), sides, strict=True), key=lambda each: each[0])[1]
+    failed = one != two and less.code != 0 and pair.one.code != pair.two.code
+    if failed or not all(side.ended for side in sides):
+        for side in sides:
+            stopped = f"ended with exit code {side.code}" if failed and side is less else ""
+            how = stopped if side.ended else "was cut off"
+            if how:
+                verdict.notes.append(f"{side.name} {how} after step {len(side.spots) - 1}: compared as far as it goes")
         return None
     if pair.one.window or pair.two.window:
         return None

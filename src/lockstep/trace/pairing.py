@@ -40,6 +40,7 @@ class Side:
     Attributes:
         tail: what came behind the last step, where it was recorded; ended: no process was cut off.
         window: only some of the steps were recorded.
+        code: the command's exit code.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Side:
     ended: bool
     window: bool = False
     cut: str = ""
+    code: int = 0
     samples: dict[int, Samples] = field(default_factory=dict)
 
     @property
@@ -107,7 +109,15 @@ def _side(run: Run) -> Side:
     ended = all(rank.end is not None and not rank.full for rank in last.ranks.values())
     window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
     cut = next((f"{run.name}: {rank.failed}" for rank in last.ranks.values() if rank.failed), "")
-    return Side(run.name, spots, Spot(last, last.count) if ended and not window else None, ended, window, cut)
+    return Side(
+        run.name,
+        spots,
+        Spot(last, last.count) if ended and not window else None,
+        ended,
+        window,
+        cut,
+        run.info.get("code") or 0,
+    )
 
 
 def _windowed(rank: Rank) -> bool:
