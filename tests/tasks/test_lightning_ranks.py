@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import sys
 
@@ -11,6 +12,7 @@ from ranks import preloaded, run
 from torch.utils.data import DataLoader
 
 import lockstep
+from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 
@@ -150,6 +152,11 @@ def test_data_is_prepared_by_one_rank_alone(tmp_path):
 def test_manual_optimization_does_not_go_with_engines_that_split_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"does not go with a task that takes its optimizers' steps itself"):
         trained(tmp_path, "gan", engine="zero")
+    modules = importlib.import_module("lightning_modules")
+    module = modules.seeded(modules.gan(importlib.import_module("lightning.pytorch")))
+    config, task = lockstep.from_lightning(module, modules.loaders(60, 20)[0])
+    with pytest.raises(ConfigError, match="`lockstep profile` measures it"):
+        subject_of(config, task, print)
 
 
 FILE = """
@@ -205,6 +212,11 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     here.told = values
     tried.task(here)
     assert seen == [4]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *flags[:4], "--world-size", "2", "--device", "h100-80", "--fast", "--json"])
+    assert ended.value.code == 0
+    planned = json.loads(capsys.readouterr().out)["config"]
+    assert (planned["micro_batch_size"], planned["batch_size"]) == (4, 8)  # a micro-batch of the loader's a device
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", "outputs/Module", "exported", "--format", "hf"])
     assert ended.value.code == 2

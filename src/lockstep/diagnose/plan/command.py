@@ -17,6 +17,8 @@ from lockstep.diagnose.plan.report import as_json, described
 from lockstep.diagnose.plan.search import Answer, searched
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import said
+from lockstep.tasks.lightning_files import configured
+from lockstep.tasks.options import LIGHTNING
 
 __all__ = ["answered", "device_here", "run"]
 
@@ -33,10 +35,13 @@ def run(own: argparse.Namespace) -> int:
     check_size(own.world_size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     told = frozenset(values)
-    config = options.build(presets.applied(values))
+    config, task = options.build(presets.applied(values)), None
+    if config.task.startswith(LIGHTNING):  # its loaders say what the flags do not
+        with contextlib.redirect_stdout(sys.stderr):  # what the module prints
+            config, task = configured(dict(values))
     if "batch_size" not in told:  # a step has at least one micro-batch for each device
         config = _widened(config, own.world_size)
-    answer = answered(config, None, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
+    answer = answered(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
     print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
     return 0 if answer.fits else _NOTHING_FITS
 

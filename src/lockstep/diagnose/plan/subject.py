@@ -67,6 +67,11 @@ def subject_of(config: Config, given: Any, say: Say) -> Subject:
     if given is None and kind_of(config.task) == LANGUAGE:
         return _language_model(config, say)
     task = named_task(config, say) if given is None else adapted(given)
+    if task.own_steps is not None:
+        raise ConfigError(
+            "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
+            "its devices; `lockstep profile` measures it"
+        )
     dataset = task.dataset("train")
     named_sets(task.dataset("evaluation"))
     if not len(dataset):
