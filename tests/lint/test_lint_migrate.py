@@ -150,7 +150,7 @@ def test_a_lightning_module(package):
     assert has(rows, 12, "refused", "the engine takes the step")
     assert has(rows, 19, "stays", "num_epochs")
     assert has(rows, 19, "refused", "use one of 32-true")
-    assert has(rows, 19, "stays", "patience, min_delta")
+    assert has(rows, 19, "stays", "patience, patience_metric and min_delta")
     assert has(rows, 19, "stays", "best_metric, ckpt_freq")
     assert has(rows, 19, "refused", "lockstep.find_micro_batch(config, task) does it")
     assert has(rows, 19, "refused", "leave it out of the callbacks")

@@ -13,7 +13,7 @@ from lockstep import checkpoint
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
-from lockstep.run.best import Judge, noted, shown
+from lockstep.run.best import judged, out_of_patience, shown, stopped_by
 
 SCORES = [0.5, 0.8, 0.7, 0.8, 0.75, 0.9]  # of the evaluations after steps 2, 4, ...
 
@@ -72,28 +72,57 @@ def test_by_the_loss_alone_it_trains_to_the_end(tmp_path):
     assert (status, steps, best[:2], kept) == ("finished", 12, (12, "loss"), True)
 
 
-def judged(judge, values):
-    state, best = {"best": None}, []
+def evaluated(values, **changes):
+    settings = Config(eval_freq=1, patience=2, **changes)
+    state, best, ended = {"best": None}, [], []
     for step, value in enumerate(values):
-        best.append(noted(judge, state, EvaluationRecord(step, 1.0, 8, {"a": value})))
-    return best, state
+        better = judged(settings, state, EvaluationRecord(step, value, 8, {"a": value, "b": -value}))
+        best.append(better)
+        ended.append(out_of_patience(settings, state))
+    return best, ended, state
 
 
 def test_what_is_better_is_said_by_direction_and_by_how_much():
     values = [math.nan, 1.0, 1.0, 1.05, 0.5, 1.3]
-    assert judged(Judge("a", 1, 0.0), values)[0] == [False, True, False, True, False, True]
-    assert judged(Judge("a", 1, 0.1), values)[0] == [False, True, False, False, False, True]
-    best, state = judged(Judge("a", -1, 0.0), values)
+    assert evaluated(values, best_metric="a:max")[0] == [False, True, False, True, False, True]
+    assert evaluated(values, best_metric="a:max", min_delta=0.1)[0] == [False, True, False, False, False, True]
+    best, _, state = evaluated(values, best_metric="a:min")
     assert best == [False, True, False, False, True, False]
     assert (state["since_best"], state["best"]["step"], shown(state)) == (1, 4, "a 0.5 after step 4")
-    assert noted(Judge("loss", -1, 0.0), state, EvaluationRecord(9, 7.0, 8, {}))  # judged by something else before
+    assert judged(Config(), state, EvaluationRecord(9, 7.0, 8, {}))  # judged by something else before
     assert shown({"best": {"step": 3, "loss": 2.0}}) == "loss 2 after step 3"  # of an earlier version
     assert shown({"best": None}) == "none that is finite"
+
+
+def test_patience_may_go_by_another_metric_than_the_best():
+    values = [1.0, 1.05, 1.2, 0.9, 0.95]
+    waits = {"best_metric": "a:max", "patience_metric": "b:max", "min_delta": 0.2}
+    best, ended, state = evaluated(values, **waits)
+    assert best == [True, True, True, False, False]  # min_delta is of the patience's metric alone
+    assert ended == [False, False, True, True, True]  # and 0.9 is better than 1.0, but not by 0.2
+    assert stopped_by(Config(eval_freq=1, patience=2, **waits), state) == (
+        "the best was a 1.2 after step 2, of --patience-metric b -1 after step 0"
+    )
+    best, ended, _ = evaluated(values, **waits | {"min_delta": 0.0})
+    assert ended == [False, False, True, False, False]
+    settings = Config(eval_freq=1, patience=2, best_metric="a:max")  # a resume without it
+    judged(settings, state, EvaluationRecord(5, 2.0, 8, {"a": 2.0}))
+    assert "patience" not in state
+    assert not out_of_patience(settings, state)
+
+
+@pytest.mark.parametrize("leave_at", [3, 8])
+def test_what_patience_goes_by_survives_a_resume(tmp_path, leave_at):
+    waits = {"patience_metric": "score:max", "best_metric": "loss", "patience": 3}
+    assert go(None, tmp_path, leave_at, **waits)[:2] == ("stopped", leave_at)
+    assert go(None, tmp_path, **waits)[:2] == ("stopped", 10)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"patience_metric": "score", "patience": 1}, "patience_metric is 'score': it must be loss, or a metric"),
+        ({"patience_metric": "score:max"}, "patience_metric needs patience: else nothing goes by it"),
         ({"best_metric": "score"}, "best_metric is 'score': it must be loss, or a metric .* accuracy:max, error:min"),
         ({"best_metric": "loss:max"}, "best_metric is 'loss:max'"),
         ({"best_metric": ":max"}, "best_metric is ':max'"),
@@ -124,6 +153,8 @@ def test_a_resume_is_judged_by_what_there_is_before_its_first_step(tmp_path):
 def test_what_the_task_has_not_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="the task's evaluation has no 'scores'; did you mean score"):
         taken(settings(tmp_path, best_metric="scores:max"), Scored())
+    with pytest.raises(ConfigError, match="--patience-metric: the task's evaluation has no 'scores'; did you mean sc"):
+        taken(settings(tmp_path, patience=1, patience_metric="scores:max"), Scored())
     for changes in ({"best_metric": "loss", "patience": 2}, {"best_metric": "score:max"}):
         with pytest.raises(ConfigError, match=r"needs an evaluation, and the task's dataset\('evaluation'\) gives no"):
             taken(settings(tmp_path, **changes), Silent())

@@ -17,7 +17,7 @@ from lockstep.config.config import Config
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.optim.schedule import factor
 from lockstep.records import EvaluationRecord
-from lockstep.run.best import judged_by, noted
+from lockstep.run.best import judged
 from lockstep.run.plateau import fallen, looked_at
 
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
@@ -39,7 +39,7 @@ def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown)
     )
     state = {"best": None}
     for step, value in enumerate(values):
-        better = noted(judged_by(settings), state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
+        better = judged(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
         looked_at(settings, state, better=better)
         reference.step(value)
         rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, fallen=fallen(state))

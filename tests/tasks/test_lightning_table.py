@@ -154,6 +154,22 @@ def test_callbacks_have_their_meaning(made, wanted, tmp_path):
     assert (config.best_metric, config.patience, config.min_delta) == wanted
 
 
+def test_one_may_end_the_run_and_another_choose_the_best(tmp_path):
+    c = importlib.import_module("lightning.pytorch.callbacks")
+    more = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    given = [c.EarlyStopping("val_loss", patience=0, min_delta=0.1), c.ModelCheckpoint(monitor="val_acc", mode="max")]
+    for callbacks in (given, given[::-1]):
+        config = config_of(callbacks=callbacks, **more)
+        assert (config.best_metric, config.patience_metric, config.min_delta) == ("val_acc:max", "val_loss:min", 0.1)
+        assert config.patience == 1  # Lightning ends at the first that is no better, with 0 as with 1
+    for twice, what in (
+        ([c.EarlyStopping("a"), c.EarlyStopping("b")], "two EarlyStopping callbacks"),
+        ([c.ModelCheckpoint(monitor="a"), c.ModelCheckpoint(monitor="b")], "two ModelCheckpoints monitor a and b"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            config_of(callbacks=twice, **more)
+
+
 def test_checkpoints_and_averages_are_the_callbacks(tmp_path):
     callbacks = importlib.import_module("lightning.pytorch.callbacks")
     more = {"enable_checkpointing": True, "default_root_dir": tmp_path}

@@ -89,7 +89,10 @@ class Config:
         "loss", "what the best evaluation is judged by: loss, or a metric of the task with its direction, accuracy:max"
     )
     patience: int = option(0, "end after so many evaluations in a row that were no better than the best; 0: never")
-    min_delta: float = option(0.0, "by how much an evaluation must be better than the best to count as better")
+    patience_metric: str = option("", "what patience goes by, written as best_metric; empty: the best itself")
+    min_delta: float = option(
+        0.0, "by how much an evaluation must be better than the best to count as better; of patience_metric, if given"
+    )
     engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
         "auto",
@@ -329,13 +332,19 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _check_best(config: Config) -> None:
-    name, _, way = config.best_metric.partition(":")
-    if config.best_metric != "loss" and not (name and way in ("min", "max") and config.best_metric != "loss:max"):
-        raise FieldError(
-            FieldName("best_metric"),
-            f" is '{config.best_metric}': it must be loss, or a metric of the task and whether more of it is better: "
-            "accuracy:max, error:min",
-        )
+    for option_name, said in (
+        ("best_metric", config.best_metric),
+        ("patience_metric", config.patience_metric or "loss"),
+    ):
+        name, _, way = said.partition(":")
+        if said != "loss" and not (name and way in ("min", "max") and said != "loss:max"):
+            raise FieldError(
+                FieldName(option_name),
+                f" is '{said}': it must be loss, or a metric of the task and whether more of it is better: "
+                "accuracy:max, error:min",
+            )
+    if config.patience_metric and not config.patience:
+        raise FieldError(FieldName("patience_metric"), " needs ", FieldName("patience"), ": else nothing goes by it")
     plateau = config.optim.schedule == "plateau"
     if (config.patience or plateau) and not config.eval_freq:
         what = ("optim.schedule", "plateau") if plateau else ("patience", config.patience)

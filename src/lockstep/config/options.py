@@ -230,7 +230,7 @@ _GROUPS = {
     ),
     "evaluation": (
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),
-        *("best_metric", "patience", "min_delta"),
+        *("best_metric", "patience", "patience_metric", "min_delta"),
     ),
     "what is written": ("log_freq", "ckpt_freq", "report", "profile", "tensorboard", "wandb", "wandb_project"),
 }

@@ -1,7 +1,6 @@
 """Which evaluation is the best so far, and whether there were too many since.
 
-judge = judged_by(config)               # `--best-metric accuracy:max`
-noted(judge, state, record)             # puts it into the state that a checkpoint keeps; whether it is the best
+judged(config, state, record)           # puts it into the state that a checkpoint keeps; whether it is the best
 out_of_patience(config, state)
 """
 
@@ -21,15 +20,16 @@ __all__ = [
     "brief",
     "check_evaluated",
     "check_known",
+    "judged",
     "judged_by",
     "judges",
-    "noted",
     "out_of_patience",
     "shown",
+    "stopped_by",
 ]
 
 
-JUDGED = ("best", "since_best", "plateau")  # what an evaluation puts into the state
+JUDGED = ("best", "since_best", "patience", "plateau")  # what an evaluation puts into the state
 
 
 class Judge(NamedTuple):
@@ -54,9 +54,18 @@ class Judge(NamedTuple):
 
 
 def judged_by(config: Config) -> Judge:
-    """What `--best-metric` and `--min-delta` say."""
-    name, _, way = config.best_metric.partition(":")
-    return Judge(name, 1 if way == "max" else -1, config.min_delta)
+    """What `--best-metric` says, and `--min-delta` where it is not of `--patience-metric`."""
+    return _judge(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
+
+
+def _judge(said: str, delta: float) -> Judge:
+    name, _, way = said.partition(":")
+    return Judge(name, 1 if way == "max" else -1, delta)
+
+
+def _waiting(config: Config) -> Judge | None:
+    """What `--patience-metric` says; None: patience goes by the best."""
+    return _judge(config.patience_metric, config.min_delta) if config.patience_metric else None
 
 
 def judges(config: Config) -> bool:
@@ -68,40 +77,61 @@ def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
     """Raises ConfigError where the task's evaluation cannot be judged; `metrics`: its names, None for no evaluation."""
     if metrics is not None:
         check_known(judged_by(config), metrics)
+        if waiting := _waiting(config):
+            check_known(waiting, metrics, "--patience-metric")
     elif judges(config):
         what = "--patience" if config.patience else "--best-metric"
         what = "--optim.schedule plateau" if config.optim.schedule == "plateau" else what
         raise ConfigError(f"{what} needs an evaluation, and the task's dataset('evaluation') gives none; return a set")
 
 
-def check_known(judge: Judge, metrics: Iterable[str]) -> None:
+def check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
     """Raises ConfigError where the evaluation has no number of the judge's name."""
     known = ["loss", *metrics]
     if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):
         close = difflib.get_close_matches(judge.metric, known, n=1)
         meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
-        raise ConfigError(f"--best-metric: the task's evaluation has no '{judge.metric}'; {meant}")
+        raise ConfigError(f"{flag}: the task's evaluation has no '{judge.metric}'; {meant}")
 
 
-def noted(judge: Judge, state: dict[str, Any], record: EvaluationRecord) -> bool:
+def judged(config: Config, state: dict[str, Any], record: EvaluationRecord) -> bool:
     """Puts the evaluation into `state`: as the best, or as one more since. Whether it is the best.
 
     A value that is not finite is never the best. What was judged by another metric before says nothing here.
+    `--patience-metric` has a best of its own, by which alone it counts.
     """
-    best, value = state.get("best"), judge.value(record)
-    if best and best.get("metric", "loss") != judge.metric:
-        best = None
-    before = best and best.get("value", best["loss"])
-    better = math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta)
-    if better:
-        best = {"step": record.step, "loss": record.loss, "metric": judge.metric, "value": value}
-    state["best"], state["since_best"] = best, 0 if better else state.get("since_best", 0) + 1
+    better, state["best"] = _better(judged_by(config), state.get("best"), record)
+    state["since_best"] = 0 if better else state.get("since_best", 0) + 1
+    if waiting := _waiting(config):
+        held = state.get("patience", {"best": None, "since": 0})
+        fresh, best = _better(waiting, held["best"], record)
+        state["patience"] = {"best": best, "since": 0 if fresh else held["since"] + 1}
+    else:
+        state.pop("patience", None)
     return better
 
 
+def _better(judge: Judge, best: dict[str, Any] | None, record: EvaluationRecord) -> tuple[bool, dict[str, Any] | None]:
+    """Whether this evaluation is better than the best so far, and which of them is the best now."""
+    value = judge.value(record)
+    if best and best.get("metric", "loss") != judge.metric:
+        best = None
+    before: float | None = best.get("value", best["loss"]) if best else None
+    if math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta):
+        return True, {"step": record.step, "loss": record.loss, "metric": judge.metric, "value": value}
+    return False, best
+
+
 def out_of_patience(config: Config, state: dict[str, Any]) -> bool:
-    """Whether `--patience` evaluations in a row were no better than the best."""
-    return bool(config.patience) and state.get("since_best", 0) >= config.patience
+    """Whether `--patience` evaluations in a row were no better than the best, or than that of `--patience-metric`."""
+    since = state.get("patience", {}).get("since", 0) if config.patience_metric else state.get("since_best", 0)
+    return bool(config.patience) and since >= config.patience
+
+
+def stopped_by(config: Config, state: dict[str, Any]) -> str:
+    """Why a run ended early, in a few words: `the best was accuracy 0.93 after step 400`."""
+    told = f"the best was {shown(state)}"
+    return f"{told}, of --patience-metric {shown(state['patience'])}" if config.patience_metric else told
 
 
 def brief(state: dict[str, Any]) -> str:

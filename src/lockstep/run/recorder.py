@@ -27,7 +27,7 @@ from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
 from lockstep.report.timeline import EVALUATION, SAVES, Timeline
 from lockstep.report.waits import waits
-from lockstep.run.best import JUDGED, brief, judged_by, noted, out_of_patience, shown
+from lockstep.run.best import JUDGED, brief, judged, out_of_patience, shown, stopped_by
 from lockstep.run.build import Built
 from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
@@ -131,7 +131,7 @@ class RunRecorder:
             numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - began, "evaluation")
-        self.is_best = noted(judged_by(built.config), built.state, found)  # alike on every rank, as the record is
+        self.is_best = judged(built.config, built.state, found)  # alike on every rank, as the record is
         looked_at(built.config, built.state, better=self.is_best)
         if built.world.is_main:
             self._sinks.best(brief(built.state))
@@ -233,7 +233,8 @@ class RunRecorder:
         """The last line on the screen: what to do now."""
         whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
         if self.saved < whole and out_of_patience(self._built.config, self._built.state):
-            return f"stopped early after step {self.saved} of {whole}: the best was {shown(self._built.state)}"
+            why = stopped_by(self._built.config, self._built.state)
+            return f"stopped early after step {self.saved} of {whole}: {why}"
         if self.saved >= whole:
             return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")

@@ -25,7 +25,7 @@ def settings_of(module: Any, trainer: Any, config: Config) -> Config:
     """The config with what the callbacks mean.
 
     Raises:
-        ConfigError: one whose meaning is not known, by its class; or two that judge by different values.
+        ConfigError: one whose meaning is not known, by its class; or two that judge one thing by different values.
     """
     given = list(trainer.callbacks) if trainer is not None else []
     if written(module, "configure_callbacks"):
@@ -35,11 +35,15 @@ def settings_of(module: Any, trainer: Any, config: Config) -> Config:
     for each in given:
         name, theirs = type(each).__name__, f"{type(each).__module__}.".startswith(PACKAGES)
         if theirs and name == "EarlyStopping":
-            _combine(changes, _early(each))
+            if "patience" in changes:
+                raise ConfigError(
+                    "from_lightning: two EarlyStopping callbacks, and one value ends a run: leave one out"
+                )
+            changes |= _early(each)
         elif theirs and name == "ModelCheckpoint":
-            _combine(changes, _checkpoints(each, config))
+            _keep(changes, _checkpoints(each, config))
         elif theirs and name == "EMAWeightAveraging":
-            _combine(changes, {"optim": dataclasses.replace(config.optim, ema=_decay(each))})
+            changes["optim"] = dataclasses.replace(config.optim, ema=_decay(each))
         elif not (theirs and name in DONE):
             way = WAYS.get(name, "") if theirs else ""
             way = way or "leave it out, and write what it does as a line in the loop of lockstep.Run"
@@ -50,24 +54,27 @@ def settings_of(module: Any, trainer: Any, config: Config) -> Config:
         raise ConfigError(
             "from_lightning: EarlyStopping needs evaluations, and the module has no validation: leave it out"
         )
+    if "patience" in changes and "best_metric" not in changes:  # no ModelCheckpoint judges: one best for both
+        changes["best_metric"] = changes.pop("patience_metric")
     return dataclasses.replace(config, **changes)
 
 
-def _combine(changes: dict[str, Any], more: dict[str, Any]) -> None:
+def _keep(changes: dict[str, Any], more: dict[str, Any]) -> None:
     before = changes.get("best_metric")
     if before and more.get("best_metric") not in (None, before):
         names = " and ".join(each.partition(":")[0] for each in (before, more["best_metric"]))
         raise ConfigError(
-            f"from_lightning: callbacks monitor {names}, and one value judges a run: let them monitor the same"
+            f"from_lightning: two ModelCheckpoints monitor {names}, and one value judges the best: let them "
+            "monitor the same"
         )
     changes |= more
 
 
-def _judged(monitor: str, mode: str) -> dict[str, Any]:
-    """By what the best is judged. Lightning puts the loader's index behind a name, lockstep the set's name before."""
+def _judged(monitor: str, mode: str) -> str:
+    """By what is judged. Lightning puts the loader's index behind a name, lockstep the set's name before."""
     name, _, place = monitor.partition("/dataloader_idx_")
     full = f"dataloader_idx_{place}/{name}" if place else name
-    return {"best_metric": f"{full}:{mode}"}
+    return f"{full}:{mode}"
 
 
 def _early(each: Any) -> dict[str, Any]:
@@ -77,7 +84,11 @@ def _early(each: Any) -> dict[str, Any]:
                 f"from_lightning: EarlyStopping({name}={getattr(each, name)}) is not served: call run.stop() in the "
                 "loop of lockstep.Run"
             )
-    return {**_judged(each.monitor, each.mode), "patience": int(each.patience), "min_delta": abs(float(each.min_delta))}
+    return {
+        "patience": max(1, int(each.patience)),  # of 0 it ends at the first that is no better, as of 1
+        "patience_metric": _judged(each.monitor, each.mode),
+        "min_delta": abs(float(each.min_delta)),
+    }
 
 
 def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
@@ -94,7 +105,7 @@ def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
     elif each._every_n_epochs and each._every_n_epochs > 1:
         found["ckpt_freq"] = f"{each._every_n_epochs}epochs"
     if each.monitor is not None and config.eval_freq:
-        found |= _judged(each.monitor, each.mode)
+        found["best_metric"] = _judged(each.monitor, each.mode)
     return found
 
 

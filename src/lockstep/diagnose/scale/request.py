@@ -126,6 +126,7 @@ class Request:
             "ckpt-freq": 0,
             "eval-freq": _ENDLESS,
             "patience": 0,
+            "patience-metric": "",
         }
         if PROFILE in option_list():
             own[PROFILE] = ""

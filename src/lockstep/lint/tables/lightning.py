@@ -23,7 +23,7 @@ HOOKS = {
 PRECISIONS = ("32-true", "32", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "64")
 
 CALLBACKS = {
-    "EarlyStopping": "patience, min_delta and best_metric of the Config",
+    "EarlyStopping": "patience, patience_metric and min_delta of the Config",
     "ModelCheckpoint": "best_metric, ckpt_freq and checkpoint.keep of the Config",
     "EMAWeightAveraging": "optim.ema of the Config",
     "ModelSummary": "done by the run",
