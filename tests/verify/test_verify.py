@@ -57,9 +57,14 @@ def test_batch_norm_and_float32_images():
     table = lockstep.verify(tasks.Images(), config(micro_batch_size=4), engines=("ddp",), **QUICK)
     assert table.ok, str(table)
     assert "8 samples in 2 micro-batches" in table.title
+    assert "stand by" not in str(table)
     whole = lockstep.verify(tasks.Images(), config(), engines=("ddp",), **QUICK)
     assert whole.ok, str(whole)
-    assert "8 samples in 1 micro-batches" in whole.title, "the model decides where nothing is asked for"
+    assert "8 samples in 1 micro-batch," in whole.title, "the model decides where nothing is asked for"
+    assert str(whole).endswith(
+        "a step has 1 micro-batch, so in ddp x2 ranks stand by without data, which proves little of them: give a "
+        "smaller --micro-batch-size, or a larger --batch-size"
+    )
     local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from typing import Any
 
+from lockstep.config.config import Config
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
@@ -64,7 +65,7 @@ class Verification:
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
         self._refuse(combinations)  # again, now that the micro-batch is known
-        table = Table(_title(self._request), notes=self._notes())
+        table = Table(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
         if again.difference:  # whatever another combination showed, it could not be told from this
@@ -182,16 +183,32 @@ class Verification:
         return notes
 
 
+def _idle(combinations: list[Combination], config: Config) -> list[str]:
+    """A line where ranks have no micro-batch of a step: what they would do with one is not proved by this."""
+    parts = config.micro_batches
+    without = [one for one in combinations if one.world_size > parts]
+    if not without:
+        return []
+    return [
+        f"a step has {_counted(parts)}, so in {', '.join(map(str, without))} ranks stand by without data, "
+        "which proves little of them: give a smaller --micro-batch-size, or a larger --batch-size"
+    ]
+
+
 def _failed(one: Combination, error: RankFailed | None) -> Row:
     reason = str(error) if error else "a rank left no trace"
     return Row(one, "unavailable" if error and error.usage else "failed", reason=reason)
+
+
+def _counted(parts: int) -> str:
+    return "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
 
 
 def _title(request: Request) -> str:
     config = request.config
     how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
     return (
-        f"{request.steps} steps of {config.batch_size} samples in {config.micro_batches} micro-batches, "
+        f"{request.steps} steps of {config.batch_size} samples in {_counted(config.micro_batches)}, "
         f"{config.precision}, compared with a single process: {how}"
     )
 
