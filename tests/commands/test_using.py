@@ -28,6 +28,7 @@ from toys import Network, Ragged
 class Mine(Ragged):
     def __init__(self):
         super().__init__(samples=40)
+        print("a task's own words")
 
 class Wider(Mine):
     def model(self):
@@ -100,7 +101,8 @@ def test_the_numbers_are_those_that_the_run_recorded_to_the_last_bit(place, caps
         best = evaluated(capsys, place / name, "--best")
         assert best["loss"] == min(loss for loss, _ in known.values())
     assert dispatch(["evaluate", str(place / "mine")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said, *lines = capsys.readouterr().out.splitlines()
+    assert said == "a task's own words"  # which --json leaves to stderr
     assert lines[0].startswith(f"{place / 'mine'} after step 12, on ")
     assert lines[1].split() == ["loss", f"{recorded(place / 'mine')[12][0]:.6g}"]
     assert lines[2].split()[0] == "accuracy"

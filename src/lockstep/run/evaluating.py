@@ -1,6 +1,8 @@
 """`lockstep evaluate RUN`: the evaluation that the run itself makes, of one of its checkpoints."""
 
+import contextlib
 import json
+import sys
 from dataclasses import asdict
 
 from lockstep.config.secrets import printable
@@ -23,10 +25,11 @@ def evaluate_run(wanted: Wanted, *, as_json: bool = False) -> EvaluationRecord:
         CheckpointError, ConfigError: see `run.using.opened`.
         DataError: there is no evaluation set.
     """
-    with opened(wanted) as used:
-        record = _record(used)
-        if used.world.is_main:
-            _print(record, wanted, as_json)
+    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with aside, opened(wanted) as used:  # what the task prints
+        record, is_main = _record(used), used.world.is_main
+    if is_main:
+        _print(record, wanted, as_json)
     return record
 
 

@@ -50,8 +50,8 @@ def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
     train = own[0] if own else _asked("train_dataloader", module, datamodule)
     if train is None:
         raise ConfigError(
-            f"from_lightning: {type(module).__name__} has no train_dataloader: give a datamodule, or a loader in its "
-            "place"
+            f"from_lightning: {type(module).__name__} has no train_dataloader: give a datamodule (--datamodule "
+            "FILE.py:DataModule), or a loader in its place"
         )
     if isinstance(train, Mapping | list | tuple) or type(train).__name__ == "CombinedLoader":
         named = named_loaders(train, "train_dataloader")

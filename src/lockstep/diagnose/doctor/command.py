@@ -1,6 +1,7 @@
 """What `lockstep doctor` does with its flags, which are in commands/doctor.py."""
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -39,7 +40,9 @@ def run(own: argparse.Namespace) -> int:
     place.told = values
     console = Console()
     silent = own.json and place.rank == 0
-    report = examine(place, lambda line: None if silent else _say(line, place, console))
+    aside = contextlib.redirect_stdout(sys.stderr) if own.json else contextlib.nullcontext()
+    with aside:  # what the task prints
+        report = examine(place, lambda line: None if silent else _say(line, place, console))
     if place.rank == 0:
         _show(report, console, as_object=own.json)
     code = _ended(report, place)
