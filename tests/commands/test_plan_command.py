@@ -107,6 +107,9 @@ def test_a_model_of_a_file_alone(capsys, tmp_path):
     ("flags", "text"),
     [
         (["--world-size", "0"], "--world-size 0"),
+        (["--world-size", "1000000000"], "from 1 to 131072"),
+        (["--device", ""], "--device '' is not known: known are cpu"),
+        (["--device", "h100-80", "--memory", "1GB"], "take 1 GiB of a device for themselves"),
         (["--device", "h1000"], "--device 'h1000' is not known: did you mean h100-80"),
         (["--memory", "lots"], "--memory 'lots'"),
         (["--engine", "single", "--world-size", "2"], "--engine single with 2"),
@@ -124,6 +127,133 @@ def test_bad_input_is_one_line(flags, text):
         cli.dispatch(["plan", "--fast", *flags])
     assert text in str(error.value)
     assert "\n" not in str(error.value)
+
+
+WRONG = """
+import torch
+from torch import nn
+import lockstep
+
+class Odd(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, place):
+        raise KeyError(place)
+
+class Fine(lockstep.Task):
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def dataset(self, split):
+        return torch.ones(64, 4)
+
+    def loss(self, model, batch):
+        return model(batch).sum()
+
+class Model(Fine):
+    def model(self):
+        return undefined
+
+class Nothing(Fine):
+    def model(self):
+        return None
+
+class Data(Fine):
+    def dataset(self, split):
+        raise FileNotFoundError("data.bin")
+
+class None_(Fine):
+    def dataset(self, split):
+        return None
+
+class Sample(Fine):
+    def dataset(self, split):
+        return Odd()
+
+class Collate(Fine):
+    def collate(self, samples):
+        raise TypeError("odd")
+
+class Count(Fine):
+    def count(self, batch):
+        raise IndexError("odd")
+
+class Blocks(Fine):
+    def blocks(self, model):
+        raise ValueError("odd")
+
+class Shape(Fine):
+    def loss(self, model, batch):
+        return model(batch[:, :3]).sum()
+
+class Key(Fine):
+    def loss(self, model, batch):
+        return model(batch).sum() * {}["b"]
+
+class Rates(Fine):
+    def model(self):
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in rates))
+
+class Drawn(Fine):
+    def model(self):
+        made = nn.Linear(4, 1)
+        self.sum = made.weight.detach().numpy().sum()
+        return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Model", "`model` failed at its plan: NameError: name 'undefined' is not defined (wrong.py:"),
+        ("Nothing", "`model` returned None: it must return a torch.nn.Module"),
+        ("Data", "`dataset` failed at its plan: FileNotFoundError: data.bin (wrong.py:"),
+        ("None_", "dataset('train') returned NoneType"),
+        ("Sample", "`dataset` failed at its plan: KeyError: 0 (wrong.py:"),
+        ("Collate", "`collate` failed at its plan: TypeError: odd (wrong.py:"),
+        ("Count", "`count` failed at its plan: IndexError: odd (wrong.py:"),
+        ("Blocks", "`blocks` failed at its plan: ValueError: odd (wrong.py:"),
+        ("Shape", "`loss` failed at its plan: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("Key", "`loss` failed at its plan: KeyError: 'b' (wrong.py:"),
+    ],
+)
+def test_a_task_that_fails_is_one_line(name, text, tmp_path, monkeypatch):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    for size in ("1", "2"):
+        with pytest.raises(UsageError) as error:
+            cli.dispatch(["plan", "--fast", "--task", f"wrong.py:{name}", "--device", "cpu", "--world-size", size])
+        assert text in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_that_asks_for_numbers_while_it_is_made(capsys, tmp_path, monkeypatch):
+    """Rates of stochastic depth are read from a tensor: no shape depends on them. What asks numpy is measured."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    for name, measured in (("Rates", False), ("Drawn", True)):
+        code, text = said(capsys, "--fast", "--task", f"wrong.py:{name}", "--device", "cpu")
+        assert code == 0
+        assert ("measured on this machine" in text) == measured
+
+
+def test_a_batch_that_this_machine_cannot_hold_is_one_line(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    with pytest.raises(
+        ConfigError, match=r"--micro-batch-size 8: so many samples of 32 tokens do not fit .*; lower it"
+    ):
+        cli.dispatch(["plan", "--fast", "--seq-len", "32", "--batch-size", "8", "--micro-batch-size", "8"])
+
+
+def test_a_gpu_that_is_not_here_is_not_planned_as_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cuda:0: none is here; name what is meant: h100-80"):
+        cli.dispatch(["plan", "--fast", "--device", "cuda:0"])
 
 
 def test_a_model_that_asks_for_numbers_is_measured(capsys, tmp_path, monkeypatch):

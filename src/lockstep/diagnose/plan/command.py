@@ -16,7 +16,7 @@ from lockstep.diagnose.plan.estimate import Planner, check_size
 from lockstep.diagnose.plan.report import as_json, described
 from lockstep.diagnose.plan.search import Answer, searched
 from lockstep.diagnose.plan.subject import subject_of
-from lockstep.errors import said
+from lockstep.errors import ConfigError, said
 from lockstep.tasks.lightning_files import configured
 from lockstep.tasks.options import LIGHTNING
 
@@ -72,9 +72,14 @@ def _widened(config: Config, size: int) -> Config:
 
 def _device(name: str, memory: str) -> Device:
     """The device that is named; by "auto" and "cuda" the one that is here, where one is."""
-    if name not in ("auto", "cuda"):
+    cuda = name.split(":")[0] == "cuda"
+    if not cuda and name != "auto":
         return device_of(name, memory)
-    return device_here(memory) if torch.cuda.is_available() else device_of("cpu", memory)
+    if torch.cuda.is_available():
+        return device_here(memory)
+    if cuda:
+        raise ConfigError(f"--device {name}: none is here; name what is meant: {', '.join(DEVICES)}")
+    return device_of("cpu", memory)
 
 
 def device_here(memory: str) -> Device:

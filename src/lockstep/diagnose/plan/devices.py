@@ -110,18 +110,27 @@ def device_of(name: str, memory: str = "") -> Device:
     Raises:
         ConfigError: no such device, or no such amount.
     """
-    if name == "cpu":
+    plain = name.lower()
+    if plain == "cpu":
         found = _host()
-    elif name in DEVICES:
-        found = DEVICES[name]
+    elif plain in DEVICES:
+        found = DEVICES[plain]
     else:
-        near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = difflib.get_close_matches(plain, DEVICES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? Known are" if near else "known are"
         raise ConfigError(
-            f"--device '{name}' is not known: {hint}They are cpu, {', '.join(DEVICES)}; for another one give the "
-            "nearest, and its --memory"
+            f"--device '{name}' is not known: {hint} cpu, {', '.join(DEVICES)}; for another one give the nearest, and "
+            "its --memory"
         )
-    return dataclasses.replace(found, memory=bytes_of(memory), name=f"{name} of {memory}") if memory else found
+    if not memory:
+        return found
+    room = bytes_of(memory)
+    if room <= found.own:
+        raise ConfigError(
+            f"--memory {memory}: CUDA and its libraries take {found.own / _GIB:g} GiB of a device for themselves; give "
+            "more"
+        )
+    return dataclasses.replace(found, memory=room, name=f"{plain} of {memory}")
 
 
 def bytes_of(text: str) -> float:

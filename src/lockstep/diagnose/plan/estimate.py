@@ -13,18 +13,21 @@ import dataclasses
 import math
 from typing import Any
 
+from torch import nn
+
 from lockstep.config.config import Config
 from lockstep.data.device import AHEAD
 from lockstep.diagnose.plan.devices import Device, device_of
 from lockstep.diagnose.plan.fakes import fake_world
-from lockstep.diagnose.plan.recorder import Work
-from lockstep.diagnose.plan.subject import Subject, layers_of
+from lockstep.diagnose.plan.recorder import Recorder, Work
+from lockstep.diagnose.plan.subject import Subject, asked, layers_of
 from lockstep.diagnose.plan.trace import Trace, Untraceable, probed, traced, unlike
 from lockstep.engines.make import name_of
 from lockstep.engines.options import ENGINES
 from lockstep.engines.shared.exact import check_servable, held_at_most
 from lockstep.engines.shared.sizes import check_planned
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.loop import described
 from lockstep.run.defaults import settled
 
 __all__ = ["Estimate", "Planner", "Sizes", "check_size"]
@@ -32,6 +35,7 @@ __all__ = ["Estimate", "Planner", "Sizes", "check_size"]
 _SHALLOW = (3, 4)  # blocks of a model that is drawn to its depth
 _DEEP = 6  # from so many on
 _MEASURABLE = 0.5  # of this machine's memory
+_LARGEST = 1 << 17  # devices of a world
 _MANY = 1000  # steps of a plan whose data is not known
 
 
@@ -106,18 +110,28 @@ class Planner:
         if precision == "auto":
             precision = "bf16" if self.device.bf16 else "float32"
         config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
-        with fake_world(1, launched=False):
-            model = self.subject.task.model()
-            samples = self.subject.samples or config.batch_size * _MANY
-            run_plan = settled(config, self.subject.task, model, samples)
-            sizes = Sizes(
-                sum(p.numel() for p in model.parameters()),
-                sum(p.numel() for p in model.parameters() if p.requires_grad),
-                layers_of(self.subject.task, model),
-            )
+        try:
+            with fake_world(1, launched=False), Recorder():
+                found, sizes = self._sized(config, self.subject.task.model())
+        except LockstepError:
+            raise
+        except Exception:  # it wants more than shapes while it is made; or it is wrong, which this says in one line
+            found, sizes = self._sized(config, asked("model", self.subject.task.model))
         if config.exact:
-            check_servable(run_plan.config.micro_batches, self.size)
-        return run_plan.config, sizes
+            check_servable(found.micro_batches, self.size)
+        return found, sizes
+
+    def _sized(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
+        task, samples = self.subject.task, self.subject.samples or config.batch_size * _MANY
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"the task's `model` returned {described(model)}: it must return a torch.nn.Module")
+        layers = asked("blocks", lambda: layers_of(task, model))
+        sizes = Sizes(
+            sum(p.numel() for p in model.parameters()),
+            sum(p.numel() for p in model.parameters() if p.requires_grad),
+            layers,
+        )
+        return settled(config, task, model, samples).config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> Estimate:
         """Of a configuration without "auto", with so many blocks; 0: the model's own.
@@ -171,7 +185,10 @@ class Planner:
         """What one process takes here, with real numbers."""
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
-            raise error
+            raise Untraceable(
+                f"{error}; a step of it would be measured here instead, but takes half of this machine's memory or "
+                "more: plan a smaller model of its kind"
+            ) from error
         found = probed(config, subject, slots)
         more = "" if ENGINES[config.engine].one_process else "; what its engine splits or exchanges is not in it"
         self.note = f"{error}; so it is measured on this machine's CPU, as one process holds it{more}"
@@ -241,5 +258,5 @@ def _between(low: Trace, high: Trace, times: float) -> Trace:
 
 def check_size(size: int) -> None:
     """Raises ConfigError for a world that cannot be."""
-    if size < 1:
-        raise ConfigError(f"--world-size {size}: give the number of devices, from 1")
+    if not 1 <= size <= _LARGEST:
+        raise ConfigError(f"--world-size {size}: give the number of devices, from 1 to {_LARGEST}")

@@ -20,8 +20,9 @@ from torch import nn
 
 from lockstep.config.config import Config
 from lockstep.config.hub_name import is_hub_name
+from lockstep.data.fetch import blamed, check_dataset
 from lockstep.engines.shared.blocks import find_blocks
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.run.evaluation_sets import named_sets
@@ -31,7 +32,7 @@ from lockstep.tasks.hf import HubCausalLM, cache_of, trained_size
 from lockstep.tasks.named import named_task
 from lockstep.tasks.options import LANGUAGE, kind_of
 
-__all__ = ["Subject", "layers_of", "subject_of"]
+__all__ = ["Subject", "asked", "layers_of", "subject_of"]
 
 Say = Callable[[str], None]
 _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
@@ -72,15 +73,27 @@ def subject_of(config: Config, given: Any, say: Say) -> Subject:
             "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
             "its devices; `lockstep profile` measures it"
         )
-    dataset = task.dataset("train")
-    named_sets(task.dataset("evaluation"))
+    dataset = asked("dataset", lambda: task.dataset("train"))
+    check_dataset(dataset, "train")
+    named_sets(asked("dataset", lambda: task.dataset("evaluation")))
     if not len(dataset):
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
 
     def batch(size: int) -> Any:
-        return task.collate([dataset[place % len(dataset)] for place in range(size)])
+        samples = asked("dataset", lambda: [dataset[place % len(dataset)] for place in range(size)])
+        return asked("collate", lambda: task.collate(samples))
 
     return Subject(task, len(dataset), lambda layers: _shortened(task, layers), batch)
+
+
+def asked(method: str, call: Callable[[], Any]) -> Any:
+    """What a call of the task's method gives. DataError where it fails: which one, how and where, in one line."""
+    try:
+        return call()
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed(method, error, "its plan") from error
 
 
 def _shortened(task: Task, layers: int) -> Task:
@@ -198,6 +211,12 @@ def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
     names = (*names, "positions", "documents") if config.data.packing == "documents" else names
 
     def batch(size: int) -> dict[str, torch.Tensor]:
-        return {name: torch.ones(size, config.seq_len, dtype=torch.int64) for name in names}
+        try:
+            return {name: torch.ones(size, config.seq_len, dtype=torch.int64) for name in names}
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--micro-batch-size {size}: so many samples of {config.seq_len} tokens do not fit the memory of this "
+                "machine, which makes one batch of them; lower it"
+            ) from error
 
     return batch

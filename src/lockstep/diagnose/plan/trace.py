@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config.config import Config
 from lockstep.data.batches import MicroBatch
+from lockstep.data.fetch import blamed
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
 from lockstep.diagnose.plan.recorder import Recorder, Work
-from lockstep.diagnose.plan.subject import Subject
+from lockstep.diagnose.plan.subject import Subject, asked
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.make import engine, options_for
@@ -98,7 +99,7 @@ def traced(
                 ) from error
             except LockstepError:
                 raise
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            except Exception as error:  # wrong whatever it is given, or without values alone: `probed` finds out
                 said = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {said}"
@@ -127,8 +128,12 @@ def probed(config: Config, subject: Subject, slots: int) -> Trace:
     recorder = Recorder(real=True)
     config = dataclasses.replace(config, engine=PLAIN, engine_options=options_for(PLAIN, config.engine_options))
     with recorder:
-        stage = _Stage(config, subject, World(), recorder, 0)
-        return stage.play(slots)
+        try:
+            return _Stage(config, subject, World(), recorder, 0).play(slots)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise blamed("model" if recorder.phase == "start" else "loss", error, "its plan") from error
 
 
 class _First(NamedTuple):
@@ -253,7 +258,7 @@ class _Stage:
     def _batch(self) -> MicroBatch:
         with without_modes():
             real = self._subject.batch(self._size)
-            items = int(self._task.count(real))
+            items = int(asked("count", lambda: self._task.count(real)))
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:
