@@ -171,6 +171,17 @@ class Sample(Fine):
     def dataset(self, split):
         return Odd()
 
+class Long(torch.utils.data.Dataset):
+    def __len__(self):
+        raise OSError("odd")
+
+    def __getitem__(self, place):
+        return torch.ones(4)
+
+class Length(Fine):
+    def dataset(self, split):
+        return Long()
+
 class Collate(Fine):
     def collate(self, samples):
         raise TypeError("odd")
@@ -178,6 +189,10 @@ class Collate(Fine):
 class Count(Fine):
     def count(self, batch):
         raise IndexError("odd")
+
+class Uncounted(Fine):
+    def count(self, batch):
+        return None
 
 class Blocks(Fine):
     def blocks(self, model):
@@ -212,8 +227,10 @@ class Drawn(Fine):
         ("Data", "`dataset` failed at its plan: FileNotFoundError: data.bin (wrong.py:"),
         ("None_", "dataset('train') returned NoneType"),
         ("Sample", "`dataset` failed at its plan: KeyError: 0 (wrong.py:"),
+        ("Length", "`dataset` failed at its plan: OSError: odd (wrong.py:"),
         ("Collate", "`collate` failed at its plan: TypeError: odd (wrong.py:"),
         ("Count", "`count` failed at its plan: IndexError: odd (wrong.py:"),
+        ("Uncounted", "`count` failed at its plan: TypeError: int()"),
         ("Blocks", "`blocks` failed at its plan: ValueError: odd (wrong.py:"),
         ("Shape", "`loss` failed at its plan: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("Key", "`loss` failed at its plan: KeyError: 'b' (wrong.py:"),

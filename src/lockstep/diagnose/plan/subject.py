@@ -75,15 +75,16 @@ def subject_of(config: Config, given: Any, say: Say) -> Subject:
         )
     dataset = asked("dataset", lambda: task.dataset("train"))
     check_dataset(dataset, "train")
-    named_sets(asked("dataset", lambda: task.dataset("evaluation")))
-    if not len(dataset):
+    asked("dataset", lambda: named_sets(task.dataset("evaluation")))
+    samples = asked("dataset", lambda: len(dataset))
+    if not samples:
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
 
     def batch(size: int) -> Any:
-        samples = asked("dataset", lambda: [dataset[place % len(dataset)] for place in range(size)])
-        return asked("collate", lambda: task.collate(samples))
+        loaded = asked("dataset", lambda: [dataset[place % samples] for place in range(size)])
+        return asked("collate", lambda: task.collate(loaded))
 
-    return Subject(task, len(dataset), lambda layers: _shortened(task, layers), batch)
+    return Subject(task, samples, lambda layers: _shortened(task, layers), batch)
 
 
 def asked(method: str, call: Callable[[], Any]) -> Any:

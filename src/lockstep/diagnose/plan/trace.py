@@ -258,7 +258,7 @@ class _Stage:
     def _batch(self) -> MicroBatch:
         with without_modes():
             real = self._subject.batch(self._size)
-            items = int(asked("count", lambda: self._task.count(real)))
+            items = asked("count", lambda: int(self._task.count(real)))
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:
