@@ -30,9 +30,13 @@ Gradients = dict[Tensor, Tensor]
 
 
 class _Kept(NamedTuple):
-    """What forwards of one micro-batch have left in the model's buffers."""
+    """What forwards of one micro-batch have left in the model's buffers.
 
-    statistics: list[tuple[Tensor, Tensor, bool]]
+    Attributes:
+        statistics: of BatchNorm layers, as `Replay.row`; None where there are none.
+    """
+
+    statistics: Tensor | None
     buffers: list[Tensor]
 
 
@@ -52,8 +56,8 @@ class Manual:
         self._optimizer = made if isinstance(made, Several) else Several([made])
         self._world, self._own, self._exact = world, own, settings.exact
         self._sharing = settings.sharing
-        self._layers = recorders(model)
-        self._replay = Replay(self._layers, world, settings.sharing) if self._layers else None
+        layers = recorders(model)
+        self._replay = Replay(layers, world, settings.sharing) if layers else None
         self._weights: list[float] = []
         self._blank = False
         self._squares: list[Tensor] = []
@@ -107,14 +111,20 @@ class Manual:
                 )
 
     @torch.no_grad()
-    def update(self, place: int, parts: list[Gradients], weights: list[float], clip: Clip | None) -> None:
+    def update(
+        self, place: int, parts: list[Gradients], weights: list[float], kept: list[_Kept], clip: Clip | None
+    ) -> None:
         """One optimizer's step, with the sum of the micro-batches' gradients times their weights. Collective.
+
+        Running statistics are brought to here, as a loop over the micro-batches before each optimizer's step has them.
 
         Args:
             place: which optimizer.
             parts: the gradients of each micro-batch of this rank, in their order; by parameter.
+            kept: what `kept` gave of each, whose statistics are counted here.
             clip: to be clipped at.
         """
+        self._count(kept, weights)
         for parameter in self.model.parameters():
             parameter.grad = None
         optimizer = self._optimizer.members[place]
@@ -137,25 +147,19 @@ class Manual:
 
     def kept(self) -> _Kept:
         """What the forwards since the last `restore` have left in buffers, which is taken out."""
-        statistics = []
-        for layer in self._layers:
-            assert layer.mean is not None
-            assert layer.var is not None
-            statistics.append((layer.mean.clone(), layer.var.clone(), layer.ran))
-        return _Kept(statistics, [buffer.clone() for buffer in self._others()])
+        return _Kept(self._replay.row() if self._replay else None, [buffer.clone() for buffer in self._others()])
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Around a backward, which may compute forwards again that have been counted."""
+        return self._replay.unmoved() if self._replay else NOTHING
 
     @torch.no_grad()
     def restore(self, kept: _Kept | None) -> None:
         """Puts back what `kept` gave; None: what the step began with."""
-        for layer, (mean, var, ran) in zip(self._layers, kept.statistics if kept else (), strict=bool(kept)):
-            assert layer.mean is not None
-            assert layer.var is not None
-            layer.mean.copy_(mean)
-            layer.var.copy_(var)
-            layer.ran = ran
-        if kept is None:
-            for layer in self._layers:
-                layer.ran = False
+        if self._replay and kept is not None and kept.statistics is not None:
+            self._replay.put(kept.statistics)
+        elif self._replay:
+            self._replay.clear()
         for buffer, before in zip(self._others(), kept.buffers if kept else self._first, strict=True):
             buffer.copy_(before)
 
@@ -175,11 +179,7 @@ class Manual:
     def _end(self, weights: list[float]) -> None:
         """The step is over: running statistics of all micro-batches, other buffers those of the first. Collective."""
         found: list[_Kept] = self._own.buffers()
-        if self._replay:
-            for kept, weight in zip(found, weights, strict=True):
-                self.restore(kept)
-                self._replay.take(weight)
-            self._replay.finish()  # collective
+        self._count(found, weights)
         if found:
             for buffer, value in zip(self._others(), found[0].buffers, strict=True):
                 buffer.copy_(value)
@@ -189,6 +189,18 @@ class Manual:
                 dist.broadcast(sent, src=0)  # collective
                 if sent is not buffer:
                     buffer.copy_(sent)
+
+    def _count(self, found: list[_Kept], weights: list[float]) -> None:
+        """Folds in the statistics of the micro-batches since they were folded in last. Collective."""
+        if not self._replay:
+            return
+        for kept, weight in zip(found, weights, strict=True):
+            assert kept.statistics is not None
+            self._replay.take(weight, kept.statistics)
+        self._replay.finish()  # collective
+        for kept in found:
+            assert kept.statistics is not None
+            kept.statistics.zero_()
 
     def _sum(self, held: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
         """Fills `grad` of parameters of one dtype with the sum over all micro-batches of all ranks. Collective."""

@@ -158,7 +158,8 @@ class ManualSteps:
         micro.backwards.append(loss.detach())
         self._life.hook("on_before_backward", loss)
         if self._engine is not None and micro.states:
-            loss.backward(*given, **named)  # type: ignore[no-untyped-call]
+            with self._engine.recomputing():
+                loss.backward(*given, **named)  # type: ignore[no-untyped-call]
         self._life.hook("on_after_backward")
 
     def clip(self, optimizer: Any, clip: Clip) -> None:
@@ -227,7 +228,8 @@ class ManualSteps:
             return
         clips = [each.clips.pop(place, None) for each in micro]
         with default_dtype(self._dtype):  # in which an optimizer makes its states
-            self._engine.update(place, [each.gradients for each in micro], self._weights, clips[0])  # collective
+            gradients, kept = [each.gradients for each in micro], [each.kept for each in micro]
+            self._engine.update(place, gradients, self._weights, kept, clips[0])  # collective
 
     def _enter(self, micro: _Micro) -> None:
         """What is this micro-batch's own is in its place."""

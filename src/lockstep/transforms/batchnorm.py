@@ -23,27 +23,42 @@ class Recording(_BatchNorm):
     """What the three kinds share. Until `bind` was called, and in evaluation, it is torch's own layer.
 
     Attributes:
-        ran: a training forward was made since this was last set to False.
+        runs: training forwards since this was last set to 0; 0-dim, int64, None before `bind`.
+        mean, var: what they have added to running statistics of zeros: by the layer's momentum, or, where it has none,
+            as a sum.
+        share: the momentum.
     """
 
-    ran = False
+    runs: Tensor | None = None
     mean: Tensor | None = None
     var: Tensor | None = None
+    share: float | None = None
 
-    def bind(self) -> tuple[Tensor, Tensor]:
-        """Two vectors [channels], zeros, that each training forward fills: the mean, the unbiased variance."""
+    def bind(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`mean` and `var`, vectors [channels], and `runs`: zeros that each training forward adds to."""
         assert self.running_mean is not None
         assert self.running_var is not None
         self.mean, self.var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        return self.mean, self.var
+        self.runs = torch.zeros((), dtype=torch.int64, device=self.mean.device)
+        self.share = self.momentum
+        return self.mean, self.var, self.runs
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.mean is None:
+        if not self.training or self.mean is None or self.var is None or self.runs is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        self.ran = True  # only written here: a compiled forward that read it would be compiled anew each time
-        # With a momentum of 1 the kernel leaves the batch's own statistics there. A recomputation writes the same.
-        return F.batch_norm(input, self.mean, self.var, self.weight, self.bias, True, 1.0, self.eps)
+        self.runs.add_(1)  # a tensor: for each value of a number a compiled forward would be compiled anew
+        if self.share is not None and not torch.compiler.is_compiling():
+            # A graph keeps them and does not read them: as `data`, so that what is written later is no error there.
+            mean, var = self.mean.data, self.var.data
+            return F.batch_norm(input, mean, var, self.weight, self.bias, True, self.share, self.eps)
+        # A compiled graph that is computed again must not keep what a second run writes, not even for its shape.
+        mean, var = (input.new_zeros(self.num_features, dtype=self.mean.dtype) for _ in range(2))
+        share = 1.0 if self.share is None else self.share  # with 1 the kernel leaves the batch's own statistics
+        found = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
+        for held, added in ((self.mean, mean), (self.var, var)):
+            held.copy_(held + added if self.share is None else held * (1.0 - share) + added)
+        return found
 
 
 class _Recording1d(Recording, nn.BatchNorm1d):

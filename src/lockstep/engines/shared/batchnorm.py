@@ -2,15 +2,18 @@
 
     replay = Replay(recorders(model), world)
     replay.begin()                      # before a step's first forward
-    replay.take(weight)                 # after each backward
+    replay.take(weight)                 # after each micro-batch's forwards, before its backward
+    replay.clear()                      # after it: what a recomputation has added is dropped
     replay.finish()                     # after the last: running statistics
 
-Each micro-batch leaves its mean and variance in its layers (see lockstep.transforms.batchnorm). At the end of a step
-one gather brings those of all micro-batches to every rank, which folds them in, in the order of the micro-batches. A
-single process does the same, so the bits are the same at every world size. What a recomputation writes is what was
-there already; empty slots weigh 0; a layer that ran several times within a micro-batch counts once, with its last.
+The forwards of a micro-batch leave in its layers what they would add to running statistics of zeros, and how many they
+were (see lockstep.transforms.batchnorm): k forwards are running * (1 - momentum)^k + that. At the end of a step one
+gather brings those of all micro-batches to every rank, which folds them in, in the order of the micro-batches. A single
+process does the same, so the bits are the same at every world size. Empty slots count nothing.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -36,8 +39,9 @@ class Replay:
 
     def __init__(self, layers: list[Recording], world: World, sharing: Sharing | None = None) -> None:
         self._layers, self._world, self._sharing = layers, world, sharing
-        pairs = [layer.bind() for layer in layers]
-        self._own = [mean for mean, _ in pairs] + [var for _, var in pairs]
+        bound = [layer.bind() for layer in layers]
+        self._own = [mean for mean, _, _ in bound] + [var for _, var, _ in bound]
+        self._runs = [runs for _, _, runs in bound]
         self._sizes = [vector.numel() for vector in self._own]
         device = self._own[0].device
         widest = max((vector.dtype for vector in self._own), key=lambda dtype: dtype.itemsize)
@@ -46,15 +50,14 @@ class Replay:
         lengths = torch.tensor(self._sizes[: len(layers)], device=device)
         layer_of = torch.repeat_interleave(index, lengths, output_size=sum(self._sizes[: len(layers)]))
         self._layer_of = layer_of.repeat(2)  # of each element, its layer
-        self._momentum = torch.tensor([layer.momentum or 0.0 for layer in layers], dtype=torch.float64, device=device)
-        self._average = torch.tensor([layer.momentum is None for layer in layers], device=device)
-        self._flags: dict[tuple[float, ...], Tensor] = {}
+        self._kept = torch.tensor([1.0 - (layer.share or 0.0) for layer in layers], dtype=torch.float64, device=device)
+        self._average = torch.tensor([layer.share is None for layer in layers], device=device)
         self._rows: list[Tensor] = []
 
     def begin(self) -> None:
         """A step comes: forgets what forwards outside of a step have left."""
         self._rows = []
-        self._clear()
+        self.clear()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -71,38 +74,55 @@ class Replay:
         self._rows = []  # of a loop that does without `accumulate`, whose next step is not begun
 
     @torch.no_grad()
-    def take(self, weight: float) -> None:
-        """A micro-batch's backward is over: keeps [means of all layers, variances, which layers count], one vector.
+    def take(self, weight: float, row: Tensor | None = None) -> None:
+        """The forwards of a micro-batch are over: keeps their row.
 
         Args:
             weight: 0 for an empty slot, which counts nothing.
+            row: what `row` gave after them; None: it is asked for now.
         """
-        flags = tuple(float(weight != 0.0 and layer.ran) for layer in self._layers)
-        if flags not in self._flags:
-            self._flags[flags] = torch.tensor(flags, dtype=self._dtype, device=self._own[0].device)
-        self._rows.append(torch.cat([vector.to(self._dtype) for vector in self._own] + [self._flags[flags]]))
-        self._clear()
+        row = self.row() if row is None else row
+        self._rows.append(row if weight else torch.zeros_like(row))
 
-    def _clear(self) -> None:
-        torch._foreach_zero_(self._own)  # the kernel multiplies what is there by 0, which would keep a NaN for ever
-        for layer in self._layers:
-            layer.ran = False
+    def clear(self) -> None:
+        """Forgets what the forwards since the last `clear` have left."""
+        torch._foreach_zero_(self._own)
+        torch._foreach_zero_(self._runs)
+
+    def row(self) -> Tensor:
+        """[means of all layers, variances, how often each ran] since the last `clear`; a copy, one vector."""
+        return torch.cat([vector.to(self._dtype) for vector in [*self._own, torch.stack(self._runs)]])
+
+    @torch.no_grad()
+    def put(self, row: Tensor) -> None:
+        """Gives the layers what `row` gave."""
+        found = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
+        torch._foreach_copy_(self._own, list(found[: len(self._own)]))
+        torch._foreach_copy_(self._runs, [each.reshape(()) for each in found[len(self._own) :]])
+
+    @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """What forwards within it leave is dropped: they compute again what has been counted."""
+        row = self.row()
+        yield
+        self.put(row)
 
     def _chunk(self, rows: Tensor) -> None:
-        """running += share * (statistic - running), a row after the other; share 0 changes nothing."""
-        counts = rows[:, -len(self._layers) :].to(torch.int64)
+        """running = running * kept + added, a row after the other; where no forward was, kept is 1 and added 0."""
+        runs = rows[:, -len(self._layers) :].to(torch.int64)
         tracked = _present([layer.num_batches_tracked for layer in self._layers])
         # In whole numbers: a cumulative sum of floats is not deterministic on CUDA, where exact mode refuses it.
-        total = (torch.stack(tracked) + counts.cumsum(0)).double()
-        shares = torch.where(self._average, 1.0 / total.clamp(min=1.0), self._momentum) * counts.double()
-        spread = shares.to(self._dtype)[:, self._layer_of]
+        total = (torch.stack(tracked) + runs.cumsum(0)).double().clamp(min=1.0)
+        kept = torch.where(self._average, 1.0 - runs / total, self._kept**runs).to(self._dtype)[:, self._layer_of]
+        scale = torch.where(self._average, 1.0 / total, 1.0).to(self._dtype)[:, self._layer_of]
         running = _present([layer.running_mean for layer in self._layers])
         running += _present([layer.running_var for layer in self._layers])
         flat = torch.cat([vector.to(self._dtype) for vector in running])
-        for row, share in zip(rows[:, : -len(self._layers)].unbind(), spread.unbind(), strict=True):
-            flat = torch.lerp(flat, row, share)
+        added = rows[:, : -len(self._layers)] * scale
+        for row, share in zip(added.unbind(), kept.unbind(), strict=True):
+            flat = flat * share + row
         torch._foreach_copy_(running, list(flat.split_with_sizes(self._sizes)))
-        torch._foreach_add_(tracked, list(counts.sum(0).unbind()))
+        torch._foreach_add_(tracked, list(runs.sum(0).unbind()))
 
 
 def _present(tensors: list[Tensor | None]) -> list[Tensor]:

@@ -69,11 +69,13 @@ class Buffered:
         return self._engine.accumulate(last)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        if self._replay:  # before the backward, which may compute the forward again
+            self._replay.take(weight)
         self._engine.backward(loss, weight)
         if weight == 0.0:
             self._buffers.undo_slot()
-        if self._replay:  # after the backward, which may compute the forward again
-            self._replay.take(weight)
+        if self._replay:
+            self._replay.clear()
 
     def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         told = self._within
