@@ -1,6 +1,7 @@
 """BatchNorm replay: running statistics with the same bits at every world size, and torch's own but for rounding."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from toys import parts, train
 import lockstep
 from lockstep import checkpoint
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, StepResult
+from lockstep.engines.base import NOTHING, StepResult, at_rest
+from lockstep.engines.make import undo_step
 from lockstep.engines.shared.buffers import with_buffers
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
@@ -201,12 +203,41 @@ def test_a_layer_that_runs_several_times_in_a_micro_batch_counts_each_time_in_it
             close(each, wanted, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero", "fsdp"])
-def test_every_engine_counts_each_run_of_a_layer(name):
-    settings = {"size": 16, "micro": 2, "count": 3}
-    wanted = fit_all(World(), [{**SIAMESE, "convert": False}], settings)[0][0]
-    for found in run(fit_all, 2, [SIAMESE], settings | {"name": name}):
-        close(found[0][0], wanted, 1e-9)
+def fit_after_what_is_dropped(world, case, settings):
+    """As `fit_all`, after a step that is left out and a trial (a forward that no backward follows)."""
+    task = Classify(**case)
+    made, batches = parts(world, task, **settings)
+    _, micro = next(iter(batches.from_step(0)))
+    for batch in micro:
+        with made.accumulate(batch is micro[-1]):
+            loss = task.loss(made.model, batch.data)
+            made.backward(loss, batch.weight / settings["size"])
+    made.step(1.0, -math.inf)
+    with made.accumulate(False):
+        task.loss(made.model, micro[0].data)
+    undo_step(made)
+    at_rest(made.model)
+    train(world, made, batches, task)
+    return statistics(made)
+
+
+def every_way(world, case, settings):
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    cases = [{**case, "policy": policy} for policy in ("none", "full", "selective")]
+    return [fit_after_what_is_dropped(world, case, settings) for case in cases]
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "zero", "fsdp", "deepspeed"])
+def test_every_engine_counts_each_run_of_a_layer_and_no_recomputation_trial_or_step_left_out(engine):
+    case, most, settings = SIAMESE, 1e-9, {"size": 16, "micro": 2, "count": 3}
+    if engine == "deepspeed":  # in float32, where a bias before a layer has rounding for its gradient
+        pytest.importorskip("deepspeed")
+        case, most, settings["lr"] = {"siamese": True}, 1e-5, 1e-6
+    wanted = fit_all(World(), [{**case, "convert": False}], settings)[0][0]
+    for found in run(every_way, 1 if engine == "single" else 2, case, settings | {"name": engine}):
+        for each, _ in found:
+            assert [value for name, value in each.items() if "tracked" in name] == [3 * 24, 2 * 24, 2 * 24]
+            close(each, wanted, most)
 
 
 def test_exact_runs_of_a_layer_that_runs_several_times_have_the_same_bits_at_every_world_size():

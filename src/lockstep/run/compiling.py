@@ -13,6 +13,7 @@ from lockstep.config.config import Config
 from lockstep.data.batches import Batches
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
+from lockstep.engines.make import undo_step
 from lockstep.errors import ConfigError
 from lockstep.loop import loss_of, seeder
 from lockstep.run.kernels import kernels_of
@@ -50,6 +51,8 @@ def compiled_or_not(
                 loss_of(task)(engine.model, batch)
         except _failures() as error:
             return _reason(error)
+        finally:
+            undo_step(engine)  # else step 1 would go on from what this forward has left
         return ""
 
     with as_it_was(engine.model, task, world.device, training=True):
