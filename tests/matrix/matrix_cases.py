@@ -74,7 +74,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
-    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked"),
+    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual"),
 }
 assert tuple(FACTORS) == Case._fields
 
@@ -83,9 +83,20 @@ def refusal(case: Case) -> str:
     """What the error's line must say where the combination is refused; "" where it is not."""
     if case.engine == "single" and case.world > 1:
         return "single"
+    if case.task == "manual":
+        return _refused_by_own_steps(case)
     if case.exact and case.model == "buffer":
         return "buffer"
     return ""
+
+
+def _refused_by_own_steps(case: Case) -> str:
+    """Own steps are taken already when the whole step is known, and their engine is theirs."""
+    if case.policy == "skip":
+        return "--guards.nonfinite skip does not go with a task that takes its optimizers' steps itself"
+    if case.engine in ("zero", "fsdp"):
+        return f"--engine {case.engine} does not go with a task that takes its optimizers' steps itself"
+    return "--precision fp16 does not go with" if case.precision == "fp16" else ""
 
 
 def valid(case: Case) -> bool:
@@ -96,7 +107,9 @@ def valid(case: Case) -> bool:
 
 def reference(case: Case) -> Case:
     """The exact run whose bits the exact run `case` must have: what is not to matter is at its simplest."""
-    policy = "skip" if case.leaves_out else "stop"  # a step left out is left out, whether in its place or by a rollback
+    # A step left out is left out, whether in its place or by a rollback.
+    out = "rollback" if case.task == "manual" else "skip"
+    policy = out if case.leaves_out else "stop"
     fault = "none" if case.fault == "killed" else case.fault
     return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none", case.task)
 

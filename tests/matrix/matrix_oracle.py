@@ -18,6 +18,7 @@ from matrix_subject import (
     HIDDEN,
     LIMITED,
     MICRO,
+    SHARE,
     SILENT,
     STEPS,
     WHOLE,
@@ -96,7 +97,7 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
     for step in range(steps):
         chosen = places[step * BATCH : (step + 1) * BATCH]
         micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
-        items = sum(int(batch["kept"].sum()) for batch in micro)
+        items = sum(int(batch["kept"].sum()) for batch in micro) if task != "lightning" else SHARE * len(chosen)
         before = _copies(net)
         for index, batch in enumerate(micro):
             kept = _copies(net)
@@ -128,14 +129,24 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
         net.zero_grad()
         for name, parameter in net.named_parameters():
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
-        if task in ("own", "plateau") and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
+        if task in ("own", "plateau", "lightning") and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
             evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision, task)
     state = _state(net, optimizers, precision == "fp16", scale, good) | average | averages
     if precision == "fp16" and most > 1:
         state["scaler/spared"] = torch.tensor(float(spared), dtype=torch.float64)
     if task == "adapters":  # no checkpoint has the base
         state = {name: tensor for name, tensor in state.items() if name not in _base(net)}
+    if task == "lightning":
+        return Wanted(
+            *({_inside(name): tensor for name, tensor in all.items()} for all in (state, _copies(net))), evaluations
+        )
     return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
+
+
+def _inside(name):
+    """A tensor's name where the model is the attribute `net` of another."""
+    group, _, rest = name.rpartition("/") if not name.startswith("optimizer/") else ("optimizer", "/", name[10:])
+    return name if group == "scaler" else f"{group}/net.{rest}" if group else f"net.{rest}"
 
 
 def _learnt(scale, good, spared, applied, window, most):
@@ -216,7 +227,7 @@ def _seen(steps):
 
 def _evaluation(net, data, precision, task):
     """Over all held-out samples at once."""
-    batch = collate([data[sample] for sample in range(HELD_OUT if task == "own" else LIMITED)])
+    batch = collate([data[sample] for sample in range(LIMITED if task == "plateau" else HELD_OUT)])
     net.eval()
     with torch.no_grad(), _autocast(precision):
         found = net(batch["x"], batch["token"]).double()[batch["kept"]]
@@ -225,6 +236,8 @@ def _evaluation(net, data, precision, task):
     error, spread = found - target, target - target.mean()
     r2 = 1 - float(error.square().sum() / spread.square().sum())
     loss, absolute = 0.05 * float(error.square().mean()), float(error.abs().mean())
+    if task == "lightning":
+        return {"loss": loss * len(error) / (SHARE * HELD_OUT), "items": HELD_OUT, "absolute": absolute}
     return {"loss": loss, "items": len(error)} | ({"absolute": absolute, "r2": r2} if task == "own" else {})
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from matrix_cases import Case
+from matrix_lightning import LIGHTNING, lightning_task
 from matrix_oracle import (
     ALPHA,
     BETA2,
@@ -48,7 +49,7 @@ from lockstep.guards import spike
 from lockstep.guards.reading import Reader
 from lockstep.transforms import precision
 
-__all__ = ["NAME", "Start", "begins", "folder_of", "play", "shares", "starts"]
+__all__ = ["NAME", "Start", "begins", "folder_of", "play", "shares", "starts", "task_of"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
@@ -85,7 +86,8 @@ def starts(case: Case) -> list[Start]:
     """The starts of a case, in order. Half of those that are stopped began on other ranks, under another engine."""
     moves = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
     here = (case.world, case.engine)
-    there = (_BEFORE[case.world], _ANOTHER[case.engine]) if moves else here
+    other = "ddp" if case.task == "manual" else _ANOTHER[case.engine]
+    there = (_BEFORE[case.world], other) if moves else here
     found = [(*here, 0, False)]
     if case.resume == "after":
         found.insert(0, (*there, _STOPS["after"], False))
@@ -120,7 +122,7 @@ def play(cases: list[Case], root: Path) -> None:
     """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
     cases = list(dict.fromkeys(cases))
     # What the tasks "own" and "adapters" import takes longer than their runs.
-    with preloaded("torchmetrics.regression", "peft"), ThreadPoolExecutor(2) as pool:
+    with preloaded("torchmetrics.regression", "peft", "lightning.pytorch"), ThreadPoolExecutor(2) as pool:
         # Who waits for the end of the killed leaves a core free.
         for each in [pool.submit(_in_turn, _together(cases), root), pool.submit(_in_turn, _killed(cases), root)]:
             each.result()
@@ -194,7 +196,7 @@ def _one(world, start, folder):
     """One start: {"taken": steps, "error": line}; the model's buffers after the last step in buffers-RANK.pt."""
     case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
-    task = subject(case.task, case.model, case.fault, folder)
+    task = task_of(case, folder)
     Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
     Exchange.late = case.reader == "late"
     OptimizerStep.on_device = True if case.reader == "late" else None  # which decides there what becomes of a step
@@ -218,6 +220,11 @@ def _one(world, start, folder):
     if taken and _compiles(case) and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         error = error or "nothing was compiled"
     return {"taken": taken, "error": error, "seconds": time.monotonic() - began}
+
+
+def task_of(case: Case, folder: Path) -> lockstep.Task:
+    made = lightning_task if case.task in LIGHTNING else subject
+    return made(case.task, case.model, case.fault, folder)
 
 
 class Average:
@@ -303,7 +310,7 @@ def settings(start: Start, folder: Path) -> Config:
         timeout=_SECONDS,
         data=Data(workers=case.workers, drop_last=case.task == "options"),
         optim=Optim(
-            clip=CLIP,
+            clip=0.0 if case.task == "manual" else CLIP,  # which clips itself
             warmup_steps=WARMUP,
             floor=FLOOR,
             weight_decay=WEIGHT_DECAY,

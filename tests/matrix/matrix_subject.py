@@ -28,6 +28,7 @@ __all__ = [
     "LIMITED",
     "MICRO",
     "SAMPLES",
+    "SHARE",
     "SILENT",
     "STEPS",
     "WHOLE",
@@ -48,6 +49,7 @@ BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
 LIMITED = 9  # of these, with --limit-eval-batches
 BOUND = 0.25  # of each weight, which the hooks of "hooked" hold
+SHARE = 3.0  # of the outputs of a sample, that a LightningModule's loss, a mean over samples, is divided by
 SILENT = 1  # the step in which the own schedule says nothing
 _BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
 _SPIKE = {"tied": 300.0}  # the bad sample's targets, else 60

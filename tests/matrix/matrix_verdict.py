@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 from matrix_cases import Case, reference
+from matrix_lightning import LIGHTNING, manual_oracle
 from matrix_oracle import Wanted, oracle
 from matrix_run import NAME, Start, begins, folder_of, shares, starts
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError
+from lockstep.tasks.lightning_leavings import unpacked
 
 __all__ = ["compared", "compared_evaluations", "verdict"]
 
@@ -45,6 +47,7 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems += [] if case.stops else _buffers(case, folder)
     problems += _evaluations(case, root, done)
     problems += _hooks(folder, done) if case.task == "hooked" else []
+    problems += _turns(case, folder, done) if case.task in LIGHTNING else []
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -95,6 +98,8 @@ def _state(case: Case, folder: Path, done: int) -> tuple[dict[str, torch.Tensor]
 
 def _wanted(case: Case, done: int) -> Wanted:
     fault = "none" if case.fault == "killed" else case.fault
+    if case.task == "manual":
+        return manual_oracle(case.model, fault, case.leaves_out, case.precision, done)
     first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // case.world)
     return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, first, begins(case))
 
@@ -165,6 +170,17 @@ def _hooks(folder: Path, done: int) -> list[str]:
     """What the hooks have counted over all starts lies in the checkpoint."""
     counted = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("hooks")
     return [] if counted == {"steps": done} else [f"the hooks' state is {counted} after step {done}"]
+
+
+def _turns(case: Case, folder: Path, done: int) -> list[str]:
+    """What a LightningModule has counted over all starts, and put into the checkpoint.
+
+    One that takes its steps itself is not run in a step that is left out.
+    """
+    kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done))["hooks"]
+    turns = unpacked(kept["module"])["turns"]
+    wanted = done - (case.task == "manual" and case.leaves_out)
+    return [] if turns == wanted else [f"the module has counted {turns} batches after step {done}"]
 
 
 def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:

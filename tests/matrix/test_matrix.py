@@ -16,8 +16,8 @@ import pytest
 import torch
 from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
 from matrix_oracle import oracle
-from matrix_run import NAME, play, settings, starts
-from matrix_subject import BAD, STEPS, Own, subject
+from matrix_run import NAME, play, settings, starts, task_of
+from matrix_subject import BAD, STEPS, Own
 from matrix_verdict import compared, compared_evaluations, verdict
 from ranks import run
 
@@ -78,7 +78,9 @@ def test_the_covering_sets_have_every_pair_and_triple_that_a_run_can_have():
     every = {frozenset(pair) for a, b in itertools.combinations(FACTORS, 2) for pair in _values(a, b)}
     assert every - {frozenset(pair) for case in covered for pair in tuples(case, 2)} == {
         *(frozenset({("engine", "single"), ("world", world)}) for world in (2, 3, 4)),
-        frozenset({("sums", "exact"), ("model", "buffer")}),
+        *(frozenset({("engine", engine), ("task", "manual")}) for engine in ("zero", "fsdp")),
+        frozenset({("policy", "skip"), ("task", "manual")}),
+        frozenset({("precision", "fp16"), ("task", "manual")}),
     }
 
 
@@ -100,7 +102,7 @@ def refused(world, cases, root):
         folder = root / str(case)
         folder.mkdir(exist_ok=True)
         try:
-            task = subject(case.task, case.model, case.fault, folder)
+            task = task_of(case, folder)
             lockstep.train(settings(starts(case)[0], folder), task, world)
             said.append("")
         except LockstepError as error:
@@ -113,6 +115,9 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
     base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default")._replace(world=world)
     cases = [base._replace(engine="single")] if world > 1 else []
     cases += [base._replace(engine=engine, sums="exact", model="buffer") for engine in ("ddp", "zero", "fsdp")]
+    own = base._replace(task="manual")
+    cases += [own._replace(engine="zero"), own._replace(engine="fsdp"), own._replace(policy="skip")]
+    cases += [own._replace(precision="fp16")]
     assert all(refusal(case) for case in cases)
     for said in run(refused, world, cases, tmp_path):
         for case, line in zip(cases, said, strict=True):

@@ -26,10 +26,14 @@ def loaded_once():
         yield
 
 
-def networks():
+class Own(nn.BatchNorm1d):
+    """A class of one's own, which is not replayed."""
+
+
+def networks(kind=nn.BatchNorm1d):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+        maker = nn.Sequential(nn.Linear(4, 8), kind(8), nn.ReLU(), nn.Linear(8, 6))
         judge = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
         return maker.double(), judge.double()
 
@@ -42,14 +46,14 @@ def score(out, wanted):
     return F.binary_cross_entropy_with_logits(out, torch.full_like(out, wanted))
 
 
-def adversaries(L, recomputes):
+def adversaries(L, recomputes, norm=nn.BatchNorm1d):
     class Adversaries(L.LightningModule):
         """What is made is judged for the judge, and after its step, by the same graph, for the maker."""
 
         def __init__(self):
             super().__init__()
             self.automatic_optimization = False
-            self.maker, self.judge = networks()
+            self.maker, self.judge = networks(norm)
 
         def judged(self, x):
             return (
@@ -92,7 +96,8 @@ def siamese(L):
 
 def trained(folder, which, exact=False):
     package = importlib.import_module("lightning.pytorch")
-    kind = siamese(package) if which == "siamese" else adversaries(package, which == "recomputing")
+    norm = Own if which == "own" else nn.BatchNorm1d
+    kind = siamese(package) if which == "siamese" else adversaries(package, which == "recomputing", norm)
     data = DataLoader(TensorDataset(samples()), 4)
     config, task = lockstep.from_lightning(kind(), data, devices=MICRO)
     changes = {"save_dir": str(folder), "report": False, "precision": "float64", "exact": exact}
@@ -155,3 +160,13 @@ def test_each_run_of_a_layer_counts_as_in_a_plain_loop_on_any_ranks(tmp_path, wh
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(torch.tensor(found[name], dtype=value.dtype), value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves 1 layers of other classes")
+def test_a_layer_of_ones_own_keeps_the_statistics_of_the_first_micro_batches(tmp_path):
+    """As each buffer that a forward writes; what a graph of one micro-batch holds is not written for another."""
+    wanted, found = plain("adversaries"), trained(tmp_path, "own")
+    assert found["maker.1.num_batches_tracked"] == STEPS
+    assert found["maker.1.running_mean"] != wanted["maker.1.running_mean"].tolist()
+    for name in ("maker.0.weight", "maker.1.weight", "judge.1.running_mean"):
+        torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), wanted[name], rtol=1e-10, atol=1e-12)

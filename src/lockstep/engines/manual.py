@@ -7,12 +7,14 @@ micro-batch do, and are added in the micro-batches' order.
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
@@ -34,10 +36,27 @@ class _Kept(NamedTuple):
 
     Attributes:
         statistics: of BatchNorm layers, as `Replay.row`; None where there are none.
+        buffers: the others; None for one that no forward of the step has written yet.
     """
 
     statistics: Tensor | None
-    buffers: list[Tensor]
+    buffers: list[Tensor | None]
+
+
+class _First(NamedTuple):
+    """A buffer as it was at a step's begin: its value, the tensor itself, and torch's count of its writes.
+
+    Attributes:
+        silent: a kernel may write it without that count, and no graph reads it.
+    """
+
+    value: Tensor
+    held: Tensor
+    version: int
+    silent: bool
+
+    def is_written(self, present: Tensor) -> bool:
+        return self.silent or present is not self.held or present._version != self.version
 
 
 @final
@@ -61,7 +80,7 @@ class Manual:
         self._weights: list[float] = []
         self._blank = False
         self._squares: list[Tensor] = []
-        self._first: list[Tensor] = []  # buffers as they were at the step's begin
+        self._first: list[_First] = []
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return NOTHING
@@ -80,7 +99,7 @@ class Manual:
             return StepResult(torch.zeros((), device=device), False)
         if self._replay:
             self._replay.begin()
-        self._first = [buffer.clone() for buffer in self._others()]
+        self._first = [_First(b.clone(), b, b._version, silent) for b, silent in self._others()]
         self._own.run(weights, self)
         self._end(weights)
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
@@ -147,7 +166,8 @@ class Manual:
 
     def kept(self) -> _Kept:
         """What the forwards since the last `restore` have left in buffers, which is taken out."""
-        return _Kept(self._replay.row() if self._replay else None, [buffer.clone() for buffer in self._others()])
+        found = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
+        return _Kept(self._replay.row() if self._replay else None, found)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Around a backward, which may compute forwards again that have been counted."""
@@ -160,20 +180,29 @@ class Manual:
             self._replay.put(kept.statistics)
         elif self._replay:
             self._replay.clear()
-        for buffer, before in zip(self._others(), kept.buffers if kept else self._first, strict=True):
-            buffer.copy_(before)
+        self._put(kept.buffers if kept else [None] * len(self._first))
 
     # What is behind them.
 
-    def _others(self) -> list[Tensor]:
-        """The buffers that forwards may write besides BatchNorm's."""
+    def _others(self) -> list[tuple[Tensor, bool]]:
+        """The buffers that forwards may write besides those of BatchNorm that are replayed, and whether silently."""
         return [
-            buffer
+            (buffer, isinstance(module, _NormBase))
             for module in self.model.modules()
             if not isinstance(module, Recording)
             for buffer in module._buffers.values()
             if buffer is not None
         ]
+
+    def _pairs(self) -> Iterator[tuple[Tensor, "_First"]]:
+        return zip((buffer for buffer, _ in self._others()), self._first, strict=True)
+
+    def _put(self, values: list[Tensor | None]) -> None:
+        """Gives buffers these values; None: those of the step's begin. What is the same already is not written, since a
+        graph that is still to be used may hold it."""
+        for (buffer, first), value in zip(self._pairs(), values, strict=True):
+            if first.is_written(buffer):
+                (buffer.data if first.silent else buffer).copy_(first.value if value is None else value)
 
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:
@@ -181,10 +210,9 @@ class Manual:
         found: list[_Kept] = self._own.buffers()
         self._count(found, weights)
         if found:
-            for buffer, value in zip(self._others(), found[0].buffers, strict=True):
-                buffer.copy_(value)
+            self._put(found[0].buffers)
         if self._world.size > 1:
-            for buffer in self._others():
+            for buffer, _ in self._others():
                 sent = buffer.contiguous()
                 dist.broadcast(sent, src=0)  # collective
                 if sent is not buffer:

@@ -241,6 +241,7 @@ class ManualSteps:
             parameter.requires_grad = required
             parameter.grad = micro.gradients.get(parameter)
         self._engine.restore(micro.kept)
+        torch.clear_autocast_cache()  # what it holds is of weights before a step, or of another micro-batch's graph
         _draw_on(micro.states)
 
     def _leave(self, micro: _Micro) -> None:
