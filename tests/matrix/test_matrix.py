@@ -10,6 +10,7 @@ The covering sets have each pair of two factors' values that a run can have, and
 import itertools
 import os
 from operator import itemgetter
+from pathlib import Path
 
 import matrix_oracle
 import pytest
@@ -82,6 +83,12 @@ def test_the_covering_sets_have_every_pair_and_triple_that_a_run_can_have():
         frozenset({("policy", "skip"), ("task", "manual")}),
         frozenset({("precision", "fp16"), ("task", "manual")}),
     }
+
+
+def test_contributing_says_how_many_they_are():
+    said = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for number in (f"({len(PAIRS)} runs)", f"({len(TRIPLES)})", f"sample of all {len(RUNS):,} by"):
+        assert number in " ".join(said.split()), number
 
 
 def _values(a, b):
