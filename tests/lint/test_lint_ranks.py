@@ -178,3 +178,25 @@ def test_a_script_in_a_project_where_another_one_prints(tmp_path):
         (tmp_path / f"{name}.py").write_text(f"{HEAD}\ndef main():\n    {start}\n    print(place)\n\nmain()\n")
     paths = [str(tmp_path / f"{name}.py") for name in ("one", "two")]
     assert [finding.path for finding in check_paths(paths, PRINTS)] == [paths[0]]
+
+
+SHOWN = "class Progress:\n    def {name}(self, i):\n        {line}\n"
+SHOW = {
+    "a display": ("display", "print(i)", "bar.display(3)", True),
+    "a report": ("report_scores", "print(i)", "bar.report_scores(3)", True),
+    "a display on one rank": ("display", "print(i)", "if rank == 0: bar.display(3)", False),
+    "a display that asks for the rank": ("display", "if dist.get_rank() == 0: print(i)", "bar.display(3)", False),
+    "a display that prints nothing": ("display", "self.i = i", "bar.display(3)", False),
+    "what does something else": ("update", "print(i)", "bar.update(3)", False),
+}
+
+
+@pytest.mark.parametrize("name", SHOW)
+def test_a_helper_of_another_file_that_only_prints(tmp_path, name):
+    method, line, call, told = SHOW[name]
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "helper.py").write_text(HEAD + SHOWN.format(name=method, line=line))
+    text = "from helper import Progress\n\n" + script(["bar = Progress()", call])
+    (tmp_path / "train.py").write_text(HEAD + text)
+    found = check_paths([str(tmp_path / "train.py")], PRINTS)
+    assert [finding.rule for finding in found] == ["LS028"] * told

@@ -88,7 +88,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-            gc.collect()  # the part's trees, before the next part's are built
 
 
 def check_text(text: str, config: Config | None = None, path: str = "example.py") -> list[Finding]:
@@ -100,6 +99,13 @@ def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None
     """The findings in parsed files; the graph says which other files import them."""
     sources = list(sources)
     project = Project(sources, graph)
+    try:
+        return _check(sources, project, config)
+    finally:
+        project.close()
+
+
+def _check(sources: list[Source], project: Project, config: Config) -> list[Finding]:
     analysis = Analysis(project)
     modules = {module.path: module for module in project.checked}
     findings: list[Finding] = []

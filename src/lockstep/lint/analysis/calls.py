@@ -1,10 +1,10 @@
 """Who calls whom in a project, and which class an object has."""
 
 import ast
-import functools
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import dotted, keyword
 
@@ -26,7 +26,7 @@ class Calls:
         self.targets: dict[ast.Call, Scope | None] = {}
         self.classes: dict[tuple[ast.expr, Scope], Scope | None] = {}
 
-    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    @kept
     def method_names(self, module: Module) -> frozenset[str]:
         """The names of all methods that a file's programs define: a call of any other name need not be looked up."""
         return frozenset().union(*(member.methods for member in self.project.family(module)))
@@ -139,7 +139,7 @@ class Calls:
                 if found is not None and found.kind == "function":
                     yield found
 
-    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    @kept
     def edges(self, module: Module) -> dict[Scope, list[Site]]:
         """For each function, the calls in one file that run it."""
         table: dict[Scope, list[Site]] = {}
@@ -148,7 +148,7 @@ class Calls:
                 table.setdefault(function, []).append(site)
         return table
 
-    @functools.cache  # noqa: B019 - a call graph lives as long as the run
+    @kept
     def callers(self, function: Scope) -> list[Site]:
         """The calls in the project that run a function."""
         return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]

@@ -1,12 +1,12 @@
 """What a function does in the end: its own calls and those of the project's functions that it calls."""
 
 import ast
-import functools
 from collections.abc import Callable, Iterator
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import is_true, last, walk
 
 __all__ = ["COLLECTIVES", "Effects"]
@@ -44,7 +44,7 @@ class Effects:
                     seen.add(function)
                     queue.append(function)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def names(self, scope: Scope) -> frozenset[str]:
         """The last names of all calls that run when a function runs."""
         return frozenset(site.name for site in self.below(scope.sites))
@@ -87,7 +87,7 @@ class Effects:
         return next((site for site in self.below(sites) if wanted(site)), None)
 
 
-@functools.cache
+@kept
 def _contains(module: Module, word: str) -> bool:
     return word in module.text
 

@@ -3,6 +3,8 @@
 import ast
 import functools
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -173,6 +175,11 @@ class Module:
         """The file's text without strings and imports too: what it names beyond importing it."""
         imports = [s for scope in self.scopes for s in scope.stmts if isinstance(s, ast.Import | ast.ImportFrom)]
         return bare(blanked(self.text, imports))
+
+    @functools.cached_property
+    def words(self) -> Counter[str]:
+        """How often each word stands in `bare`."""
+        return Counter(re.findall(r"\w+", self.bare))
 
     def sites(self, *names: str) -> Iterator[Site]:
         """Every call in the file, or those whose last name is one of `names`."""

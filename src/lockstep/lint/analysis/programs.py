@@ -1,13 +1,13 @@
 """Which programs run in several processes, and which of their functions those processes run."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import walk
 
 __all__ = ["Programs"]
@@ -28,7 +28,7 @@ class Programs:
         self.calls = calls
         self.project = calls.project
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def direct(self, module: Module) -> bool:
         """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
         if LAUNCHED.search(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
@@ -45,7 +45,7 @@ class Programs:
         """Whether a call hands the model to DeepSpeed."""
         return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def started(self, module: Module) -> bool:
         """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
         return any(
@@ -59,12 +59,12 @@ class Programs:
         full = self.calls.names.qualify(site.call.func, site.scope) or site.name
         return full.endswith(WRAPPERS)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def distributed(self, module: Module) -> bool:
         """Whether a program that the file is part of runs in several processes."""
         return any(self.direct(member) for member in self.project.family(module))
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def spawned(self, module: Module) -> frozenset[Scope] | None:
         """The functions that run in spawned processes, or None if the program is started by a launcher."""
         starts = [
@@ -75,7 +75,7 @@ class Programs:
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def methods(self, module: Module) -> dict[str, list[Scope]]:
         """The methods of all classes of a file's programs, by their names."""
         table: dict[str, list[Scope]] = {}
@@ -85,7 +85,7 @@ class Programs:
                     table.setdefault(method.name, []).append(method)
         return table
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def beside(self, module: Module) -> frozenset[Scope]:
         """The functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
         sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
@@ -119,7 +119,7 @@ class Programs:
                     seen.add(function)
                     queue.append(function)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def involved(self, scope: Scope) -> bool:
         """Whether a function belongs to the part of a program that runs distributed: its file, or its callers' file."""
         seen, queue = {scope}, [scope]

@@ -1,12 +1,12 @@
 """Which ranks run a statement: tests of the rank, functions that only one rank calls, programs of several processes."""
 
 import ast
-import functools
 import re
 
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import choices, guards, withs
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, last
 from lockstep.lint.analysis.programs import Programs
 from lockstep.lint.analysis.ranktests import RankTests
@@ -42,7 +42,7 @@ class Ranks:
             return True
         return self.reserved(scope)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def reserved(self, scope: Scope) -> bool:
         """Whether only one rank runs a function."""
         return self._reserved(scope, 0)
@@ -66,7 +66,7 @@ class Ranks:
         """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def idle(self, scope: Scope) -> bool:
         """Whether nothing in sight ever runs a function: no call, no mention of its name, no start of its own."""
         name = scope.name
@@ -74,9 +74,7 @@ class Ranks:
             return False
         if scope.named("init_process_group") or self.calls.callers(scope):
             return False
-        word = re.compile(rf"\b{name}\b")
-        found = sum(len(word.findall(member.bare)) for member in self.calls.project.users(scope.module))
-        return found == 1
+        return sum(member.words[name] for member in self.calls.project.users(scope.module)) == 1
 
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""

@@ -1,7 +1,6 @@
 """The training loops of a file: which loop runs a step, which an epoch, what runs in every step, what evaluates."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import SCALER
 from lockstep.lint.analysis.nodes import constant, idents, last, walk
 from lockstep.lint.analysis.ranks import Ranks
@@ -51,7 +51,7 @@ class Trainings:
         self.ranks = ranks
         self.calls = effects.calls
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def of(self, module: Module) -> tuple[Training, ...]:
         """The training loops whose backward call stands in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
@@ -62,7 +62,7 @@ class Trainings:
                     found.setdefault((training.loop, None), training)
         return tuple(found.values())
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def near(self, module: Module) -> tuple[Training, ...]:
         """The training loops of all files of the programs that a file is part of."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
@@ -88,7 +88,7 @@ class Trainings:
             return Training(nest[1], scope, site, inner)
         return Training(inner, scope, site, None)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def steps_in(self, loop: Loop, scope: Scope) -> bool:
         block = self.body(loop, scope)
         return self.effects.find(block, self.steps.steps_optimizer) is not None
@@ -113,7 +113,7 @@ class Trainings:
                     seen.add(site.scope)
                     queue.append(site.scope)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def each_step(self, training: Training) -> tuple[Site, ...]:
         """The calls that run in every step of a training loop, in it and in the functions that it calls."""
         return tuple(self.walk_step(training))
@@ -149,7 +149,7 @@ class Trainings:
                 return True
         return False
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def steps_when(self, branch: ast.If, scope: Scope) -> bool:
         """Whether the first arm of a test itself steps the optimizer."""
         block = [s for s in self.effects.block(branch, scope) if s.stmt in branch.body]

@@ -9,6 +9,7 @@ from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import Words, base, constant, last
@@ -65,7 +66,7 @@ class Analysis:
         self.wrappers = Wrappers(self.names, self.origins)
         self.trainings = Trainings(self.steps, self.effects, self.ranks)
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def frameworks(self, module: Module) -> frozenset[str]:
         """The frameworks that run the training in the programs of a file."""
         own = (
@@ -74,7 +75,7 @@ class Analysis:
         related = dict.fromkeys((module,) if own else (*self.project.closure(module), *self.project.users(module)))
         return frozenset(name for member in related for name in self.named(member))
 
-    @functools.cache  # noqa: B019 - lives as long as the run
+    @kept
     def named(self, module: Module) -> frozenset[str]:
         """The frameworks that a file itself names."""
         return frozenset(_frameworks(module))
@@ -171,12 +172,12 @@ def _asks_for_gpu(test: ast.expr) -> int:
     return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0
 
 
-@functools.cache
+@kept
 def _on_cpu(module: Module) -> bool:
     return CPU.search(module.text) is not None
 
 
-@functools.cache
+@kept
 def _on_other(module: Module) -> bool:
     return OTHER.search(module.text) is not None
 

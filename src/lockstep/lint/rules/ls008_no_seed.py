@@ -1,11 +1,11 @@
 """LS008: no seed before the model is made (an opinion)."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, last
 from lockstep.lint.analysis.view import View
@@ -57,7 +57,7 @@ def seeds(view: View, alone: bool) -> bool:
     )
 
 
-@functools.cache
+@kept
 def _mentions_seeds(module: Module) -> bool:
     return SEED.pattern.search(module.text) is not None
 
@@ -73,8 +73,7 @@ def unused(view: View, site: Site, members: tuple[Module, ...]) -> bool:
     scope = site.scope
     if site.module is view.module or scope.kind != "function" or scope.owner is not None:
         return False
-    word = re.compile(rf"\b{re.escape(scope.name)}\b")
-    return sum(len(word.findall(member.bare)) for member in members) == 1
+    return sum(member.words[scope.name] for member in members) == 1
 
 
 def of_generator(view: View, site: Site) -> bool:

@@ -42,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
     said = any(map(shards, samplers))
     for scope in view.scopes:
         for site in scope.sites if scope.kind == "function" else ():
-            if held_out(view, site) and averages(view, site) and (said or over_shard(view, scope)):
+            if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
                 yield at(
                     site,
                     "averages the ranks' means, but the shards are uneven or padded: sum values and counts",

@@ -42,6 +42,8 @@ QUIET = (
 HUSHES = Words(
     r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print", re.IGNORECASE
 )
+# What a function that only shows something is called (`progress.display(i)`).
+SHOWS = Words(r"^(display|show|report|print|describe|summary)(_|$)")
 BY_RANK = Words(r"rank|is_main|master")
 PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]", re.IGNORECASE)
 
@@ -55,7 +57,7 @@ def check(view: View) -> Iterator[Found]:
     prefixed_logs = logs_with_rank(view)
     levelled = any(by_rank(s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
-        what = speaks(view, site)
+        what = speaks(view, site) or passed_on(view, site)
         if not what or not view.ranks.every(site.stmt, site.scope) or failing(view, site):
             continue
         if view.ranks.chosen(site) or view.ranks.idle(site.scope) or (what == "log" and levelled):
@@ -91,6 +93,16 @@ def speaks(view: View, site: Site) -> str:
             else ""
         )
     return ""
+
+
+def passed_on(view: View, site: Site) -> str:
+    """ "print" for a call that only shows something, by a function of another file that prints on every rank."""
+    function = view.calls.target(site.call, site.scope) if SHOWS.search(site.name) else None
+    if function is None or function.module is view.module or "print" in function.module.top.defs:
+        return ""
+    prints = [s for s in function.named("print") if isinstance(s.call.func, ast.Name)]
+    told = [s for s in prints if not view.ranks.side(s.stmt, function) and not view.ranks.chosen(s) and not prefixed(s)]
+    return "print" if told else ""
 
 
 def failing(view: View, site: Site) -> bool:
