@@ -33,10 +33,11 @@ class Names:
         """The full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
         if node is None:
             return ""
-        if node not in self.qualified:
+        known = self.qualified.get(node)
+        if known is None:
             name = dotted(node)
-            self.qualified[node] = self.qualify_name(name, scope) if name else ""
-        return self.qualified[node]
+            known = self.qualified[node] = self.qualify_name(name, scope) if name else ""
+        return known
 
     def qualify_name(self, name: str, scope: Scope, depth: int = 0) -> str:
         """The full name behind a dotted name in a scope."""

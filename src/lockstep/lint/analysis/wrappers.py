@@ -3,7 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import keyword
 from lockstep.lint.analysis.origins import Origin, Origins
@@ -19,6 +20,18 @@ class Wrappers:
     def __init__(self, names: Names, origins: Origins) -> None:
         self.names = names
         self.origins = origins
+
+    @kept
+    def made(self, module: Module) -> tuple[tuple[str, Site], ...]:
+        """The calls of a file that wrap a model, each with its wrapper."""
+        if "Parallel" not in module.text and "DDP" not in module.text:
+            return ()
+        return tuple((kind, site) for site in module.sites() if (kind := self.wrapper(site)))
+
+    @kept
+    def kinds(self, module: Module) -> frozenset[str]:
+        """The wrappers that a file's programs put around a model."""
+        return frozenset(kind for member in self.names.project.family(module) for kind, _ in self.made(member))
 
     def wrapper(self, site: Site) -> str:
         """ "ddp", "dp" or "fsdp" for a call that wraps a model, else ""."""

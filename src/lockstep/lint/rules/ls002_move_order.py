@@ -16,8 +16,8 @@ MOVES = {"to", "cuda", "xpu", "npu"}
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every DDP wrapper for moves of the model before, in part, or after it."""
-    for site in view.sites():
-        if view.wrappers.wrapper(site) != "ddp":
+    for kind, site in view.wrappers.made(view.module):
+        if kind != "ddp":
             continue
         inner = view.wrappers.inner(site.call)
         name = dotted(inner)

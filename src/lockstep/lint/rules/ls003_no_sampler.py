@@ -45,9 +45,9 @@ def samples(value: ast.expr | None) -> bool:
 def trains_wrapped(view: View, training: Training) -> bool:
     """Whether the program of a training loop wraps its model in DDP."""
     return any(
-        view.wrappers.wrapper(site) in ("ddp", "fsdp") and not view.ranks.single(site.stmt, site.scope)
+        kind in ("ddp", "fsdp") and not view.ranks.single(site.stmt, site.scope)
         for member in view.project.family(training.module)
-        for site in member.sites("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP")
+        for kind, site in view.wrappers.made(member)
     )
 
 

@@ -25,8 +25,8 @@ def check(view: View) -> Iterator[Found]:
         view.module, "SyncBatchNorm", "convert_syncbn", "SyncBN", "sync_bn", "syncbn", "InPlaceABN"
     ):
         return
-    for site in view.sites():
-        if view.wrappers.wrapper(site) == "ddp" and not view.on_cpu(site) and has_norm(view, site):
+    for kind, site in view.wrappers.made(view.module):
+        if kind == "ddp" and not view.on_cpu(site) and has_norm(view, site):
             yield at(
                 site,
                 "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",

@@ -90,7 +90,8 @@ def model_made(view: View) -> Site | None:
         fits = any(MODEL.search(key.split(".")[-1]) for key in keys) and makes(view, site)
         if bound and (fits or makes_module(view, site)):
             return site
-    return next((s for s in view.sites() if view.wrappers.wrapper(s) or s.name in ("get_model", "build_model")), None)
+    wrapped = [site for _, site in view.wrappers.made(view.module)]
+    return min((*wrapped, *view.sites("get_model", "build_model")), key=lambda site: site.line, default=None)
 
 
 def covers(value: ast.expr, site: Site) -> bool:

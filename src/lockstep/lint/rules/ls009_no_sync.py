@@ -23,11 +23,7 @@ def check(view: View) -> Iterator[Found]:
     """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange."""
     if view.effects.mentioned(view.module, *SKIPS):
         return
-    if not any(
-        view.wrappers.wrapper(s) == "ddp"
-        for member in view.project.family(view.module)
-        for s in member.sites("DistributedDataParallel", "DDP")
-    ):
+    if "ddp" not in view.wrappers.kinds(view.module):
         return
     for found in accumulations(view):
         yield at(

@@ -54,8 +54,8 @@ def unused(view: View) -> Iterator[Found]:
     """A wrapped model whose forward leaves layers out, in some steps or in all, while DDP waits for their gradients."""
     if view.effects.mentioned(view.module, "static_graph", "find_unused_parameters"):
         return
-    for site in view.sites():
-        if view.wrappers.wrapper(site) != "ddp" or has_star(site.call):
+    for kind, site in view.wrappers.made(view.module):
+        if kind != "ddp" or has_star(site.call):
             continue
         for call, scope, _ in view.origins.calls_of(view.wrappers.inner(site.call), site.scope):
             owner = view.names.definition(call.func, scope)

@@ -44,7 +44,11 @@ def check(view: View) -> Iterator[Found]:
 
 def handed_over(view: View, site: Site) -> bool:
     """Whether all ranks have a function of another file write the same file, where no test keeps any of them out."""
-    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site) or not wraps(view):
+    if (
+        not view.ranks.every(site.stmt, site.scope)
+        or view.ranks.chosen(site)
+        or "ddp" not in view.wrappers.kinds(view.module)
+    ):
         return False
     function = view.calls.target(site.call, site.scope)
     if function is None or function.module is view.module or function.owner is not None:
@@ -57,15 +61,6 @@ def handed_over(view: View, site: Site) -> bool:
     return bool(saves) and not any(
         view.ranks.side(s.stmt, function) or view.ranks.chosen(s) or in_memory(path) or names_rank(view, path, function)
         for s, path in saves
-    )
-
-
-def wraps(view: View) -> bool:
-    """Whether the programs wrap a model in DDP."""
-    return any(
-        view.wrappers.wrapper(s) == "ddp"
-        for m in view.project.family(view.module)
-        for s in m.sites("DistributedDataParallel", "DDP")
     )
 
 
@@ -138,7 +133,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
     if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site):
         return False
-    if not wraps(view):
+    if "ddp" not in view.wrappers.kinds(view.module):
         return False
     if (
         site.scope.kind == "function"

@@ -7,7 +7,7 @@ from lockstep.lint.analysis.context import Loop, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, keyword, last
+from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -44,9 +44,13 @@ def by_flag(view: View) -> Iterator[Found]:
     ):
         return
     for site in view.sites():
-        flags = [keyword(site.call, name) for name in ("train", "is_train", "training")]
+        if not any(
+            item.arg in ("train", "is_train", "training") and constant(item.value) is False
+            for item in site.call.keywords
+        ):
+            continue
         target = view.calls.target(site.call, site.scope)
-        if target is None or not any(constant(f) is False and f is not None for f in flags):
+        if target is None:
             continue
         forward = next(
             (s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)), None

@@ -33,11 +33,9 @@ OWN = {
 
 def check(view: View) -> Iterator[Found]:
     """Looks at what is read from names that certainly hold a wrapper."""
-    if not any(word in view.module.text for word in ("DataParallel", "DDP")) or not any(
-        view.wrappers.wrapper(s)
-        for m in view.project.family(view.module)
-        for s in m.sites("DistributedDataParallel", "DDP", "DataParallel")
-    ):
+    if not any(word in view.module.text for word in ("DataParallel", "DDP")):
+        return
+    if not view.wrappers.kinds(view.module) & {"ddp", "dp"}:
         return
     for scope in view.scopes:
         for node, stmt in scope.reads:

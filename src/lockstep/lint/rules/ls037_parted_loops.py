@@ -18,7 +18,6 @@ __all__ = ["RULE"]
 TELLS = Words(r"reduce|gather|broadcast|sync|barrier|send|recv|store|agree|any_rank|all_ranks", re.IGNORECASE)
 # The same without what only waits.
 EXCHANGES = Words(r"reduce|gather|broadcast|sync(?!hroni)|send|recv|(^|_)store|agree|any_rank|all_ranks", re.IGNORECASE)
-WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -33,8 +32,7 @@ def check(view: View) -> Iterator[Found]:
 def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
     """The file's loops in which ranks wait for each other: with a collective, or with training under DDP or FSDP."""
     found: dict[int, tuple[Loop, Scope]] = {}
-    family = view.project.family(view.module)
-    if any(view.wrappers.wrapper(s) in ("ddp", "fsdp") for m in family for s in m.sites(*WRAPPERS)):
+    if view.wrappers.kinds(view.module) & {"ddp", "fsdp"}:
         for training in view.trainings.near(view.module):
             found[id(training.loop)] = training.loop, training.scope
             found.update({id(loop): (loop, scope) for loop, scope, _ in view.trainings.epochs(training)})

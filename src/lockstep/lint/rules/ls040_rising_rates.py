@@ -23,7 +23,7 @@ RATE = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 def check(view: View) -> Iterator[Found]:
     """Looks at loops from a model's first layer to its last that give each its rate."""
     text = view.module.text
-    if not ("lr" in text or "learning_rate" in text) or not ("**" in text or "*=" in text) or not NAMES.search(text):
+    if "lr" not in text or "params" not in text or not ("**" in text or "*=" in text) or not NAMES.search(text):
         return
     for scope in view.scopes:
         for node in turning(scope):
