@@ -7,6 +7,7 @@ import pytest
 from lockstep.lint import fixes
 from lockstep.lint.command import command
 from lockstep.lint.fixes import FixProblem, fix_text
+from lockstep.lint.rules import RULES
 from lockstep.lint.runner import check_text
 
 SCRIPT = """\
@@ -55,6 +56,31 @@ def test_what_is_not_safe_stays(tmp_path, capsys):
     assert command(["--fix", str(path)]) == 1
     assert path.read_text() == "import torch\nx = torch.load('cuda.pt')\n"
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = torch.load('cuda.pt')\n", "fixed nothing: 1 finding, none that --fix can correct\n"),
+        (
+            "x = torch.load('cuda.pt')\ny = torch.load('cuda.bin')\n",
+            "fixed nothing: 2 findings, none that --fix can correct\n",
+        ),
+        (
+            RULES["LS003"].bad[0],
+            "fixed nothing: 1 finding, none that --fix can correct; --unsafe-fixes prints corrections to read first\n",
+        ),
+        ("s = torch.cuda.amp.GradScaler()\nx = torch.load('a')\n", "fixed 1 place\n"),
+        ("x = 1\n", ""),
+    ],
+    ids=["one", "two", "proposed", "one of two", "no findings"],
+)
+def test_fix_says_what_it_did(tmp_path, capsys, text, said):
+    (tmp_path / "requirements.txt").write_text("torch>=2.4\n")
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{text}")
+    command(["--fix", str(path)])
+    assert capsys.readouterr().err == said
 
 
 def test_positional_arguments_are_left_to_the_user():
