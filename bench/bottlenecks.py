@@ -5,30 +5,37 @@ python bench/bottlenecks.py --only loader       those whose names have this in t
 python bench/bottlenecks.py --named             the verdicts alone
 python bench/bottlenecks.py --json out.json     the sentences too
 
-Each case is trained in processes of its own: traced, for the verdict; twice plain, for the time of a step; and twice
-mended, with the flags that the verdict proposes, or with the planted cause taken away where it proposes words. The
-measured gain is plain / mended, in wall time over the same steps, evaluations and saves included. What needs a GPU is
-judged from traces written by hand, and has no measured gain.
+Each case is trained in processes of its own: traced, for the verdict; then plain and mended in turns (`turns.py`), the
+latter with the flags that the verdict proposes, or with the planted cause taken away where it proposes words. A round
+is ten steps of each, evaluations and saves included; the measured gain is the median over the rounds of plain / mended,
+and their quartiles stand beside it. A prediction within 20 % of the median is counted; how many of the others lie
+between the quartiles is said apart. What needs a GPU is judged from traces written by hand, and has no measured gain.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
 import re
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from turns import Going, in_turns, spread
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "diagnose" / "profile")]
 
-FIRST, LAST = 16, 45  # traced, and timed; a case may say more
+FIRST, LAST = 16, 45  # traced; a case may say more
+ROUNDS, TURN = 7, 10  # and steps of each in a round
 NEAR = 0.2  # of the measured gain
+ENDLESS = 100_000  # steps
+_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,13 @@ class Knobs:
 
     width: int = 384
     layers: int = 4
-    rows: int = 1  # inputs of a sample
+    rows: int = 8  # inputs of a sample
     sample: float = 0.0
     spins: int = 0  # in Python, for each sample
     collate: float = 0.0
     forward: float = 0.0
     uneven: int = 0  # further forwards in every other step, on one rank and then on the other
+    even: int = 0  # further forwards in every step, on each
     python: int = 0  # turns of a loop in the forward
     tiny: int = 0  # small operations
     churn: int = 0  # MB that are asked for and given back
@@ -68,11 +76,11 @@ class Case:
 KEPT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 SYNC = {"ckpt_freq": 2, "checkpoint.mode": "sync", "checkpoint.keep": 1}
 CASES = [
-    Case("slow samples, from a disk", "data", Knobs(sample=0.001)),
+    Case("slow samples, from a disk", "data", Knobs(sample=0.002)),
     Case("slow collation", "data", Knobs(collate=0.06)),
-    Case("slow samples, in Python", "data", Knobs(spins=12000)),
+    Case("slow samples, in Python", "data", Knobs(spins=60_000)),
     Case("too few loader processes", "data", Knobs(sample=0.002), config={"data.workers": 1}),
-    Case("a rank that loads slowly", "data", Knobs(sample=0.002, rank=1), ranks=2),
+    Case("a rank that loads slowly", "data", Knobs(sample=0.003, rank=1), ranks=2),
     Case(
         "a rank that computes slowly",
         "imbalance",
@@ -81,51 +89,54 @@ CASES = [
         config={"micro_batch_size": 4},
         steps=(100, 109),
     ),
-    Case("steps of unlike length", "imbalance", Knobs(width=512, uneven=8), Knobs(width=512), ranks=2),
-    Case("micro-batches of one", "micro-batches", Knobs(width=64), config={"micro_batch_size": 1}),
+    Case("steps of unlike length", "imbalance", Knobs(uneven=8), Knobs(even=4), ranks=2),
+    Case("micro-batches of one", "micro-batches", Knobs(width=128, rows=1), config={"micro_batch_size": 1}),
     Case(
         "one bucket",
         "communication",
-        Knobs(width=1024),
+        Knobs(width=1024, rows=1),
         ranks=2,
         config={"engine_options.bucket_cap_mb": 1000.0, "batch_size": 128},
     ),
     Case(
         "a large model and a small batch",
         "communication",
-        Knobs(width=1536, layers=6),
+        Knobs(width=1536, layers=6, rows=1),
         ranks=2,
         config={"batch_size": 4},
     ),
     Case("a record each step, to a slow place", "records", Knobs(sink=0.04), config={"log_freq": 1}),
     Case("an evaluation every two steps", "evaluation", config={"eval_freq": 2}),
-    Case("a checkpoint every two steps, waited for", "checkpoint", Knobs(width=1024), config=SYNC),
+    Case("a checkpoint every two steps, waited for", "checkpoint", Knobs(width=1024, rows=1), config=SYNC),
     Case("memory that comes and goes", "memory", Knobs(churn=200), env={"MALLOC_MMAP_THRESHOLD_": "1048576"}),
-    Case("four fifths of padding", "padding", Knobs(rows=10, empty=0.8), Knobs(rows=2)),
+    Case("four fifths of padding", "padding", Knobs(rows=20, empty=0.8), Knobs(rows=4)),
     Case(
-        "an update tensor by tensor", "update", Knobs(width=128, layers=150, loose=True), Knobs(width=128, layers=150)
+        "an update tensor by tensor",
+        "update",
+        Knobs(width=128, layers=150, rows=1, loose=True),
+        Knobs(width=128, layers=150, rows=1),
     ),
-    Case("Python in the forward", "host", Knobs(python=400_000), Knobs()),
+    Case("Python in the forward", "host", Knobs(python=1_000_000), Knobs()),
     Case("many small operations", "operations", Knobs(tiny=600)),
     Case("a wait in the forward", "host", Knobs(forward=0.03), Knobs()),
     Case("a slow body of the loop", "host", Knobs(body=0.03), Knobs()),
     Case(
         "forwards computed again",
         "recomputation",
-        Knobs(width=512, layers=12),
+        Knobs(width=512, layers=12, rows=4),
         config={"activation_checkpointing": "full"},
     ),
     Case(
         "more threads than cores",
         "threads",
-        Knobs(width=512),
+        Knobs(width=512, rows=1),
         ranks=2,
         config={"batch_size": 256},
         env={"OMP_NUM_THREADS": str(os.cpu_count())},
     ),
-    Case("large gradients, made anew each step", "memory", Knobs(width=1024)),
-    Case("healthy, one process", "compute", Knobs(width=1024), config={"batch_size": 128}, env=KEPT),
-    Case("healthy, two processes", "compute", Knobs(width=512), ranks=2, config={"batch_size": 1024}),
+    Case("large gradients, made anew each step", "memory", Knobs(width=1024, rows=1)),
+    Case("healthy, one process", "compute", Knobs(width=1024, rows=1), config={"batch_size": 128}, env=KEPT),
+    Case("healthy, two processes", "compute", Knobs(width=512, rows=1), ranks=2, config={"batch_size": 1024}),
 ]
 
 
@@ -203,7 +214,7 @@ def task_of(knobs, rank):
                 self.calls += 1
                 if mine and knobs.forward:
                     time.sleep(knobs.forward)
-                for _ in range(knobs.uneven * ((self.calls + rank) % 2)):
+                for _ in range(knobs.even + knobs.uneven * ((self.calls + rank) % 2)):
                     with torch.no_grad():
                         model(batch["x"])
                 found = 0
@@ -226,53 +237,47 @@ def task_of(knobs, rank):
 
 
 def worker(argument):
-    """One training, on one rank; rank 0 writes what was found."""
+    """One training, on one rank; rank 0 notes when each step ended."""
     import lockstep
     from lockstep.config.options import build
     from lockstep.sinks.jsonl import JsonLines
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)  # it would go on for ever, or stay stopped
     said = json.loads(argument)
     knobs, rank = Knobs(**said["knobs"]), int(os.environ.get("RANK", "0"))
     if knobs.sink:
         plain = JsonLines.log
         JsonLines.log = lambda self, record: (time.sleep(knobs.sink), plain(self, record))
-    config, marks = build(said["config"]), []
-    with lockstep.Run(config, task_of(knobs, rank)) as run:
-        for step in run:
-            time.sleep(knobs.body)
-            if step.global_step in (said["steps"][0] - 1, said["steps"][1]):
-                marks.append(time.perf_counter())
-    if rank == 0 and len(marks) > 1:
-        count = said["steps"][1] - said["steps"][0] + 1
-        Path(said["out"]).write_text(json.dumps({"step_ms": 1e3 * (marks[1] - marks[0]) / count}))
+    with open(f"{said['ends']}", "a" if rank == 0 else "r", buffering=1) as ends:
+        for _ in lockstep.Run(build(said["config"]), task_of(knobs, rank)):
+            if knobs.body:
+                time.sleep(knobs.body)
+            if rank == 0:
+                ends.write(f"{time.monotonic()}\n")
 
 
-def trained(case, knobs, more, folder, *, profile=False, env=None):
-    """What a training of its own found: {"step_ms": ...}, or the verdict."""
-    first, last = case.steps
-    name = "traced" if profile else f"run{len(list(folder.iterdir()))}"
-    config = {"experiment_name": name, "save_dir": str(folder), "batch_size": 32, "micro_batch_size": 32 // case.ranks}
-    config |= {"max_steps": last + 2, "ckpt_freq": 0, "log_freq": 10, "precision": "float32", "device": "cpu"}
-    config |= case.config
+def going(case, knobs, more, folder, name, env=None):
+    """A training with these knobs, and options beside those of the case."""
+    config = {"experiment_name": name, "save_dir": str(folder), "batch_size": 32, "max_steps": ENDLESS, "ckpt_freq": 0}
+    config |= {"log_freq": 10, "precision": "float32", "device": "cpu"} | case.config
     if "micro_batch_size" not in case.config:
         config["micro_batch_size"] = config["batch_size"] // case.ranks
-    config |= {"profile": f"{first}:{last}"} if profile else {}
     config |= more
-    out = folder / f"{name}.json"
-    said = {"knobs": dataclasses.asdict(knobs), "config": config, "steps": case.steps, "out": str(out)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-    command = command if case.ranks > 1 else [sys.executable]
+    ends = folder / f"{name}.ends"
+    ends.touch()
+    said = {"knobs": dataclasses.asdict(knobs), "config": config, "ends": str(ends)}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path[:1])}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", **(case.env if env is None else env)}
-    done = subprocess.run(
-        [*command, __file__, "--worker", json.dumps(said)], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{case.name}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
-    found = json.loads(out.read_text()) if out.exists() else {}
-    if profile:
-        found |= json.loads((folder / name / "profile" / f"{first}-{last}" / "verdict.json").read_text())
-    return found
+    return Going([sys.executable, __file__, "--worker", json.dumps(said)], ends, environment, case.ranks)
+
+
+def traced(case, folder):
+    """The verdict."""
+    first, last = case.steps
+    with going(case, case.planted, {"profile": f"{first}:{last}"}, folder, "traced") as run:
+        run.until(last + 1)
+    return json.loads((folder / "traced" / "profile" / f"{first}-{last}" / "verdict.json").read_text())
 
 
 def flags_in(what, case):
@@ -290,34 +295,37 @@ def flags_in(what, case):
 
 
 def tried(case, folder, named_alone):
-    """[name, wanted, found, predicted gain, measured gain]"""
-    found = trained(case, case.planted, {}, folder, profile=True)
-    if case.wanted == "compute":
-        return [case.name, case.wanted, found["bottleneck"], None, None, found["sentence"]]
-    what, gain = found["next"]["what"], found["next"]["gain"]
-    right = found["bottleneck"] == case.wanted and not named_alone
+    """One case, as a row: the last fields are None where nothing was measured."""
+    found = traced(case, folder)
+    row = {"name": case.name, "wanted": case.wanted, "found": found["bottleneck"], "sentence": found["sentence"]}
+    row |= {"predicted": found["next"]["gain"], "measured": None}
+    if case.wanted == "compute" or found["bottleneck"] != case.wanted or named_alone:
+        return row
+    what = found["next"]["what"]
     fields, variables = flags_in(what, case) if case.mended is None or what.startswith("--eval") else ({}, {})
-    plain, mended = [], []
-    for _ in range(2 if right else 0):
-        plain.append(trained(case, case.planted, {}, folder)["step_ms"])
-        env = {**case.env, **variables} if variables else case.env
-        mended.append(trained(case, case.mended or case.planted, fields, folder, env=env)["step_ms"])
-    measured = statistics.fmean(plain) / statistics.fmean(mended) if right else None
-    if right and fields.get("batch_size"):
-        measured *= fields["batch_size"] / case.config.get("batch_size", 32)
-    return [case.name, case.wanted, found["bottleneck"], gain, measured, found["sentence"]]
+    env = {**case.env, **variables}
+    with (
+        going(case, case.planted, {}, folder, "plain") as plain,
+        going(case, case.mended or case.planted, fields, folder, "mended", env) as mended,
+    ):
+        ratios, before, after = in_turns(plain, mended, case.steps[0], ROUNDS, TURN)
+    times = fields.get("batch_size", 1) / case.config.get("batch_size", 32) if fields.get("batch_size") else 1.0
+    low, high = spread(ratios)
+    row |= {"measured": times * statistics.median(ratios), "low": times * low, "high": times * high}
+    return row | {"plain_ms": before, "mended_ms": after}
 
 
 def by_hand():
-    """What needs a GPU: (name, wanted, found)."""
+    """What needs a GPU, as rows."""
     from test_verdict import HEALTHY, PLANTED, verdict
 
-    for name, (wanted, _, made) in PLANTED.items():
+    cases = [(name, wanted, made) for name, (wanted, _, made) in PLANTED.items()]
+    cases += [(f"{name}, healthy", "compute", made) for name, made in HEALTHY.items()]
+    for name, wanted, made in cases:
         if name.startswith("CUDA"):
-            yield [f"{name} (by hand)", wanted, verdict(*made()).bottleneck, None, None, ""]
-    for name, made in HEALTHY.items():
-        if name.startswith("CUDA"):
-            yield [f"{name}, healthy (by hand)", "compute", verdict(*made()).bottleneck, None, None, ""]
+            found = verdict(*made())
+            row = {"name": f"{name} (by hand)", "wanted": wanted, "found": found.bottleneck, "measured": None}
+            yield row | {"sentence": found.sentence}
 
 
 def main():
@@ -337,23 +345,33 @@ def main():
     for row in [] if given.only else by_hand():
         rows.append(row)
         show(row)
-    planted = [row for row in rows if row[1] != "compute"]
-    near = [row for row in planted if row[4] and abs(row[3] / row[4] - 1.0) <= NEAR]
-    print(f"named right: {sum(row[1] == row[2] for row in planted)} of {len(planted)} planted")
-    healthy = [row for row in rows if row[1] == "compute"]
-    print(f"healthy and called compute: {sum(row[2] == 'compute' for row in healthy)} of {len(healthy)}")
-    print(f"predicted gain within {NEAR:.0%} of the measured: {len(near)} of {sum(bool(row[4]) for row in planted)}")
+    planted = [row for row in rows if row["wanted"] != "compute"]
+    print(f"named right: {sum(row['wanted'] == row['found'] for row in planted)} of {len(planted)} planted")
+    healthy = [row for row in rows if row["wanted"] == "compute"]
+    print(f"healthy and called compute: {sum(row['found'] == 'compute' for row in healthy)} of {len(healthy)}")
+    timed = [row for row in planted if row["measured"]]
+    near = [row for row in timed if is_near(row)]
+    within = [row for row in timed if row not in near and row["low"] <= row["predicted"] <= row["high"]]
+    print(f"predicted gain within {NEAR:.0%} of the measured: {len(near)} of {len(timed)}")
+    print(f"further off, but between the quartiles of the rounds: {len(within)}")
     if given.json:
         Path(given.json).write_text(json.dumps(rows, indent=1))
     return 0
 
 
+def is_near(row):
+    return abs(row["predicted"] / row["measured"] - 1.0) <= NEAR
+
+
 def show(row):
-    name, wanted, found, gain, measured, sentence = row
-    numbers = f"{gain:6.2f} predicted {measured:6.2f} measured" if measured else ""
-    print(f"{name:<44} {wanted:<14} {found:<14} {'right' if wanted == found else 'WRONG':<6} {numbers}", flush=True)
-    if wanted != found:
-        print(f"    {sentence}", flush=True)
+    numbers, right = "", row["wanted"] == row["found"]
+    if row["measured"]:
+        numbers = f"{row['predicted']:6.2f} predicted {row['measured']:6.2f} measured ({row['low']:.2f} to "
+        numbers += f"{row['high']:.2f}; {row['plain_ms']:.1f} and {row['mended_ms']:.1f} ms) {'near' * is_near(row)}"
+    said = f"{row['name']:<42} {row['wanted']:<14} {row['found']:<14} {'right' if right else 'WRONG':<6} {numbers}"
+    print(said.rstrip(), flush=True)
+    if not right:
+        print(f"    {row['sentence']}", flush=True)
 
 
 if __name__ == "__main__":

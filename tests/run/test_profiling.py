@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import threading
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from lockstep.clock import HostClock, MarkingClock, make_clock, marked
 from lockstep.config.config import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
-from lockstep.run.machine import Usage, cold_ms, fused_ns, operations_us, page_us, positions, threads_gain
+from lockstep.run.machine import Usage, cold_ms, fused_ns, handed_ms, operations_us, page_us, positions, threads_gain
 from lockstep.sinks.jsonl import read as records
 
 
@@ -148,6 +149,14 @@ def test_probes_leave_threads_and_random_numbers_alone():
     assert 0.0 < fused_ns(torch.device("cpu")) < 1e6
     assert 0.0 <= cold_ms(1.0, 20_000) < 1e6
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_loader_process_would_hand_over_is_tried_without_one():
+    threads, row = threading.enumerate(), torch.zeros(4)
+    assert 0.0 < handed_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
+    assert handed_ms("no tensor") < 1.0
+    assert threading.enumerate() == threads
+    assert not row.is_shared()  # the batch is left as it is
 
 
 def test_what_a_step_had_of_the_system_is_its_usual():

@@ -42,6 +42,7 @@ from lockstep.run.machine import (
     cold_ms,
     cores,
     fused_ns,
+    handed_ms,
     local_ranks,
     memory_free,
     operations_us,
@@ -158,6 +159,8 @@ class Profiling:
             idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
             self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
+        if device.type == "cpu" and not self._built.config.data.workers:
+            self._costs["handed_ms"] = sum(handed_ms(batch.held) for batch in self._step_loader.present[:1])
         with _quiet():
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()

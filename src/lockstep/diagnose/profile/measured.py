@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from lockstep.diagnose.profile.parts import PARTS, Parted
+from lockstep.diagnose.profile.intervals import NONE, length
+from lockstep.diagnose.profile.parts import PARTS, Parted, saves_of_evaluations
 
 __all__ = ["WORTH", "Measured", "Remedy", "empty"]
 
@@ -56,14 +57,18 @@ class Measured:
         record = fmean(rank.record for rank in self.ranks)
         self.steady = self.parts | {"record": record, "host": self.parts["host"] - record}
         self.tracing = self._untraced()
-        for name, mark, freq in (
-            ("evaluation", "evaluate", "eval_freq"),
-            ("checkpoint", "save", "ckpt_freq"),
-            ("record", "record", "log_freq"),
+        marks = self.ranks[0].trace.marks
+        saves, best = marks.get("save", NONE), saves_of_evaluations(self.ranks[0].trace)
+        of_best = self.steady["checkpoint"] * length(best) / max(length(saves), 1e-9)
+        self.steady["evaluation"] += of_best  # without the evaluation they would not have been
+        self.steady["checkpoint"] -= of_best
+        for name, count, freq in (
+            ("evaluation", len(marks.get("evaluate", NONE)), "eval_freq"),
+            ("checkpoint", len(saves) - len(best), "ckpt_freq"),
+            ("record", len(marks.get("record", NONE)), "log_freq"),
         ):
-            trace = self.ranks[0].trace
-            count, every = len(trace.marks.get(mark, ())), int(self.option(freq) or 0)
-            self.steady[name] *= trace.steps / count / every if count and every else 0.0
+            every = int(self.option(freq) or 0)
+            self.steady[name] *= self.ranks[0].trace.steps / count / every if count and every else 0.0
         self.step = sum(spent for name, spent in self.steady.items() if name != "hidden_communication")
 
     def _untraced(self) -> float:

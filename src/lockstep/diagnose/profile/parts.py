@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.diagnose.profile.intervals import NONE, Spans, common, length, minus, union
 from lockstep.diagnose.profile.reading import Trace
 
-__all__ = ["PARTS", "Parted", "parted"]
+__all__ = ["PARTS", "Parted", "parted", "saves_of_evaluations"]
 
 PARTS = (
     *("compute", "hidden_communication", "exposed_communication", "data", "host"),
@@ -71,6 +71,24 @@ def parted(traces: Sequence[Trace]) -> list[Parted]:
     ]
 
 
+def saves_of_evaluations(trace: Trace) -> Spans:
+    """When what an evaluation found to be the best so far was saved: after it, in a step in which no save was due."""
+    saves, evaluations, steps = (trace.marks.get(name, NONE) for name in ("save", "evaluate", "step"))
+    every = int(trace.about.get("options", {}).get("ckpt_freq") or 0)
+    evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
+    places = [_step_at(steps, begin) for begin, _ in saves]
+    first = int(trace.about["steps"][0])
+    due = [bool(every) and (first + place) % every == 0 for place in places]
+    after = [evaluated.get(place, np.inf) < begin for place, (begin, _) in zip(places, saves, strict=True)]
+    chosen: Spans = saves[[it and not was for it, was in zip(after, due, strict=True)]] if len(saves) else NONE
+    return chosen
+
+
+def _step_at(steps: Spans, at: float) -> int:
+    """The place of the step that was begun last."""
+    return int(np.searchsorted(steps[:, 0], at, side="right")) - 1
+
+
 def _of_cpu(trace: Trace, late: Spans) -> Parted:
     whole = union([trace.window])
     mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
@@ -118,17 +136,26 @@ def _without_queue(found: Parted) -> Parted:
     """The parts without the times in which the thread wanted a core and had none, which are a part of their own.
 
     How long that was is known for each of lockstep's parts of a step, and not where within it: but a thread that loses
-    its core does so for longer than it takes to call an operation.
+    its core does so for longer than it takes to call an operation, and while it sleeps it wants none.
     """
     about, parts = found.trace.about, dict(found.parts)
     queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
+    had, waited = (
+        sum(float(each.get(name, 0.0)) for name in ("forward", "backward")) for each in (about.get("cpu", {}), queued)
+    )
     computing, between = found.forward + found.backward, found.passes - found.calling
-    passes = min(queued.get("forward", 0.0) + queued.get("backward", 0.0), computing + between)
-    left = 1.0 - passes / max(computing + between, 1e-9)  # of what lies in the passes
-    outside = float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values())
+    slept = min(max(computing + found.passes - had - waited, 0.0), between) if had else 0.0
+    wanting = computing + between - slept
+    left = 1.0 - min(waited, wanting) / max(wanting, 1e-9)
+    outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
+    apart = parts["host"] - found.passes - found.record
+    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # what lies outside of a step's parts
+    lost = min(outside / max(beside, 1e-9), 1.0)
     gone = {
         "compute": computing * (1.0 - left),
-        "host": between * (1.0 - left) + min(max(outside, 0.0), parts["host"] - found.passes - found.record),
+        "host": (between - slept) * (1.0 - left) + (apart + found.record) * lost,
+        "evaluation": parts["evaluation"] * lost,
+        "checkpoint": parts["checkpoint"] * lost,
         "data": min(queued.get("data", 0.0), parts["data"]),
         "update": min(queued.get("update", 0.0), parts["update"]),
     }
@@ -140,7 +167,8 @@ def _without_queue(found: Parted) -> Parted:
         parts=parts,
         forward=found.forward * left,
         backward=found.backward * left,
-        passes=between * left + found.calling,
+        record=found.record * (1.0 - lost),
+        passes=slept + (between - slept) * left + found.calling,
         again=found.again * left,
         framing=found.framing * left,
     )

@@ -47,6 +47,8 @@ def _data(run: Measured) -> Iterator[Remedy]:
     for rank in run.ranks:
         each = max(rank.own - run.tracing - rank.parts["data"], 0.0)
         whole = rank.parts["data"] if not now else (each + rank.parts["data"]) * now
+        if not now:  # a loader process hands over each micro-batch, which takes both of them
+            each += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
         busy = (each + whole * computing) / max(1, cores)  # what all cores have to do
         own.append(max(each, whole / wanted, busy if not now else 0.0))
     after = max(own) + _beside(run)

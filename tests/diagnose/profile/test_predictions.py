@@ -1,0 +1,66 @@
+"""What a step is predicted to take without something, over traces written by hand."""
+
+import pytest
+from handmade_traces import on_cpu
+from test_verdict import verdict
+
+EVALUATED = {"log_freq": 0, "eval_freq": 1, "ckpt_freq": 0}
+
+
+def evaluated(saved, **options):
+    """Steps of 9.7 ms with an evaluation of 10 ms after each, and a save of `saved` us after the evaluation."""
+    hand = on_cpu(data=200, after=10000 + saved, options=EVALUATED | options)
+    for event in list(hand.events):
+        if event["name"].startswith("lockstep:step"):
+            end = event["ts"] + event["dur"]
+            hand.mark("evaluate", end - saved - 10000, 10000)
+            if saved:
+                hand.mark("save", end - saved, saved)
+    return hand
+
+
+def test_a_save_of_what_was_evaluated_as_the_best_is_the_evaluations():
+    """No save is due, so that without the evaluation there would be none."""
+    plain, saved = verdict(evaluated(0)), verdict(evaluated(20000))
+    assert plain.bottleneck == saved.bottleneck == "evaluation"
+    assert "takes 10.0 ms each time" in plain.sentence
+    assert "takes 30.0 ms each time" in saved.sentence
+    assert saved.parts["checkpoint"] == pytest.approx(20.0)
+    assert saved.gain == pytest.approx(39.7 / 9.7, rel=0.02)
+
+
+def test_a_save_that_was_due_is_not_the_evaluations():
+    found = verdict(evaluated(20000, ckpt_freq=1))
+    assert found.bottleneck == "checkpoint"
+    assert "takes 20.0 ms each time" in found.sentence
+    seldom = verdict(evaluated(20000, ckpt_freq=5))  # that of every fifth step: the others are the evaluations'
+    assert "an evaluation every 1 steps takes 26.0 ms each time" in seldom.sentence
+
+
+def test_what_a_loader_process_hands_over_stays():
+    """A step of 9.5 ms and 20 ms of loading; to fetch what was loaded takes 2 ms."""
+    hand = on_cpu(data=20000)
+    assert verdict(hand).gain == pytest.approx(29.5 / 9.5)
+    assert verdict(hand, handed_ms=2.0).gain == pytest.approx(29.5 / 11.5)
+    assert verdict(hand, handed_ms=0.5, slots=4).gain == pytest.approx(29.5 / 11.5)
+    hand.about["options"]["data.workers"] = 1
+    assert verdict(hand, handed_ms=2.0, slots=1).gain == verdict(hand, handed_ms=0.0).gain  # it is in the wait already
+
+
+def test_who_sleeps_waits_for_no_core():
+    """9 ms in the passes, 4 of which are a gap: asleep, by what the thread computed, or not."""
+    busy = {"cpu": {"forward": 2.0, "backward": 4.0}, "queued": {"forward": 1.0, "backward": 2.0}}
+    parts = verdict(on_cpu(data=200, gaps=2000, **busy)).parts
+    assert parts["host"] == pytest.approx(4.0 * 2.0 / 3.0)
+    slept = {"cpu": {"forward": 1.0, "backward": 1.0}, "queued": {"forward": 1.0, "backward": 2.0}}
+    parts = verdict(on_cpu(data=200, gaps=2000, **slept)).parts
+    assert parts["host"] == pytest.approx(4.0)
+    assert parts["compute"] == pytest.approx(2.0)
+    assert parts["queued"] == pytest.approx(3.0)
+
+
+def test_the_queue_outside_of_the_steps_parts_is_taken_from_what_lies_there():
+    found = verdict(evaluated(0), queued={"forward": 1.0}, usage={"queued": 6.0})
+    assert found.parts["evaluation"] == pytest.approx(5.0)
+    assert found.parts["queued"] == pytest.approx(6.0)
+    assert found.parts["compute"] == pytest.approx(8.0)
