@@ -117,7 +117,7 @@ CASES = [
         Knobs(width=128, layers=150, rows=1),
     ),
     Case("Python in the forward", "host", Knobs(python=1_000_000), Knobs()),
-    Case("many small operations", "operations", Knobs(tiny=600)),
+    Case("many small operations", "operations", Knobs(width=256, rows=1, tiny=1500)),
     Case("a wait in the forward", "host", Knobs(forward=0.03), Knobs()),
     Case("a slow body of the loop", "host", Knobs(body=0.03), Knobs()),
     Case(

@@ -71,6 +71,12 @@ class Usage(NamedTuple):
         steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(noted)]
         return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
 
+    @classmethod
+    def least_busy(cls, noted: Sequence["Usage"]) -> float:
+        """Milliseconds that this thread computed in the step in which it did so least; 0 for less than two steps."""
+        steps = [new.busy - old.busy for old, new in pairwise(noted)]
+        return min(steps) if len(steps) > 1 else 0.0
+
     def since(self, steps: int) -> dict[str, float]:
         """What came since, a step."""
         now = Usage.now()

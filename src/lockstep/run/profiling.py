@@ -19,8 +19,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -98,8 +97,7 @@ class Profiling:
         self._first = self._done = 0  # of the traced steps: the first one, and the last that was taken
         self._usage, self._costs = Usage(), dict[str, Any]()
         self._plain: deque[Usage] = deque(maxlen=_PLAIN)
-        self._laps: deque[dict[str, float]] = deque(maxlen=_PLAIN)  # what the clock said before the trace, and within
-        self._traced: list[dict[str, float]] = []
+        self._traced: list[Usage] = []
         self._padding: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -124,11 +122,10 @@ class Profiling:
         began, (first, last) = time.perf_counter(), self._range
         if self._first:
             self._done = done
-            self._traced.append(self.clock.spent())
+            self._traced.append(Usage.now())
             self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
         if done < first - 1:
             self._plain.append(Usage.now())
-            self._laps.append(self.clock.spent())
         if done == last:
             self.end()
         elif done >= first - 2 and self._profiler is None:  # the step before warms the profiler up
@@ -174,7 +171,7 @@ class Profiling:
             self._profiler.start_trace()
         self._costs["event_us"] = max(0.0, operations_us() - plain)
         self._first, self._padding, self._usage = number, [], Usage.now()
-        self._traced = [self.clock.spent()]
+        self._traced = [self._usage]
         self._marks.trace(number)
 
     def _finish(self, marks: MarkingClock) -> None:
@@ -216,7 +213,7 @@ class Profiling:
         built, world, count = self._built, self._built.world, self._done - self._first + 1
         config, engine = built.config, name_of(built.config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
-        usage, before, within = self._usage.since(count), _usual(self._laps), _usual(self._traced)
+        usage, plain, within = self._usage.since(count), Usage.least_busy(self._plain), Usage.least_busy(self._traced)
         # What a trace keeps lies between the tensors in memory, and makes pages new that are not without it.
         usage["minor"] = min(usage["minor"], Usage.usual(self._plain).minor)
         return {
@@ -236,7 +233,7 @@ class Profiling:
             "parameters": sum(p.numel() for p in trained),
             **self._costs,
             "untraced_ms": 1e3 * median(marks.plain) if marks.plain else None,
-            "slowed_ms": {part: within[part] - before[part] for part in within if part in before},
+            "tracing_ms": max(0.0, within - plain) if plain and within else None,
             "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
             "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
             "usage": usage,
@@ -248,16 +245,6 @@ class Profiling:
             "memory_used": memory(world.device),
             "options": built.arguments,
         }
-
-
-def _usual(noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Milliseconds of the middle step by part, of what a clock said after each; {} for fewer than three steps."""
-    steps = [{name: new[name] - old.get(name, 0.0) for name in new} for old, new in pairwise(noted)]
-    if len(steps) < 3:
-        return {}
-    parts = {name.partition("/")[0] for step in steps for name in step}
-    whole = [{part: sum(step[n] for n in step if n.partition("/")[0] == part) for part in parts} for step in steps]
-    return {part: 1e3 * median(step[part] for step in whole) for part in parts}
 
 
 def _export(profiler: Any, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from handmade_traces import on_cpu
-from test_verdict import verdict
+from test_verdict import ranks, verdict
 
 EVALUATED = {"log_freq": 0, "eval_freq": 1, "ckpt_freq": 0}
 
@@ -64,3 +64,18 @@ def test_the_queue_outside_of_the_steps_parts_is_taken_from_what_lies_there():
     assert found.parts["evaluation"] == pytest.approx(5.0)
     assert found.parts["queued"] == pytest.approx(6.0)
     assert found.parts["compute"] == pytest.approx(8.0)
+
+
+def test_an_exchange_finds_no_core_beside_a_backward_that_has_them_all():
+    """15 of 16 buckets of an exchange of 5 ms, 3 of which a core works at it, could lie beside the backward."""
+
+    def gain(cores):
+        options = {"engine_options.bucket_cap_mb": 1000.0, "engine_options.compression": "bf16"}
+        pair = ranks(on_cpu, data=200, exchange=5000, options=options, usage={"others": 3.0}, cores=cores)
+        return verdict(*pair).gain
+
+    whole = 14.7
+    beside = 5.0 * 15.0 / 16.0
+    assert gain(cores=2) == pytest.approx(whole / (whole - beside * (1.0 - 0.6)))
+    assert gain(cores=3) == pytest.approx(whole / (whole - beside * (1.0 - 0.1)))
+    assert gain(cores=4) == pytest.approx(whole / (whole - beside))

@@ -320,15 +320,13 @@ def test_what_tracing_takes_is_no_gain():
     assert fast.gain < slow.gain
 
 
-def test_by_how_much_longer_the_parts_were_than_before_the_trace_says_what_an_event_takes():
+def test_by_how_much_longer_the_thread_computed_says_what_an_event_takes():
     hand = on_cpu(data=200, ops=1500, gaps=1500)
-    least, known = verdict(hand, event_us=0.2), verdict(hand, event_us=0.2, slowed_ms={"forward": 1.0, "backward": 2.0})
+    least, known = verdict(hand, event_us=0.2), verdict(hand, tracing_ms=3.0)
     assert known.gain < least.gain
-    assert verdict(hand, event_us=0.2, slowed_ms={"forward": -1.0, "update": 0.5}).gain == least.gain
-    backward = {"backward": 2.0}  # in which ranks wait for each other: of several it says nothing
-    pair = ranks(on_cpu, data=200, ops=1500, gaps=1500)
-    alone = verdict(*pair, event_us=0.2).gain
-    assert verdict(*pair, event_us=0.2, slowed_ms=backward).gain == alone
+    assert verdict(hand, tracing_ms=0.5).gain == least.gain  # an event takes as much as one that was timed alone
+    assert verdict(hand, tracing_ms=9.5).gain == verdict(hand, tracing_ms=90.0).gain  # and no more than events can
+    assert verdict(hand, tracing_ms=None).gain == least.gain
 
 
 def test_what_a_wait_leaves_cold_is_gained_with_the_wait():

@@ -93,16 +93,15 @@ class Measured:
     def event(self) -> float:
         """Milliseconds that an event of the trace took to be written, of the mean rank.
 
-        By how much longer its parts of a step were than before the trace, where that is known: what is written also
-        drives other things out of the caches. An exchange, of another length each time, says nothing of it.
+        By how much longer the thread computed for a step than before the trace, where that is known: what is written
+        also drives other things out of the caches. What it waited for meanwhile, another rank or a core, is not in it.
         """
         least, found = float(self.about.get("event_us", 0.0)) / 1e3, []
         for rank in self.ranks:
-            slowed = rank.trace.about.get("slowed_ms") or {}
-            parts = ("forward", "update") if len(self.ranks) > 1 else ("forward", "backward", "update")
-            count = sum(rank.trace.events.get(part, 0) for part in parts) / rank.trace.steps
-            longer = sum(float(slowed.get(part, 0.0)) for part in parts)
-            found.append(min(max(longer / count, least), _EVENT) if slowed and count else least)
+            longer = rank.trace.about.get("tracing_ms")
+            count = sum(rank.trace.events.get(part, 0) for part in ("forward", "backward", "update")) / rank.trace.steps
+            known = longer is not None and count
+            found.append(min(max(float(longer or 0.0) / count, least), _EVENT) if known else least)
         return fmean(found)
 
     def warmed(self, remedy: Remedy) -> float:

@@ -119,7 +119,7 @@ def _communication(run: Measured) -> Iterator[Remedy]:
         size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
         last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
-        gone = min(exposed * (1.0 - 1.0 / buckets), last)
+        gone = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
         why = f"the gradients travel in one bucket after the backward: {parts}"
         after = max(run.without(gone=gone), min(run.busy, run.step))
         yield Remedy("communication", f"--engine.bucket-cap-mb {size:g}", after, why)
@@ -139,6 +139,13 @@ def _communication(run: Measured) -> Iterator[Remedy]:
     )  # half the bytes of a longer one are not enough
     if run.step > WORTH * run.without(gone=exposed * seldom):  # the exchange's own share, without that of the update
         yield Remedy("communication", what, run.without(gone=gone), why, last)
+
+
+def _without_core(run: Measured) -> float:
+    """The share of an exchange that has no core beside a backward: its threads and those that compute take turns."""
+    threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
+    free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
+    return max(0.0, run.exchanging - free / max(1, ranks))
 
 
 def _seldom(run: Measured) -> Iterator[Remedy]:
