@@ -42,6 +42,7 @@ from shaken import shaken
 import lockstep
 from lockstep.config.config import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
+from lockstep.distributed.world import World
 from lockstep.engines.shared.exact import Exchange
 from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
@@ -49,7 +50,7 @@ from lockstep.guards import spike
 from lockstep.guards.reading import Reader
 from lockstep.transforms import precision
 
-__all__ = ["NAME", "Start", "begins", "folder_of", "play", "shares", "starts", "task_of"]
+__all__ = ["NAME", "Start", "begins", "folder_of", "play", "refused", "shares", "starts", "task_of"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
@@ -225,6 +226,21 @@ def _one(world, start, folder):
 def task_of(case: Case, folder: Path) -> lockstep.Task:
     made = lightning_task if case.task in LIGHTNING else subject
     return made(case.task, case.model, case.fault, folder)
+
+
+def refused(world: World, cases: list[Case], root: Path) -> list[str]:
+    """What a start of each case says, on this rank; "" for one that is a run."""
+    said = []
+    for case in cases:
+        folder = root / str(case)
+        folder.mkdir(exist_ok=True)
+        try:
+            task = task_of(case, folder)
+            lockstep.train(settings(starts(case)[0], folder), task, world)
+            said.append("")
+        except LockstepError as error:
+            said.append(str(error))
+    return said
 
 
 class Average:

@@ -17,13 +17,10 @@ import pytest
 import torch
 from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
 from matrix_oracle import oracle
-from matrix_run import NAME, play, settings, starts, task_of
+from matrix_run import NAME, play, refused
 from matrix_subject import BAD, STEPS, Own
 from matrix_verdict import compared, compared_evaluations, verdict
-from ranks import run
-
-import lockstep
-from lockstep.errors import LockstepError
+from ranks import preloaded, run
 
 RUNS = everything()
 PAIRS = covering(RUNS, 2)
@@ -98,33 +95,27 @@ def _values(a, b):
 def test_a_case_is_named_by_its_line():
     cases = PAIRS
     assert [parse(str(case)) for case in cases] == cases
-    for line in ("", "ddp", str(cases[0]).replace("plain", "rough"), f"{cases[0]}-more"):
+    for line in ("", "ddp", str(cases[0]).replace(cases[0].sums, "rough"), f"{cases[0]}-more"):
         with pytest.raises(ValueError, match="names no case"):
             parse(line)
 
 
-def refused(world, cases, root):
-    said = []
-    for case in cases:
-        folder = root / str(case)
-        folder.mkdir(exist_ok=True)
-        try:
-            task = task_of(case, folder)
-            lockstep.train(settings(starts(case)[0], folder), task, world)
-            said.append("")
-        except LockstepError as error:
-            said.append(str(error))
-    return said
+@pytest.fixture(scope="module")
+def loaded_once():
+    with preloaded("lightning.pytorch"):
+        yield
 
 
+@pytest.mark.usefixtures("loaded_once")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
     base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default")._replace(world=world)
     cases = [base._replace(engine="single")] if world > 1 else []
     cases += [base._replace(engine=engine, sums="exact", model="buffer") for engine in ("ddp", "zero", "fsdp")]
-    own = base._replace(task="manual")
-    cases += [own._replace(engine="zero"), own._replace(engine="fsdp"), own._replace(policy="skip")]
-    cases += [own._replace(precision="fp16")]
+    if world == 2:  # whatever the world
+        own = base._replace(task="manual")
+        cases += [own._replace(engine="zero"), own._replace(engine="fsdp"), own._replace(policy="skip")]
+        cases += [own._replace(precision="fp16")]
     assert all(refusal(case) for case in cases)
     for said in run(refused, world, cases, tmp_path):
         for case, line in zip(cases, said, strict=True):

@@ -1,6 +1,7 @@
 """lockstep.from_lightning on one device: Lightning's own losses, rates, numbers and order of hooks."""
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import json
@@ -389,12 +390,26 @@ def test_what_cannot_lie_in_a_checkpoint_is_told_by_its_hook(tmp_path):
     assert run.model.loaded is torch.float64
 
 
+def test_a_module_of_its_own_in_the_checkpoint_is_the_resumed_ones(tmp_path):
+    class Saving(autoencoder(L)):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint |= {"held": self.encoder, "best": 0.5}
+
+        def on_load_checkpoint(self, checkpoint):
+            assert checkpoint["held"] is self.encoder
+            self.loaded = checkpoint["best"]
+
+    trained(tmp_path, seeded(Saving), loaders()[0], trainer(L), stop_at=2)
+    _, run = trained(tmp_path, seeded(Saving), loaders()[0], trainer(L), stop_at=4)
+    assert run.model.loaded == 0.5
+
+
 def test_what_cannot_lie_in_a_checkpoint_is_refused_before_step_1(tmp_path):
     taken = []
 
     class Saving(autoencoder(L)):
         def on_save_checkpoint(self, checkpoint):
-            checkpoint["held"] = self.encoder
+            checkpoint["held"] = copy.deepcopy(self.encoder)
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
             taken.append(batch_idx)

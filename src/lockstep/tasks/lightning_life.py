@@ -191,7 +191,8 @@ class Life(Hooks):
             if rates.watched:
                 rates.drive_to(done)
         if "module" in state and written(self.module, "on_load_checkpoint"):
-            self.hook("on_load_checkpoint", self._checkpoint() | unpacked(state["module"]))
+            own = {key: self.module.get_submodule(name) for key, name in state.get("own_modules", {}).items()}
+            self.hook("on_load_checkpoint", self._checkpoint() | own | unpacked(state["module"]))
         if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
             self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
         for logger in self.trainer.loggers:
@@ -217,7 +218,12 @@ class Life(Hooks):
             known = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
             more = {key: value for key, value in checkpoint.items() if key not in known}
-            state["module"] = packed(more, "on_save_checkpoint")
+            # Whose tensors are kept anyway: it is found again by its name.
+            names = {id(module): name for name, module in self.module.named_modules() if name}
+            own = {key: names[id(value)] for key, value in more.items() if id(value) in names}
+            if own:
+                state["own_modules"] = own
+            state["module"] = packed({k: v for k, v in more.items() if k not in own}, "on_save_checkpoint")
         datamodule = self.trainer.datamodule
         if written(datamodule, "state_dict"):
             state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
