@@ -33,6 +33,27 @@ NET = (
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
 FSDP = "from torch.distributed.fsdp import FullyShardedDataParallel as {name}\n\ndef wrap(model):\n    return {call}\n"
 ADAMW = "from {package} import AdamW\n\ndef make(model):\n    return AdamW({groups}, lr=1e-3{more})\n"
+GATHERED = """
+def make(model):
+    given = list({first}) + list({second})
+    return torch.optim.AdamW(given, lr=1e-3)
+"""
+LOSS = """
+import numpy as np
+
+class Loss(nn.Module):
+    def forward(self, x):
+        {line}
+        return x.mean()
+
+def train(model, loader, optimizer):
+    criterion = Loss()
+    for x in loader:
+        optimizer.zero_grad()
+        loss = criterion.forward(model(x.cuda()))
+        loss.backward()
+        optimizer.step()
+"""
 # By rule: a name, the script, and whether it is told.
 FORMS = {
     "LS019": {
@@ -68,10 +89,48 @@ FORMS = {
             ADAMW.format(package="torch.optim", groups="model.parameters()", more=", weight_decay=0"),
             False,
         ),
+        "two models' parameters": (
+            ADAMW.format(
+                package="torch.optim", groups="list(model.a.parameters()) + list(model.b.parameters())", more=""
+            ),
+            True,
+        ),
+        "two models' parameters, unpacked": (
+            ADAMW.format(package="torch.optim", groups="[*model.a.parameters(), *model.b.parameters()]", more=""),
+            True,
+        ),
+        "two models' parameters under a name": (
+            GATHERED.format(first="model.a.parameters()", second="model.b.parameters()"),
+            True,
+        ),
+        "two models' parameters, one of them by kind": (
+            GATHERED.format(first="model.a.parameters()", second="p for p in model.b.parameters() if p.ndim > 1"),
+            False,
+        ),
+        "parameters and what is not known": (
+            ADAMW.format(package="torch.optim", groups="list(model.a.parameters()) + model.rest()", more=""),
+            False,
+        ),
+        "two models' parameters without a decay": (
+            ADAMW.format(
+                package="torch.optim",
+                groups="[*model.a.parameters(), *model.b.parameters()]",
+                more=", weight_decay=0",
+            ),
+            False,
+        ),
         "groups with a decay of their own": (
             ADAMW.format(package="torch.optim", groups="[{'params': model.parameters(), 'weight_decay': 0}]", more=""),
             False,
         ),
+    },
+    "LS036": {
+        "in the model's forward": (LOSS.format(line="self.seen.append(x.abs().max().item())"), True),
+        "a list in the model's forward": (LOSS.format(line="parts = x.detach().cpu().tolist()"), True),
+        "a loss that is an object": (LOSS.format(line="self.total += x.sum().cpu()"), True),
+        "a number of the layer's own in its forward": (LOSS.format(line="x = x * self.scale"), False),
+        "a tensor kept in the model's forward": (LOSS.format(line="self.seen.append(x.detach())"), False),
+        "numpy's numbers in the model's forward": (LOSS.format(line="x = x * np.float32(2).item()"), False),
     },
     "LS024": {
         "waits in the helper": (

@@ -25,7 +25,9 @@ def check(view: View) -> Iterator[Found]:
     runs = view.module.is_script or view.trainings.trains(top) or any(fits(view, site) for site in top)
     if not (trains(view) if runs else view.training) or seeds(view, alone=view.module.is_script):
         return
-    site = model_made(view)
+    if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
+        return  # told where the program that runs it makes a model
+    site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
 
@@ -81,17 +83,17 @@ def of_generator(view: View, site: Site) -> bool:
     return site.name in ("manual_seed", "seed") and site.receiver is not None and not view.full(site)
 
 
-def model_made(view: View) -> Site | None:
-    """The first place of the file that makes a model."""
-    for site in view.sites():
+def model_made(view: View, module: Module) -> Site | None:
+    """The first place of a file that makes a model."""
+    for site in module.sites():
         binds = site.scope.bound(site.stmt)
         bound = any(bind.value is not None and covers(bind.value, site) for bind in binds)
         keys = [bind.key for bind in binds]
         fits = any(MODEL.search(key.split(".")[-1]) for key in keys) and makes(view, site)
         if bound and (fits or makes_module(view, site)):
             return site
-    wrapped = [site for _, site in view.wrappers.made(view.module)]
-    return min((*wrapped, *view.sites("get_model", "build_model")), key=lambda site: site.line, default=None)
+    wrapped = [site for _, site in view.wrappers.made(module)]
+    return min((*wrapped, *module.sites("get_model", "build_model")), key=lambda site: site.line, default=None)
 
 
 def covers(value: ast.expr, site: Site) -> bool:

@@ -69,6 +69,12 @@ def same_decay(value: ast.expr) -> bool:
         return False
     if isinstance(value, ast.Call):
         return last(value) in ("parameters", "filter", "list", "chain") and "parameters()" in text
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return same_decay(value.left) and same_decay(value.right)
+    if isinstance(value, ast.Starred):
+        return same_decay(value.value)
+    if isinstance(value, ast.List) and any(isinstance(e, ast.Starred) for e in value.elts):
+        return all(map(same_decay, value.elts))
     groups = isinstance(value, ast.List) and bool(value.elts) and all(isinstance(e, ast.Dict) for e in value.elts)
     return groups or (isinstance(value, ast.ListComp) and "parameters()" in text)
 

@@ -128,7 +128,6 @@ def elsewhere(view: View, site: Site, training: Training) -> bool:
     ] != [training.loop]:
         return True
     if site.scope.name in (
-        "forward",
         "state_dict",
         "evaluate",
         "validate",
