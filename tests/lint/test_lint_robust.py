@@ -1,14 +1,18 @@
 """Whatever a file holds, it is checked or reported, quickly and in bounded memory."""
 
+import gc
 import subprocess
 import sys
 import time
+import weakref
 from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lockstep.lint.analysis import project
+from lockstep.lint.analysis.index import index
 from lockstep.lint.analysis.source import MAX_BYTES
 from lockstep.lint.config import configure
 from lockstep.lint.rules import RULES
@@ -115,6 +119,29 @@ def test_memory_is_bounded(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) < 500_000  # KB
+
+
+def test_a_part_is_let_go_without_the_garbage_collector(monkeypatch):
+    """The collector is off while a part is checked: what is still held then stays until the end of the run."""
+    made, seen = weakref.WeakSet(), []
+
+    def noted(source):
+        module = index(source)
+        made.add(module)
+        seen.append(source.path)
+        return module
+
+    monkeypatch.setattr(project, "index", noted)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for text in HOSTILE["functions that call each other"], RULES["LS037"].bad[0], RULES["LS005"].bad[0]:
+            check_text("import torch\n" + text, ALL)
+            assert not made
+        assert len(seen) == 3
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_a_huge_file_is_reported_unread(tmp_path):
