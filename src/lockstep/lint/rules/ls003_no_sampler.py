@@ -25,11 +25,10 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(keyword(site.call, "sampler")):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
-    wrapped = [t for t in view.trainings.near(view.module) if trains_wrapped(view, t)]
     for site in view.sites("DataLoader"):
         if not view.ranks.every(site.stmt, site.scope) or divided(view, site):
             continue
-        if any(feeds(view, site, training) for training in wrapped):
+        if any(feeds(view, site, t) and trains_wrapped(view, t) for t in view.trainings.near(view.module)):
             yield Found(
                 site.call,
                 "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.index import Module, Site
+from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import base, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -24,17 +24,18 @@ def check(view: View) -> Iterator[Found]:
     """Looks at everything that runs in every step of the programs' training loops, where it stands in this file."""
     if not view.gpu:
         return
-    seen: set[tuple[Module, int]] = set()
+    seen: set[int] = set()
     for training in view.trainings.near(view.module):
         if not view.trainings.steps_in(training.loop, training.scope) and not view.training:
             continue
-        losses = loss_names(view, training)
-        for site in view.trainings.each_step(training):
-            if site.module is not view.module or (site.module, site.stmt.lineno) in seen:
+        here = [site for site in view.trainings.each_step(training) if site.module is view.module]
+        losses = loss_names(view, training) if here else set()
+        for site in here:
+            if site.stmt.lineno in seen:
                 continue
             what = syncs(view, site, losses)
             if what and not from_loader(site, training) and not elsewhere(view, site, training):
-                seen.add((site.module, site.stmt.lineno))
+                seen.add(site.stmt.lineno)
                 yield at(
                     site, f"{what} waits for the device in every step: keep tensors, and read them every n-th step"
                 )
