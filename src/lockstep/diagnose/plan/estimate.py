@@ -111,7 +111,7 @@ class Planner:
             precision = "bf16" if self.device.bf16 else "float32"
         config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
         try:
-            with fake_world(1, launched=False), Recorder():
+            with fake_world(1), Recorder():
                 found, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise

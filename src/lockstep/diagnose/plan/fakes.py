@@ -1,7 +1,7 @@
 """A world of any size in one process, whose tensors have shapes and no values. Private parts of torch are here and in
 `results.py` alone.
 
-    with fake_world(512, launched=True) as world, recorder:
+    with fake_world(512, engine="fsdp") as world, recorder:
         ...                     # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
 
 Collectives leave what they were given. What an engine asks the numbers for (is the norm below the limit?) is answered
@@ -27,12 +27,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.distributed.world import World
+from lockstep.engines.options import ENGINES, PLAIN
 from lockstep.engines.shared.ddp_common import ReplicatedEngine
 from lockstep.engines.shared.unused import Usage
 
@@ -75,16 +77,17 @@ class FakeWorld(World):
 
 
 @contextlib.contextmanager
-def fake_world(size: int, *, launched: bool, fused: bool = True) -> Iterator[FakeWorld]:
+def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterator[FakeWorld]:
     """Rank 0 of `size` ranks on a CPU; within it every tensor is without values.
 
     Args:
+        engine: which is made in it; where it is not of one process, a launcher started the ranks, so that there are
+            groups: no other default group may exist.
         fused: attention's dropout is a kernel's, as on every GPU; a CPU makes the table of weights for it.
-        launched: a launcher started the ranks, so that there are groups: no other default group may exist.
     """
     with contextlib.ExitStack() as stack:
         world = FakeWorld(0, 0, size, torch.device("cpu"))
-        if launched:
+        if not ENGINES[engine].one_process:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -92,6 +95,10 @@ def fake_world(size: int, *, launched: bool, fused: bool = True) -> Iterator[Fak
             _announced(stack, size)
             world.control = dist.group.WORLD
             _patched(stack)
+            _busiest(stack, importlib.import_module(ENGINES[engine].module))
+        # A profiler's marks are operations, but no kernel, and asked for at every turn.
+        _set(stack, record_function, "__enter__", lambda mark: mark)
+        _set(stack, record_function, "__exit__", lambda *error: None)
         _set(stack, nn.Module, "_apply", _Apply())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _unmasked(stack)
@@ -151,11 +158,16 @@ def _patched(stack: contextlib.ExitStack) -> None:
         exchanging(engine._ddp)
 
     _set(stack, ReplicatedEngine, "_wrap", wrapped)
-    zero: Any = importlib.import_module("lockstep.engines.zero").ZeroRedundancyOptimizer
+
+
+def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
+    """Within `stack`: the part that ZeRO updates, in its engine's module, is that of the rank that has most."""
+    zero = getattr(engine, "ZeroRedundancyOptimizer", None)
+    if zero is None:
+        return
     divided = zero._init_local_optimizer
 
     def busiest(optimizer: Any) -> None:
-        """The part of the rank that has most, in place of rank 0's."""
         sizes = [
             sum(p.numel() for group in groups for p in group["params"]) for groups in optimizer._partition_parameters()
         ]

@@ -203,13 +203,9 @@ class Recorder(Unwatched):  # type: ignore[no-untyped-call]
         seen, found = set[Any](), dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
-            total = 0
-            for tensor in tensors:
-                storage = local(tensor).untyped_storage()
-                if storage not in seen:
-                    seen.add(storage)
-                    total += storage.nbytes()
-            found[name] = total
+            own = {local(tensor).untyped_storage() for tensor in tensors} - seen
+            seen |= own
+            found[name] = sum([storage.nbytes() for storage in own])
         return found
 
 

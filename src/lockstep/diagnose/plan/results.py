@@ -8,13 +8,14 @@ found. Most of a trace is the same few hundred calls again and again, and asks f
 - Views and a few more are described by C++, for tensors of any device (`_PLAIN`).
 - What makes new tensors is remembered by the shapes it was given, and so is what changes its first argument in place.
 - What gives nothing back (an optimizer's fused update) has nothing to say.
+- A DTensor's states are its local part's, split as it is (`_LIKE`).
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = ["UNKNOWN", "result"]
 
@@ -28,6 +29,9 @@ _PLAIN = frozenset(
         *(_ATEN.select.int, _ATEN.permute.default),
     }
 )
+_LIKE = frozenset({_ATEN.zeros_like.default, _ATEN.detach.default})
+_ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> what its tensors have beside their form
+_PART = "_local_tensor"  # of a DTensor, whose module's import is a second of torch that not every plan needs
 _META = torch.device("meta")
 # Tags of operations whose result is not told by the shapes that they were given, or is not a new tensor.
 _UNTOLD = {
@@ -66,6 +70,8 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     To be called where FakeTensorMode is the next to answer.
     """
+    if func in _LIKE and hasattr(args[0], _PART):
+        return _split_alike(func, args[0], kwargs)
     if func in _PLAIN:
         return _plainly(func, args, kwargs)
     kind = _kinds.get(func)
@@ -73,12 +79,13 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _kinds[func] = _kind_of(func)
     if not any(kind):
         return UNKNOWN
+    given = args if not kwargs else (*args, *kwargs, *kwargs.values())
+    if kind.nothing:
+        return None if _all_fake(given) else UNKNOWN
     key = [func]
-    mode = _known(key, args) if not kwargs else _known(key, (*args, *kwargs, *kwargs.values()))
+    mode = _known(key, given)
     if mode is UNKNOWN:
         return UNKNOWN
-    if kind.nothing:
-        return None
     mode = mode or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if not isinstance(mode, FakeTensorMode):
         return UNKNOWN
@@ -87,7 +94,7 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = _seen[known]
         if form is None:
             return args[0]
-        with in_kernel_invocation_manager(mode):
+        with torch._C._DisableTorchDispatch():
             return _made(mode, form) if isinstance(form, _Form) else tuple([_made(mode, each) for each in form])
     found = func(*args, **kwargs)
     if kind.first:
@@ -106,9 +113,34 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or type(first) is not FakeTensor or first.constant is not None:
         return UNKNOWN
     mode = first.fake_mode
-    with in_kernel_invocation_manager(mode):
-        found = func(*args)
-    return FakeTensor(mode, found, first.fake_device)
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        mode.in_kernel_invocation = True
+        try:
+            found = func(*args)
+        finally:
+            mode.in_kernel_invocation = False
+        return _fake(mode, found, first.fake_device)
+
+
+def _split_alike(func: Any, given: Any, kwargs: dict[str, Any]) -> Any:
+    """What has the form of a DTensor, from its part: without asking anew how the others are split."""
+    if any(value and value is not torch.preserve_format for value in kwargs.values()):
+        return UNKNOWN
+    part = result(func, (given._local_tensor,), kwargs)
+    return UNKNOWN if part is UNKNOWN else type(given)(part, given._spec, requires_grad=False)
+
+
+def _all_fake(nested: Any) -> bool:
+    """Whether no tensor among what an operation was given has values, those of DTensors neither."""
+    for each in nested:
+        kind = type(each)
+        if kind is list or kind is tuple:
+            if not _all_fake(each):
+                return False
+        elif kind is not FakeTensor and kind not in _NUMBERS and type(getattr(each, _PART, None)) is not FakeTensor:
+            return False
+    return True
 
 
 def _kind_of(func: Any) -> _Kind:
@@ -167,6 +199,22 @@ def _forms_of(found: Any) -> tuple[_Form, ...] | None:
     return whole if apart and len(whole) == len(forms) else None
 
 
-def _made(mode: FakeTensorMode, form: _Form) -> Tensor:
-    plain = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
-    return FakeTensor(mode, plain, form.device)
+def _made(mode: FakeTensorMode, form: _Form) -> FakeTensor:
+    return _fake(mode, torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META), form.device)
+
+
+def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTensor:
+    """FakeTensor(mode, plain, device), whose attributes are those of any other one of the mode on the device: setting
+    them one by one, a dozen, takes longer than most operations."""
+    known: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_ATTRIBUTES, {})
+    if device not in known:
+        known[device] = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), device)))
+    found: FakeTensor = Tensor._make_subclass(
+        FakeTensor, plain, plain.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(known[device])
+    return found

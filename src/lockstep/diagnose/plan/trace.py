@@ -83,13 +83,12 @@ def traced(
         Untraceable: the model asks for numbers; the operation is named.
         UsageError: the model, the engine or the optimizer refuses.
     """
-    launched = not ENGINES[config.engine].one_process
     if config.exact:
         config = dataclasses.replace(config, batch_size=config.micro_size * slots * size)
     recorder = Recorder()
     with warnings.catch_warnings(), _frozen():
         warnings.simplefilter("ignore")
-        with fake_world(size, launched=launched, fused=fused) as world, recorder:
+        with fake_world(size, engine=config.engine, fused=fused) as world, recorder:
             try:
                 return _Stage(config, subject, world, recorder, layers).play(slots)
             except REFUSED as error:
@@ -159,7 +158,9 @@ class _Stage:
         self._engine = self._made(config, world)
         exchanging(self._engine.model)
         self._loss = loss_of(self._task)
-        self._modules = list(self._engine.model.modules())
+        modules = list(self._engine.model.modules())  # fsdp changes parameters on the way, never modules
+        self._parameters = [each._parameters for each in modules if each._parameters]
+        self._buffers = [each._buffers for each in modules if each._buffers]
 
     def _made(self, config: Config, world: Any) -> Engine:
         def make(held: nn.Module) -> Optimizer:
@@ -275,8 +276,7 @@ class _Stage:
 
     def _parts(self) -> dict[str, list[Tensor]]:
         """What has a name: tensors of this rank."""
-        modules = self._modules  # fsdp changes parameters on the way, never modules
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        parameters = [p for held in self._parameters for p in held.values() if p is not None]
         states = [
             value
             for state in (getattr(self._optimizer, "state", None) or {}).values()
@@ -284,7 +284,7 @@ class _Stage:
             if isinstance(value, Tensor)
         ]
         return {
-            "parameters": [*parameters, *self._model.buffers()],
+            "parameters": [*parameters, *(b for held in self._buffers for b in held.values() if b is not None)],
             "optimizer states": states,
             "gradients": [p.grad for p in parameters if p.grad is not None],
         }
