@@ -74,6 +74,7 @@ class Case:
 
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+ANEW = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # else it is chance whether malloc keeps what is given back
 SYNC = {"ckpt_freq": 2, "checkpoint.mode": "sync", "checkpoint.keep": 1}
 CASES = [
     Case("slow samples, from a disk", "data", Knobs(sample=0.002)),
@@ -108,7 +109,7 @@ CASES = [
     Case("a record each step, to a slow place", "records", Knobs(sink=0.04), config={"log_freq": 1}),
     Case("an evaluation every two steps", "evaluation", config={"eval_freq": 2}),
     Case("a checkpoint every two steps, waited for", "checkpoint", Knobs(width=1024, rows=1), config=SYNC),
-    Case("memory that comes and goes", "memory", Knobs(churn=200), env={"MALLOC_MMAP_THRESHOLD_": "1048576"}),
+    Case("memory that comes and goes", "memory", Knobs(churn=200), env=ANEW),
     Case("four fifths of padding", "padding", Knobs(rows=20, empty=0.8), Knobs(rows=4)),
     Case(
         "an update tensor by tensor",
@@ -134,7 +135,7 @@ CASES = [
         config={"batch_size": 256},
         env={"OMP_NUM_THREADS": str(os.cpu_count())},
     ),
-    Case("large gradients, made anew each step", "memory", Knobs(width=1024, rows=1)),
+    Case("large gradients, made anew each step", "memory", Knobs(width=1024, rows=1), env=ANEW),
     Case("healthy, one process", "compute", Knobs(width=1024, rows=1), config={"batch_size": 128}, env=KEPT),
     Case("healthy, two processes", "compute", Knobs(width=512, rows=1), ranks=2, config={"batch_size": 1024}),
 ]

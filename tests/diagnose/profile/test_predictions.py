@@ -79,3 +79,12 @@ def test_an_exchange_finds_no_core_beside_a_backward_that_has_them_all():
     assert gain(cores=2) == pytest.approx(whole / (whole - beside * (1.0 - 0.6)))
     assert gain(cores=3) == pytest.approx(whole / (whole - beside * (1.0 - 0.1)))
     assert gain(cores=4) == pytest.approx(whole / (whole - beside))
+
+
+def test_fewer_threads_are_faster_wherever_a_core_works():
+    """Ranks of 10 and 12 ms, with 2 ms of exchange, half of which a core works at it."""
+    fewer, parts = {"count": 1, "gain": 2.0}, {"data": 0, "update": 1000, "exchange": 2000}
+    pair = ranks(on_cpu, forward=(3000, 5000), late=(2000, 0), usage={"others": 1.0 + 10.0}, **parts)
+    found = verdict(*pair, threads=2, fewer_threads=fewer)
+    assert found.bottleneck == "threads"
+    assert found.gain == pytest.approx(14.0 / (14.0 - (12.0 + 1.0) / 2.0))

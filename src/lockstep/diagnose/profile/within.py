@@ -133,7 +133,9 @@ def _threads(run: Measured) -> Iterator[Remedy]:
     if not all(fewer) or gain <= 1.0:
         return
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
-    gone = sum(run.steady[name] for name in ("compute", "update", "queued")) * (1.0 - 1.0 / gain)
+    # By as much shrinks what ranks differ by, and what cores do of an exchange.
+    slowed = sum(run.steady[name] for name in ("compute", "update", "queued", "imbalance"))
+    gone = (slowed + run.steady["exposed_communication"] * run.exchanging) * (1.0 - 1.0 / gain)
     why = f"{ranks} processes of {threads} threads share {cores} cores"
     yield Remedy("threads", f"OMP_NUM_THREADS={fewer[0]['count']}", run.without(gone=gone), why)
 
