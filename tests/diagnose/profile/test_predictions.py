@@ -1,7 +1,7 @@
 """What a step is predicted to take without something, over traces written by hand."""
 
 import pytest
-from handmade_traces import on_cpu
+from handmade_traces import Hand, on_cpu
 from test_verdict import ranks, verdict
 
 EVALUATED = {"log_freq": 0, "eval_freq": 1, "ckpt_freq": 0}
@@ -69,16 +69,18 @@ def test_the_queue_outside_of_the_steps_parts_is_taken_from_what_lies_there():
 def test_an_exchange_finds_no_core_beside_a_backward_that_has_them_all():
     """15 of 16 buckets of an exchange of 5 ms, 3 of which a core works at it, could lie beside the backward."""
 
-    def gain(cores):
+    def gain(cores, hosts):
         options = {"engine_options.bucket_cap_mb": 1000.0, "engine_options.compression": "bf16"}
-        pair = ranks(on_cpu, data=200, exchange=5000, options=options, usage={"others": 3.0}, cores=cores)
-        return verdict(*pair).gain
+        about = {"usage": {"others": 3.0}, "cores": cores, "local_ranks": 2 // hosts, "options": options}
+        found = verdict(*ranks(on_cpu, data=200, exchange=5000, engine_options=["bucket_cap_mb"], **about))
+        return found.gain if "bucket" in found.what else 1.0
 
-    whole = 14.7
-    beside = 5.0 * 15.0 / 16.0
-    assert gain(cores=2) == pytest.approx(whole / (whole - beside * (1.0 - 0.6)))
-    assert gain(cores=3) == pytest.approx(whole / (whole - beside * (1.0 - 0.1)))
-    assert gain(cores=4) == pytest.approx(whole / (whole - beside))
+    whole, beside = 14.7, 5.0 * 15.0 / 16.0
+    assert gain(cores=1, hosts=2) == pytest.approx(whole / (whole - beside * (1.0 - 0.6)))
+    assert gain(cores=2, hosts=2) == pytest.approx(whole / (whole - beside))
+    assert gain(cores=2, hosts=1) == 1.0  # they only take turns
+    assert gain(cores=3, hosts=1) == pytest.approx(whole / (whole - beside * (1.0 - 0.5)))
+    assert gain(cores=4, hosts=1) == pytest.approx(whole / (whole - beside))
 
 
 def test_fewer_threads_are_faster_wherever_a_core_works():
@@ -88,3 +90,27 @@ def test_fewer_threads_are_faster_wherever_a_core_works():
     found = verdict(*pair, threads=2, fewer_threads=fewer)
     assert found.bottleneck == "threads"
     assert found.gain == pytest.approx(14.0 / (14.0 - (12.0 + 1.0) / 2.0))
+
+
+def in_turns(rank, slower):
+    """Steps of 20 ms: one rank computes 8 ms longer, in the next step the other; rank 1 always `slower` us more."""
+    hand = Hand(rank=rank, world=2)
+    for step in range(hand.count):
+        at, long = 20000.0 * step, (step + rank) % 2
+        length = 10000 + 8000 * long + slower * rank
+        last = max(18000 + slower * (step % 2 == 0), 10000 + slower)  # of both
+        hand.mark("forward", at, length)
+        hand.op(at, length)
+        hand.mark("backward", at + length, last - length + 500)
+        hand.gloo(at + length, last - length + 500)
+        hand.mark(f"step {step + hand.about['steps'][0]}", at, 20000)
+    return hand
+
+
+@pytest.mark.parametrize("slower", [0, 1500])
+def test_ranks_that_are_late_in_turns_are_found_where_one_is_also_slower(slower):
+    found = verdict(in_turns(0, slower), in_turns(1, slower))
+    assert found.bottleneck == "imbalance", found.sentence
+    assert "in each step another rank is late" in found.sentence
+    waited = 4.0 - slower / 2000  # what is left of that where the slower one is waited for in every step
+    assert found.gain == pytest.approx(20.0 / (20.0 - waited), rel=0.01)

@@ -60,37 +60,50 @@ def _data(run: Measured) -> Iterator[Remedy]:
 
 
 def _imbalance(run: Measured) -> Iterator[Remedy]:
-    """Shares by speed; or, where no rank is slower than another in the mean, by length."""
-    if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
+    """Shares by speed, where a rank is slower than the others in the mean; by length, where they are late in turns."""
+    waited = run.steady["imbalance"]
+    if len(run.ranks) < 2 or waited <= 0.0:
         return
     own = [rank.own - run.tracing for rank in run.ranks]
     slow = max(range(len(own)), key=own.__getitem__)
     others = fmean(each for place, each in enumerate(own) if place != slow)
-    exchange, fixed = _beside(run), run.steady["update"]
     if own[slow] > 1.05 * others:
-        data = [rank.parts["data"] for rank in run.ranks]
-        if data[slow] - min(data) > 0.5 * (own[slow] - others):
-            return  # it is late because of its data alone: see _data
-        count = int(run.about.get("micro_batches", len(own)))
-        slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
-        each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
-        after = _best_cut(each, count) + fixed + exchange
-        late = own[slow] / others - 1.0
-        rank = run.ranks[slow].trace
-        host = rank.about.get("host", "its host")
-        why = f"rank {rank.rank} on {host} is slow by {late:.0%}, and the others wait for it"
-        if run.about.get("shares") and after < 0.97 * run.step:
-            yield Remedy("imbalance", "--shares auto", after, why)
-        else:
-            what = f"look at rank {rank.rank} itself: its device, its host, its data"
-            yield Remedy("imbalance", what, others + exchange, why)
+        waited -= own[slow] - fmean(own)  # what remains is of ranks that are late in turns
+        yield from _slow_rank(run, own, slow, others)
+    if waited <= 0.0:
         return
-    after = run.without(imbalance=run.steady["imbalance"])
-    why = f"in each step another rank is late, {run.steady['imbalance']:.1f} ms in the mean: samples differ in length"
+    after = run.without(imbalance=waited)
+    why = f"in each step another rank is late, {waited:.1f} ms in the mean: samples differ in length"
     if run.about.get("shares"):
         yield Remedy("imbalance", "--shares auto, with the task's `work` to say how long a sample takes", after, why)
     else:
         yield Remedy("imbalance", "samples of like length in a micro-batch", after, why)
+
+
+def _slow_rank(run: Measured, own: list[float], slow: int, others: float) -> Iterator[Remedy]:
+    """Fewer micro-batches for the rank at `slow`.
+
+    Args:
+        own: milliseconds of a step that each rank takes by itself.
+        others: of them the mean of the other ranks.
+    """
+    data = [rank.parts["data"] for rank in run.ranks]
+    if data[slow] - min(data) > 0.5 * (own[slow] - others):
+        return  # it is late because of its data alone: see _data
+    exchange, fixed = _beside(run), run.steady["update"]
+    count = int(run.about.get("micro_batches", len(own)))
+    slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
+    each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
+    after = _best_cut(each, count) + fixed + exchange
+    late = own[slow] / others - 1.0
+    rank = run.ranks[slow].trace
+    host = rank.about.get("host", "its host")
+    why = f"rank {rank.rank} on {host} is slow by {late:.0%}, and the others wait for it"
+    if run.about.get("shares") and after < 0.97 * run.step:
+        yield Remedy("imbalance", "--shares auto", after, why)
+    else:
+        what = f"look at rank {rank.rank} itself: its device, its host, its data"
+        yield Remedy("imbalance", what, others + exchange, why)
 
 
 def _best_cut(each: list[float], count: int) -> float:
@@ -142,10 +155,14 @@ def _communication(run: Measured) -> Iterator[Remedy]:
 
 
 def _without_core(run: Measured) -> float:
-    """The share of an exchange that has no core beside a backward: its threads and those that compute take turns."""
+    """The share of an exchange that has no core beside a backward: its threads and those that compute take turns.
+
+    Between hosts a core is busy with a part of it alone. Within one nothing travels: it is copied, core to core.
+    """
     threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
     free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
-    return max(0.0, run.exchanging - free / max(1, ranks))
+    needed = 1.0 if run.on_cpu and ranks == len(run.ranks) else run.exchanging
+    return max(0.0, needed - free / max(1, ranks))
 
 
 def _seldom(run: Measured) -> Iterator[Remedy]:
