@@ -4,7 +4,8 @@ Recording, in the script's own process (torch is there; nothing else of lockstep
 
 attach/sitecustomize.py     run by Python at its start; imports.py waits for torch to be imported
 hooks.py, frameworks.py     where it is attached
-recorder.py                 a record a step, of sums.py (tensors), samples.py (batches), states.py (generators)
+recorder.py                 what they fill: passes.py (batches, forwards, backwards), updates.py, both by names.py
+journal.py                  a record a step, of sums.py (tensors), samples.py (batches), states.py (generators)
 held.py, writing.py         one read of the device a step, one line of a file
 
 Comparing, without torch: reading.py, pairing.py (which step belongs to which), judge*.py (stage by stage), causes.py.

@@ -16,7 +16,7 @@ def accelerate(module: ModuleType) -> None:
 
     @functools.wraps(gather)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        present().event("gather_for_metrics")
+        present().passes.event("gather_for_metrics")
         return gather(*args, **kwargs)
 
     kind.gather_for_metrics = noted
@@ -29,15 +29,15 @@ def deepspeed(module: ModuleType) -> None:
 
     @functools.wraps(step)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = present()
+        updates = present().updates
         if not self.is_gradient_accumulation_boundary():
             return step(self, *args, **kwargs)
-        recorder.before_engine(self)
-        recorder.in_engine = True
+        updates.before_engine(self)
+        updates.in_engine = True
         try:
             return step(self, *args, **kwargs)
         finally:
-            recorder.in_engine = False
-            recorder.after_engine(self)
+            updates.in_engine = False
+            updates.after_engine(self)
 
     kind.step = noted

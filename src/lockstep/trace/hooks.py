@@ -20,7 +20,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.trace.recorder import Options, Recorder
+from lockstep.trace.journal import Options
+from lockstep.trace.recorder import Recorder
 
 __all__ = ["attach", "present"]
 
@@ -64,8 +65,8 @@ def _before_forward(module: torch.nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
     recorder = _present[0]
-    if recorder.root is None and recorder.on and not recorder.busy and _is_plain(module):
-        recorder.entering(module, torch.is_grad_enabled())
+    if recorder.passes.root is None and recorder.journal.on and not recorder.journal.busy and _is_plain(module):
+        recorder.passes.entering(module, torch.is_grad_enabled())
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -81,13 +82,13 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _after_forward(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    recorder = _present[0]
-    if recorder.root is None:
+    passes = _present[0].passes
+    if passes.root is None:
         return
-    if recorder.root is module:
-        recorder.left(args, kwargs, output)
+    if passes.root is module:
+        passes.left(args, kwargs, output)
     else:
-        recorder.inside(module, output)
+        passes.inside(module, output)
 
 
 # The update.
@@ -99,7 +100,7 @@ def _around_updates() -> None:
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         recorder = _present[0]
-        if torch.compiler.is_compiling() or not recorder.on or recorder.in_engine:
+        if torch.compiler.is_compiling() or not recorder.journal.on or recorder.updates.in_engine:
             return None
         outer = within[0]() if within else None
         if outer is not None and outer is not optimizer:
@@ -107,7 +108,7 @@ def _around_updates() -> None:
         within[:] = [weakref.ref(optimizer)]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            recorder.before_update(optimizer)
+            recorder.updates.before(optimizer)
             return None
         called: list[bool] = []
 
@@ -117,7 +118,7 @@ def _around_updates() -> None:
             result = closure()
             if not called:
                 called.append(True)
-                recorder.before_update(optimizer)
+                recorder.updates.before(optimizer)
             return result
 
         if len(args) > 1:
@@ -127,7 +128,7 @@ def _around_updates() -> None:
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if within and within[0]() is optimizer:
             within.clear()
-            _present[0].after_update(optimizer)
+            _present[0].updates.after(optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -139,14 +140,15 @@ def _around_backward() -> None:
     @functools.wraps(backward)
     def noted(tensors: Any, *args: Any, **kwargs: Any) -> None:
         recorder = _present[0]
-        if torch.compiler.is_compiling() or recorder.in_backward or not recorder.on:
+        passes = recorder.passes
+        if torch.compiler.is_compiling() or passes.in_backward or not recorder.journal.on:
             return backward(tensors, *args, **kwargs)
-        recorder.backward(tensors)
-        recorder.in_backward = True
+        passes.backward(tensors)
+        passes.in_backward = True
         try:
             return backward(tensors, *args, **kwargs)
         finally:
-            recorder.in_backward = False
+            passes.in_backward = False
 
     torch.autograd.backward = noted
 
@@ -176,12 +178,12 @@ def _around_loaders() -> None:
             place[1] += 1
             self._lockstep_place = place
             if place[1] == 0:
-                _present[0].event("loader", place[0], *_described(self))
+                _present[0].passes.event("loader", place[0], *_described(self))
         data = get(self)
         indices = self.__dict__.get("_lockstep_indices")
         found = indices.popleft() if indices else None
         loader, epoch = getattr(self, "_lockstep_place", (-1, -1))
-        _present[0].loaded(loader, epoch, found, getattr(_sampler(self), "epoch", None), data)
+        _present[0].passes.loaded(loader, epoch, found, getattr(_sampler(self), "epoch", None), data)
         return data
 
     base.__next__, base._next_index = noted, noted_index
@@ -231,7 +233,7 @@ def _around_collectives() -> None:
                 )
                 shape = [0, "", 0] if tensor is None else [tensor.numel(), str(tensor.dtype)[6:], tensor.element_size()]
                 caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-                _present[0].event("collective", name, *shape, caller)
+                _present[0].passes.event("collective", name, *shape, caller)
                 return call(*args, **kwargs)
             finally:
                 within[0] = False
@@ -274,7 +276,7 @@ def _clipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         value = None
         if isinstance(norm, torch.Tensor):
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # collective: as the script's reading
-        _present[0].event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
+        _present[0].passes.event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
         return norm
 
     return noted
@@ -283,7 +285,7 @@ def _clipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def _announced(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _present[0].event(kind)
+        _present[0].passes.event(kind)
         return call(*args, **kwargs)
 
     return noted

@@ -2,10 +2,11 @@
 
 names = Names()
 names.called(module)                # a module that the script itself called
-names.of(parameter, "group0.3")     # "layers.3.weight"
+names.of(parameter)                 # "layers.3.weight"
 piece(parameter)                    # (local tensor, its place in the whole)
 """
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.trace.sums import Place
 
-__all__ = ["OPAQUE", "WHOLE", "Names", "generators", "is_wrapper", "piece"]
+__all__ = ["OPAQUE", "WHOLE", "Names", "is_wrapper", "piece"]
 
 OPAQUE = Place(-1)  # of a shard whose place is not known
 WHOLE = Place(0)
@@ -29,11 +30,16 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it stands around the model that the script means, rather than being it."""
-    names = {kind.__name__ for kind in type(module).__mro__}
+    names = _class_names(type(module).__mro__)
     if names & _WRAPPERS:
         return True
     # Lightning sends training_step through the forward of what wraps its module, by another forward for one call.
     return "LightningModule" in names and "forward" in vars(module)
+
+
+@functools.cache
+def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(kind.__name__ for kind in kinds)
 
 
 class Names:
@@ -43,6 +49,7 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known: dict[int, str] = {}
         self._flat: dict[int, int] = {}  # of FSDP 1: where a parameter's shard begins
+        self._drawing: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
     def called(self, module: nn.Module) -> int:
         """The number of this root, in the order of their first calls; of a module within a root that root's."""
@@ -65,11 +72,11 @@ class Names:
                 kind = type(held).__name__.removeprefix("FSDP")
                 yield (f"{kind}#{number}/" if number else ""), held
 
-    def of(self, parameter: Tensor, otherwise: str) -> str:
-        """Its name; `otherwise` where no root has it."""
+    def of(self, parameter: Tensor) -> str | None:
+        """Its name; None where no root has it."""
         if id(parameter) not in self._known:
             self._learn()
-        return self._known.get(id(parameter), otherwise)
+        return self._known.get(id(parameter))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, root in self.roots():
@@ -84,6 +91,18 @@ class Names:
     def start(self, parameter: Tensor) -> int | None:
         """Where this shard of FSDP 1 begins, or None for a parameter of any other kind."""
         return self._flat.get(id(parameter))
+
+    def generators(self, module: nn.Module, look: bool) -> list[tuple[str, torch.Generator]]:
+        """Generators that a root or one of its parts keeps for itself; those that are known unless `look`."""
+        if look or id(module) not in self._drawing:
+            self._drawing[id(module)] = [
+                (f"{_clean(name)}.{key}".lstrip("."), weakref.ref(part), key)
+                for name, part in module.named_modules()
+                for key, value in vars(part).items()
+                if isinstance(value, torch.Generator)
+            ]
+        found = [(name, getattr(part(), key, None)) for name, part, key in self._drawing[id(module)]]
+        return [(name, value) for name, value in found if isinstance(value, torch.Generator)]
 
     def _learn(self) -> None:
         self._known = {id(parameter): name for name, parameter in reversed(list(self.parameters()))}
@@ -140,11 +159,3 @@ def _place(tensor: Any, local: Tensor) -> Place:
         return Place(rows)
     last, inner = cut[-1], math.prod(shape[cut[-1] + 1 :])
     return Place(rows + begins[last] * inner, sizes[last] * inner, shape[last] * inner)
-
-
-def generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
-    """Generators that a module or one of its parts keeps for itself."""
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, torch.Generator):
-                yield f"{_clean(name)}.{key}".lstrip("."), value

@@ -24,6 +24,7 @@ _WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words coun
 _OUT = 4096  # elements of a sample's output that count
 _DEEP = 6
 _IGNORED = -100  # label that losses leave out
+_SEQUENCES, _PLAIN = (list, tuple), (str, int, float, bytes)
 
 
 @dataclass
@@ -53,8 +54,8 @@ def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any
     elif isinstance(data, dict) or (hasattr(data, "items") and hasattr(data, "keys")):
         for key, value in data.items():
             yield from leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(data, list | tuple):
-        if data and all(isinstance(value, str | int | float | bytes) for value in data):
+    elif isinstance(data, _SEQUENCES):
+        if data and all(isinstance(value, _PLAIN) for value in data):
             yield path, list(data)
         else:
             for index, value in enumerate(data):
@@ -65,7 +66,6 @@ def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any
         yield path, data
 
 
-@torch.no_grad()
 def digested(data: Any) -> Batch:
     """What is kept of a batch."""
     found = [(path, _tensor(value)) for path, value in leaves(data)]
@@ -78,12 +78,16 @@ def digested(data: Any) -> Batch:
     for path, value in found:
         each: Tensor | None = None
         if isinstance(value, Tensor) and not value.is_meta and value.ndim and value.shape[0] == size:
-            each = _of_tensor(value, mask)
-            batch.leaves.append(each.sum())
+            rows, kept = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1), None
             if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-                kept = value.reshape(size, -1) != _IGNORED
-                batch.counts.append(torch.stack([kept.sum(), kept[:, 1:].sum()]))
+                kept = rows != _IGNORED
+                columns = kept.sum(0)
+                batch.counts.append(torch.stack([columns.sum(), columns[1:].sum()]))
                 batch.names.append(path)
+            words = _words(rows, kept)
+            masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
+            each = _of_words(words, mask if masked else None, value.ndim > 2)
+            batch.leaves.append(each.sum())
         elif isinstance(value, list) and len(value) == size:
             each = torch.tensor([_of_text(item) for item in value], dtype=torch.int64)
         if each is not None:
@@ -96,7 +100,6 @@ def digested(data: Any) -> Batch:
     return batch
 
 
-@torch.no_grad()
 def outcomes(output: Any, size: int) -> tuple[Tensor, int] | None:
     """Of each sample a signed sum and the sum of squares of the first tensors of an output that have a row for each.
 
@@ -111,12 +114,11 @@ def outcomes(output: Any, size: int) -> tuple[Tensor, int] | None:
         return None
     rows, width = [], 0
     for value in values[:3]:
-        flat = value.detach().reshape(size, -1)
+        flat = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
         width += flat.shape[1]
-        rows.append(flat[:, :: -(-flat.shape[1] // _OUT)].double())
-    flat = torch.cat(rows, dim=1)
-    signs = _signs(flat.shape[1], flat.device)
-    return torch.stack([flat @ signs, flat.square().sum(1)], dim=1), width
+        rows.append((flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double())
+    flat = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+    return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1), width
 
 
 def _tensor(value: Any) -> Any:
@@ -131,55 +133,53 @@ def _tensor(value: Any) -> Any:
     return value
 
 
-def _of_tensor(value: Tensor, mask: Tensor | None) -> Tensor:
-    """Each sample's digest. [n, ...] -> int64 [n]."""
-    words = _words(value)
-    if mask is not None and value.ndim == 2 and value.shape == mask.shape and not value.is_floating_point():
+def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
+    """Each sample's digest: of what the mask shows, or where it is `thinned` of evenly spread words. int64 [n]"""
+    if mask is not None:
         shown = mask.to(words.device).long()
         place = (shown.cumsum(1) - 1).clamp_(min=0)
         words = words * shown.to(torch.int32)
-        first, second = (odd[place] for odd in _odd(words.shape[1], words.device))
+        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)  # of each sample its own
     else:
-        step = -(-words.shape[1] // _WORDS) if value.ndim > 2 else 1
-        words = words[:, ::step]
-        first, second = _odd(words.shape[1], words.device)
-    low, high = (_hashed(words * odd) for odd in (first, second))
-    return (high << 32) | (low & 0xFFFFFFFF)
+        if thinned:
+            words = words[:, :: max(1, -(-words.shape[1] // _WORDS))]
+        odd = _odd(words.shape[1], words.device)
+    hashed = words.unsqueeze(1) * odd
+    hashed = (hashed ^ (hashed >> 15)).sum(2, dtype=torch.int32)
+    return hashed.view(torch.int64).squeeze(1)  # two sums, the low one first
 
 
-def _hashed(words: Tensor) -> Tensor:
-    return (words ^ (words >> 15)).sum(1, dtype=torch.int64)
+def _words(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """[n, elements] -> int32 [n, words]; a zero, and what is not `kept`, is 0."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    if rows.is_floating_point():
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        return rows.contiguous().view(torch.int32)
+    if rows.dtype in (torch.uint8, torch.bool, torch.int8):
+        return rows.to(torch.int32)
+    whole = rows.to(torch.int64) if kept is None else rows.to(torch.int64) * kept
+    return (whole ^ (whole >> 32)).to(torch.int32)
 
 
-def _words(value: Tensor) -> Tensor:
-    """[n, ...] -> int32 [n, words]; a zero, and a label that losses leave out, is 0."""
-    flat = value.detach().reshape(value.shape[0], -1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(value.shape[0], -1)
-    if flat.is_floating_point():
-        flat = flat if flat.dtype == torch.float64 else flat.float()
-        return flat.contiguous().view(torch.int32)
-    if flat.dtype in (torch.uint8, torch.bool, torch.int8):
-        return flat.to(torch.int32)
-    whole = flat.to(torch.int64)
-    whole = torch.where(whole == _IGNORED, 0, whole)
-    return (whole ^ (whole >> 32)).to(torch.int32) if whole.numel() else whole.to(torch.int32)
-
-
-def _odd(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two odd numbers (int32) for each place."""
-    held = _held.get(str(device))
-    if held is None or held[0].numel() < count:
+def _odd(count: int, device: torch.device) -> Tensor:
+    """Two odd numbers for each place. int32 [2, count]"""
+    held = _held.get(device)
+    if held is None or held.shape[1] < count:
         numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
-        held = _held[str(device)] = ((numbers | 1).to(torch.int32), ((numbers >> 32) | 1).to(torch.int32))
-    return held[0][:count], held[1][:count]
+        held = _held[device] = torch.stack([numbers | 1, (numbers >> 32) | 1]).to(torch.int32)
+        _held_signs[device] = 1.0 - (held[0] >> 7 & 2).double()
+    return held[:, :count]
 
 
-_held: dict[str, tuple[Tensor, Tensor]] = {}
+_held: dict[torch.device, Tensor] = {}
+_held_signs: dict[torch.device, Tensor] = {}
 
 
 def _signs(count: int, device: torch.device) -> Tensor:
-    return 1.0 - (_odd(count, device)[0] >> 7 & 2).double()
+    """A sign for each place. float64 [count]"""
+    _odd(count, device)
+    return _held_signs[device][:count]
 
 
 def _of_text(value: Any) -> int:

@@ -1,0 +1,144 @@
+"""What happens between two updates: batches that are loaded, forwards, backwards, and events that have a name.
+
+passes = Passes(journal, names)
+passes.loaded(...); passes.entering(model, True); passes.left(args, kwargs, output); passes.backward(loss)
+"""
+
+import contextlib
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.trace.journal import Journal, quiet
+from lockstep.trace.names import Names, is_wrapper, piece
+from lockstep.trace.samples import Batch, digested, outcomes
+from lockstep.trace.states import state_digests
+from lockstep.trace.sums import summed
+
+__all__ = ["Passes"]
+
+_EVENTS = 2000  # of a step that are kept
+_MODULES = 2  # steps in which every module's output is kept anyway
+
+
+class Passes:
+    """Fills the record with what comes before an update.
+
+    Attributes:
+        root: the module that the script called, while it runs.
+        in_backward: within a backward, in which modules may be called again.
+        begun: whether a forward or a backward was seen at all.
+    """
+
+    def __init__(self, journal: Journal, names: Names) -> None:
+        self.journal, self._names = journal, names
+        self.root: nn.Module | None = None
+        self.in_backward = self.begun = False
+        self._entered: dict[str, Any] = {}
+        self._module_names: dict[int, str] = {}
+
+    @quiet
+    def loaded(self, loader: int, epoch: int, indices: Any, set_epoch: Any, data: Any) -> None:
+        """A batch came from a loader."""
+        if not self.journal.within():
+            return
+        record: dict[str, Any] = {"at": self.journal.tick(), "l": loader, "e": epoch}
+        if set_epoch is not None:
+            record["se"] = set_epoch
+        if isinstance(indices, list):
+            with contextlib.suppress(TypeError):  # keys of another kind
+                record["i"] = [operator.index(index) for index in indices]
+        self._put_batch(record, digested(data))
+        self.journal.record["loads"].append(record)
+
+    def _put_batch(self, record: dict[str, Any], batch: Batch) -> None:
+        put = self.journal.reading.put
+        record["n"] = batch.size
+        if batch.samples is not None:
+            put(record, "s", batch.samples)
+        if batch.leaves:
+            put(record, "leaf", _together([leaf.reshape(1) for leaf in batch.leaves]))
+        if batch.counts:
+            put(record, "c", _together(batch.counts), "numbers")
+            record["cn"] = batch.names
+
+    @quiet
+    def entering(self, module: nn.Module, grad: bool) -> None:
+        """A module with parameters is called that no other module calls; `grad`: whether gradients are wanted."""
+        if self.in_backward or is_wrapper(module):
+            return
+        self.root, self.begun = module, True
+        if self.journal.within():
+            training = module.training and grad
+            number = self._names.called(module)
+            self._entered = {"at": self.journal.tick(), "m": number, "train": int(training)}
+            if training:
+                self._entered["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
+            every = self.journal.options.modules or self.journal.step < _MODULES
+            self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
+
+    def inside(self, module: nn.Module, output: Any) -> None:
+        """A part of the root has ended."""
+        if self._module_names and self._entered:
+            self._inside(module, output)
+
+    @quiet
+    def _inside(self, module: nn.Module, output: Any) -> None:
+        record = self._entered
+        if len(record.get("mn", ())) >= _EVENTS:
+            return
+        values = output if isinstance(output, tuple | list) else (output,)
+        found = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if found is not None:
+            local, at = piece(found)
+            if found.dtype in (torch.bfloat16, torch.float16):
+                record["ac"] = str(found.dtype).removeprefix("torch.")
+            record.setdefault("mn", []).append(self._module_names.get(id(module), "?"))
+            record.setdefault("mv", []).append(None)
+            self.journal.reading.put(record["mv"], -1 + len(record["mv"]), summed([(local, at)]))
+
+    @quiet
+    def left(self, args: Any, kwargs: Any, output: Any) -> None:
+        """The root has ended."""
+        module, self.root = self.root, None
+        record, self._entered = self._entered, {}
+        if module is None or not record:
+            return
+        batch = digested((*args, kwargs) if kwargs else args)
+        self._put_batch(record, batch)
+        found = outcomes(output, batch.size)
+        if found is not None:
+            self.journal.reading.put(record, "out", found[0])
+            record["w"] = found[1]
+        if record["train"]:
+            record["rng"].append(state_digests(self._names.generators(module, self.journal.thorough)))
+        self.journal.record["fwd"].append(record)
+
+    @quiet
+    def backward(self, roots: Any) -> None:
+        """A backward begins."""
+        self.root, self.begun = None, True
+        if self.journal.within():
+            found = roots if isinstance(roots, tuple | list) else [roots]
+            total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)
+            record = {"at": self.journal.tick(), "v": None}
+            if total is not None:
+                self.journal.reading.put(record, "v", total.double(), "numbers")
+            self.journal.record["loss"].append(record)
+
+    @quiet
+    def event(self, kind: str, *values: Any) -> None:
+        """Something else that has a name and numbers; a tensor's value is read with the step."""
+        events = self.journal.record["ev"]
+        if self.journal.within() and len(events) < _EVENTS:
+            event = [self.journal.tick(), kind, *values]
+            for index, value in enumerate(event):
+                if isinstance(value, Tensor):
+                    self.journal.reading.put(event, index, value.double(), "numbers")
+            events.append(event)
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])

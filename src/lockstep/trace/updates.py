@@ -1,0 +1,150 @@
+"""The updates: gradients as the optimizer gets them, its groups, weights, buffers and its state afterwards.
+
+updates = Updates(journal, names, passes)
+updates.before(optimizer); updates.after(optimizer)         # ends the step
+"""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.trace.journal import Entry, Journal, quiet
+from lockstep.trace.names import WHOLE, Names, piece
+from lockstep.trace.passes import Passes
+from lockstep.trace.sums import Place
+
+__all__ = ["Updates"]
+
+_SMALL = 4 << 20  # elements up to which weights before the update and the optimizer's state are digested in every step
+_NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
+
+Trained = list[tuple[Entry, Tensor]]
+
+
+class Updates:
+    """Fills the record with an update, and ends it.
+
+    Attributes:
+        in_engine: within the step of DeepSpeed's engine, whose own optimizers' steps are a part of it.
+    """
+
+    def __init__(self, journal: Journal, names: Names, passes: Passes) -> None:
+        self.journal, self._names, self._passes = journal, names, passes
+        self.in_engine = False
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._aside = False  # an update that trains nothing
+
+    @quiet
+    def before(self, optimizer: Any) -> None:
+        """The optimizer has its gradients."""
+        journal = self.journal
+        self._passes.root = None
+        # torch.distributed.checkpoint makes the state that it loads into by a step at rate 0, which trains nothing.
+        begun = self._passes.begun
+        self._aside = not begun and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if self._aside or not journal.within():
+            return
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        number = next(n for n, known in enumerate(self._optimizers) if known() is optimizer)
+        journal.record.update(opt=number, kind=type(optimizer).__name__, at=journal.tick())
+        trained = self._trained(optimizer)
+        kinds: dict[str, list[Entry]] = {}
+        if journal.empty:
+            kinds["initial"] = self._pieces(self._names.parameters()) or [entry for entry, _ in trained]
+            kinds["initial buffers"] = self._pieces(self._names.buffers())
+            kinds["initial state"] = self._state(optimizer, trained)
+        elif self._whole(trained):
+            kinds["begin"] = [entry for entry, _ in trained]
+        kinds["grad"] = gradients = []
+        for (name, _, at), parameter in trained:
+            if parameter.grad is not None:
+                local, place = piece(parameter.grad)
+                gradients.append((name, local, at if place == WHOLE and local.numel() else place))
+        journal.sums(kinds)
+        journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
+
+    def _trained(self, optimizer: Any) -> Trained:
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = self._names.of(parameter) or f"group{number}.{index}"
+                found.append((self._piece(name, parameter), parameter))
+        return found
+
+    def _piece(self, name: str, tensor: Tensor) -> Entry:
+        local, place = piece(tensor)
+        flat = self._names.start(tensor)
+        return name, local, place if flat is None else Place(flat)
+
+    def _pieces(self, named: Any) -> list[Entry]:
+        return [self._piece(name, tensor) for name, tensor in named if not tensor.is_meta]
+
+    def _whole(self, trained: Trained) -> bool:
+        return self.journal.thorough or sum(local.numel() for (_, local, _), _ in trained) <= _SMALL
+
+    def _state(self, optimizer: Any, trained: Trained) -> list[Entry]:
+        found = []
+        for (name, local, at), parameter in trained:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    mine, place = piece(value)
+                    same = mine.numel() == local.numel() and mine.numel() > 1
+                    found.append((f"{name}/{key}", mine, at if same else place))
+        return found
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {"n": len(group["params"])}
+        for key, value in group.items():
+            if isinstance(value, _NUMBERS) or value is None:
+                kept[key] = value
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                self.journal.reading.put(kept, key, value.double(), "numbers")
+            elif isinstance(value, _SEQUENCES) and all(isinstance(each, _NUMBERS) for each in value):
+                kept[key] = list(value)
+        return kept
+
+    @quiet
+    def after(self, optimizer: Any) -> None:
+        """The optimizer has updated its weights: the record is read and written."""
+        journal = self.journal
+        if self._aside:
+            self._aside = False
+            journal.forget()
+            return
+        if journal.within() and "opt" in journal.record:
+            trained = self._trained(optimizer)
+            kinds = {"weights": [entry for entry, _ in trained], "buffers": self._pieces(self._names.buffers())}
+            if self._whole(trained):
+                kinds["state"] = self._state(optimizer, trained)
+            journal.sums(kinds)
+        journal.ended()
+
+    @quiet
+    def before_engine(self, engine: Any) -> None:
+        """DeepSpeed's engine is about to step: of the gradients it says the norm alone, afterwards."""
+        journal = self.journal
+        self._passes.root = None
+        if not journal.within():
+            return
+        self._names.called(engine.module)
+        journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
+        weights = self._pieces(self._names.parameters())
+        if journal.empty or journal.step == journal.options.first:
+            journal.sums({"initial": weights, "initial buffers": self._pieces(self._names.buffers())})
+        else:
+            journal.sums({"begin": weights})
+        groups = [self._numbers(group) for group in engine.optimizer.param_groups]
+        journal.record.update(grad=[], groups=groups)
+
+    @quiet
+    def after_engine(self, engine: Any) -> None:
+        """It has stepped."""
+        journal = self.journal
+        if journal.within() and "opt" in journal.record:
+            norm = engine.get_global_grad_norm()
+            journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
+            weights, buffers = (self._pieces(named) for named in (self._names.parameters(), self._names.buffers()))
+            journal.sums({"weights": weights, "buffers": buffers})
+        journal.ended()
