@@ -11,7 +11,8 @@ import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 from shell import environment
 
-from lockstep.diagnose.doctor import disk, machine
+from lockstep.diagnose.doctor import disk, machine, task
+from lockstep.diagnose.doctor.checks import CHECKS
 
 GIB = 1 << 30
 
@@ -50,6 +51,46 @@ def test_more_loader_processes_than_cores():
     found = machine.judge_cores(4, 0, 1, place(LAUNCHED, config={"data": {"workers": 8}}))
     wrong([found], "cores", "2 ranks with 8 loader processes each on 4 cores", "--data.workers 3")
     silent([machine.judge_cores(8, 0, 1, place(LAUNCHED, config={"data": {"workers": 4}}))])
+
+
+MODULE = """
+import torch
+from lightning import LightningModule
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, number):
+        return self.line(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=8, num_workers=1)
+
+class Broken(Line):
+    def __init__(self):
+        raise ValueError("odd")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::pytorch_lightning", "ignore:.*LeafSpec.*")
+def test_the_loaders_of_a_lightning_module_are_counted(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    (tmp_path / "modules.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    for name, workers in (("Line", 1), ("Broken", 0)):
+        config = {"task": f"lightning:modules.py:{name}"}
+        here = place(config=config, told=config)
+        here.with_task = True
+        assert task.loaders(here).findings == []
+        assert f"{workers} loader processes" in machine.judge_cores(64, 0, 1, here).text
+        assert (here.module is None) == (name == "Broken")
+    order = [check.name for check in CHECKS]
+    assert order.index("loaders") < order.index("cores") < order.index("task")
 
 
 def test_more_ranks_than_cores():

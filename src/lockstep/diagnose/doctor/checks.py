@@ -18,6 +18,7 @@ CHECKS = (
     ),
     Check("versions", differences.versions, 8.0, differences.judge_versions),
     Check("same settings", differences.same_settings, _PROMPT, differences.judge_settings),
+    Check("loaders", task.loaders, 20.0, stuck="the module's own code: what it does when it is made"),
     Check("cores", machine.cores, _PROMPT),
     Check("memory", machine.memory, _PROMPT),
     Check("shared memory", machine.shared_memory, _PROMPT),

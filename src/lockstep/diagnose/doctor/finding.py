@@ -81,6 +81,7 @@ class Place:
         alone: this rank did not meet the others.
         lost: the launcher's variables do not say which rank this is.
         told: the options that were given, beside which a LightningModule's loaders say the rest.
+        module: the task of a LightningModule that was made; `config` then has what its loaders say.
         broken: ranks waited for each other in vain, so that no check may have them do so again.
     """
 
@@ -103,6 +104,7 @@ class Place:
     alone: bool = False
     lost: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
+    module: Any = None
     broken: bool = False
 
     def who(self, rank: int) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,12 +25,21 @@ from lockstep.run.placement import Lying, elsewhere
 from lockstep.tasks.lightning_files import configured
 from lockstep.tasks.options import LIGHTNING
 
-__all__ = ["judge_loader", "judge_placement", "judge_task", "task"]
+__all__ = ["judge_loader", "judge_placement", "judge_task", "loaders", "task"]
 
 _STEPS, _SECONDS = 4, 10.0  # tried at most
 _LATE, _SHARE = 0.010, 0.5  # seconds, and a share of the computing, that loading may take a step
 _NAMES = 2000  # tensors that are compared by name; more as one
 _SHOWN = 4
+
+
+def loaders(place: Place) -> Found:
+    """Makes a LightningModule, whose loaders say how many processes load: the machine is looked at with these. No line:
+    what fails here fails in the task's own check, which says it."""
+    if place.with_task and place.config.task.startswith(LIGHTNING):
+        with suppress(Exception):
+            place.config, place.module = configured(dict(place.told))
+    return Found()
 
 
 def task(place: Place) -> Found:
@@ -39,10 +48,11 @@ def task(place: Place) -> Found:
         return Found([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
-    config, made = place.config, None
+    config, made = place.config, place.module
     try:
         if config.task.startswith(LIGHTNING):
-            config, made = on_all_ranks(place.world, lambda: configured(dict(place.told)))
+            found = (config, made)
+            config, made = on_all_ranks(place.world, lambda: found if made else configured(dict(place.told)))
         built = build(dataclasses.replace(config, compile=False), made, place.world, resume=False)
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())  # and AdamW's two moments
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
