@@ -152,10 +152,10 @@ def test_probes_leave_threads_and_random_numbers_alone():
 
 
 def test_what_a_loader_process_would_hand_over_is_tried_without_one():
-    threads, row = threading.enumerate(), torch.zeros(4)
+    row = torch.zeros(4)
     assert 0.0 < handed_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
     assert handed_ms("no tensor") < 1.0
-    assert threading.enumerate() == threads
+    assert not [each for each in threading.enumerate() if "_serve" in each.name]  # what hands out has ended
     assert not row.is_shared()  # the batch is left as it is
 
 
