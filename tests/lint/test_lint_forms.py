@@ -3,6 +3,7 @@
 import pytest
 
 from lockstep.lint.config import configure
+from lockstep.lint.rules import RULES
 from lockstep.lint.runner import check_paths, check_text
 
 HEAD = """
@@ -257,3 +258,12 @@ def test_an_end_in_a_file_that_is_imported(tmp_path, ends):
     (tmp_path / "train.py").write_text(HEAD + script)
     found = check_paths([str(tmp_path / "train.py")], configure({}, "LS019", ""))
     assert [finding.rule for finding in found] == ["LS019"] * (not ends)
+
+
+@pytest.mark.parametrize("code", ["LS003", "LS009", "LS037"])
+def test_a_wrapper_under_a_name_of_its_own(code):
+    bad = next(text for text in RULES[code].bad if "DistributedDataParallel as DDP" in text)
+    renamed = bad.replace("DDP", "Replicated")
+    assert {finding.rule for finding in check_text(renamed, configure({}, code, ""))} == {code}
+    other = renamed.replace("import DistributedDataParallel as", "import Module as").replace("init_process_group", "x")
+    assert check_text(other, configure({}, code, "")) == []
