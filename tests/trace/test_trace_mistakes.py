@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import plain_loop
@@ -10,7 +11,7 @@ import pytest
 from ranks import run
 
 from lockstep.trace.judge import judged
-from lockstep.trace.reading import FOLDER_FILE, read
+from lockstep.trace.reading import FOLDER_FILE, FORMAT, read, summary
 
 
 def traced(world, folder, mistake, settings):
@@ -196,6 +197,31 @@ def test_what_a_kill_left_is_compared_as_far_as_it_goes(one, two):
     verdict = judged(one(), read(Path(cut.name)))
     assert (verdict.finding, verdict.judged) == (None, 4)
     assert "cut off after step 3" in verdict.notes[0]
+
+
+def test_the_files_of_two_nodes_are_put_together(two, tmp_path):
+    """Each node has its own folder and its own clock: the second's is an hour behind. It is started twice."""
+    nodes, shared = [tmp_path / "node0", tmp_path / "node1"], tmp_path / "first"
+    for start in ("first", "second"):
+        for file in Path(two(name=start).name).glob("rank*"):
+            rank = int(file.name[4:9])
+            head, rest = file.read_text().split("\n", 1)
+            record = json.loads(head)
+            node = nodes[rank]
+            node.mkdir(exist_ok=True)
+            (node / FOLDER_FILE).write_text(json.dumps({"format": FORMAT}))
+            (node / file.name).write_text(json.dumps({**record, "time": record["time"] - 3600 * rank}) + "\n" + rest)
+            if start == "second":
+                shutil.copy(file, shared)
+    assert summary(nodes[1]).startswith("6 and 6 steps of 1 of 2 ranks")
+    half = judged(read(shared), read(nodes[1]))
+    assert "2 ranks trained, and 1 of them are recorded; of several nodes copy the files" in "".join(half.notes)
+    for file in nodes[1].glob("rank*"):
+        shutil.copy(file, nodes[0])
+    whole = read(nodes[0])
+    assert [sorted(part.ranks) for part in whole.parts] == [[0, 1], [0, 1]]
+    verdict = judged(read(shared), whole)
+    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 12, 12)
 
 
 def test_a_command_that_failed_is_compared_as_far_as_it_goes(one, two):

@@ -138,7 +138,8 @@ def _check_names(pair: Pair, verdict: Verdict) -> None:
     for side in (pair.one, pair.two):
         part = side.spots[0].part
         if len(part.ranks) < part.world:
-            verdict.notes.append(f"{side.name}: {part.world} ranks trained, and {len(part.ranks)} of them are recorded")
+            text = f"{side.name}: {part.world} ranks trained, and {len(part.ranks)} of them are recorded"
+            verdict.notes.append(f"{text}; of several nodes copy the files rank*.jsonl of all into one folder")
 
 
 def _parting(step: Step) -> list[str]:

@@ -244,14 +244,21 @@ def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
 
 
 def _parts(ranks: list[Rank]) -> list[Part]:
-    """Each start's ranks: a rank that comes again belongs to the next one."""
-    parts: list[Part] = []
+    """Each start's ranks: a rank that comes again belongs to the next one.
+
+    Clocks of several nodes may differ, so where all ranks came as often as each other no clock decides.
+    """
+    came: dict[int, list[Rank]] = {}
+    parts: list[dict[int, Rank]] = []
     for rank in sorted(ranks, key=lambda rank: rank.head["time"]):
         number = rank.steps[0].get("rank", rank.head["rank"])
-        if not parts or number in parts[-1].ranks:
-            parts.append(Part({}))
-        parts[-1].ranks[number] = rank
-    return [Part(dict(sorted(part.ranks.items()))) for part in parts]
+        came.setdefault(number, []).append(rank)
+        if not parts or number in parts[-1]:
+            parts.append({})
+        parts[-1][number] = rank
+    if len({len(each) for each in came.values()}) == 1:
+        parts = [dict(zip(came, each, strict=True)) for each in zip(*came.values(), strict=True)]
+    return [Part(dict(sorted(part.items()))) for part in parts]
 
 
 def summary(folder: Path) -> str:
@@ -264,6 +271,8 @@ def summary(folder: Path) -> str:
     last = run.parts[-1]
     counts = " and ".join(str(part.count) for part in run.parts)
     ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
+    if len(last.ranks) < last.world:  # a node of several, which sees no more
+        ranks = f"{len(last.ranks)} of {last.world} ranks"
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
     for rank in last.ranks.values():
         if rank.full:
