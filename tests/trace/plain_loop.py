@@ -109,7 +109,7 @@ def train(
     own = torch.Generator().manual_seed(3 + rank) if mistake == "rank-dropout" else None
     model = bare = Net(norm, dropout, own, noise)
     if distributed and shard:
-        model = sharded(bare, shard, init_device_mesh("cpu", (world,)))
+        model = sharded(bare, shard, world)
         bare = model if shard == "fsdp1" else bare
     elif distributed and mistake != "no-ddp":
         model = DistributedDataParallel(bare)
@@ -132,11 +132,10 @@ def train(
         if mistake != "no-schedule":
             schedule.load_state_dict(state["schedule"])
     samples = Ragged(48, ragged)
-    shards = (1, 0) if mistake == "overlapping-data" or shard == "tensor" else (world, rank)
+    readers, reader = {"tensor": (1, 0), "2d": (world // 2, rank // 2)}.get(shard, (world, rank))  # apart in data
+    shards = (1, 0) if mistake == "overlapping-data" else (readers, reader)
     sampler = DistributedSampler(samples, *shards, seed=2 + (rank if mistake == "other-shuffle" else 0))
-    loader = DataLoader(
-        samples, 8 // (1 if mistake == "batch-size" or shard == "tensor" else world) // micro, sampler=sampler
-    )
+    loader = DataLoader(samples, 8 // (1 if mistake == "batch-size" else readers) // micro, sampler=sampler)
     step = 0
     for epoch in range(epochs):
         if mistake != "set-epoch" or not wrong:
@@ -184,21 +183,24 @@ def train(
                 schedule.step()
             step += 1
     whole = model if shard == "fsdp1" else getattr(model, "module", model)
-    evaluate(whole, mistake, distributed, *((1, 0) if shard == "tensor" else (world, rank)))
+    evaluate(whole, mistake, distributed, readers, reader)
     if saved is not None and not Path(saved).exists() and rank == 0:
         state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
         torch.save(state, saved)
     return [getattr(p, "full_tensor", lambda p=p: p)().detach().tolist() for p in bare.parameters()]
 
 
-def sharded(model, kind, mesh):
-    """FSDP 1 or 2, or tensor parallelism: by columns, then by rows."""
+def sharded(model, kind, world):
+    """FSDP 1 or 2, tensor parallelism (by columns, then by rows), or FSDP 2 over that of two ranks each."""
+    both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor")) if kind == "2d" else None
+    mesh = init_device_mesh("cpu", (world,)) if both is None else both["tensor"]
     if kind == "fsdp1":
         settings = {"use_orig_params": True, "auto_wrap_policy": ModuleWrapPolicy([nn.Linear])}
         return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"), **settings)
     if kind == "fsdp2":
         return fully_shard(model, mesh=mesh)
-    return parallelize_module(model, mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+    model = parallelize_module(model, mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+    return model if both is None else fully_shard(model, mesh=both["data"])
 
 
 def evaluate(model, mistake, distributed, world, rank):

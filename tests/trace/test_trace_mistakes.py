@@ -96,6 +96,7 @@ def test_batchnorm_of_each_rank_is_named(one, two):
     [
         {"shard": "fsdp2", "clip": 0.5},
         {"shard": "tensor", "clip": 0.5},
+        {"shard": "2d", "world": 4},
         {"shard": "fsdp1"},
         {"ragged": True},
         {"noise": True},
@@ -105,7 +106,7 @@ def test_batchnorm_of_each_rank_is_named(one, two):
     ids=str,
 )
 def test_what_is_healthy_is_not_named(settings, one, two):
-    alone = {key: value for key, value in settings.items() if key != "shard"}
+    alone = {key: value for key, value in settings.items() if key not in ("shard", "world")}
     verdict = judged(one(**alone), two(**settings))
     assert verdict.finding is None
     assert not verdict.unproven
@@ -127,6 +128,11 @@ def test_two_runs_that_train_nothing_are_the_same_and_it_is_said(mistake, note, 
     verdict = judged(two(mistake, world=1, name="one"), two(mistake))
     assert (verdict.finding, verdict.unproven, verdict.bits) == (None, "", 6)
     assert verdict.notes == [note]
+
+
+def test_ranks_that_share_their_samples_are_not_taken_for_the_mistake(one, two):
+    found = judged(one(ragged=True), two("rank-average", world=4, shard="2d", ragged=True)).finding
+    assert (found.step, found.stage, found.cause) == (0, "normalisation", "rank-average"), str(found)
 
 
 def test_shards_whose_places_are_not_known_are_left_out(one, two):

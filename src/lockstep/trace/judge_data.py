@@ -3,7 +3,7 @@
 from collections import Counter
 
 from lockstep.trace.pairing import Side
-from lockstep.trace.samples_used import Sample, Use, counted, trained
+from lockstep.trace.samples_used import Sample, Use, counted, readers, trained
 from lockstep.trace.step import FIRST, SECOND, Step
 from lockstep.trace.verdict import Finding
 
@@ -16,7 +16,7 @@ def data_difference(step: Step) -> Finding | None:
     """The first difference of the samples of a step, over all ranks."""
     one, two = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
     mine, theirs = counted(one), counted(two)
-    if mine == theirs or not mine or not theirs:
+    if mine == theirs or not mine or not theirs or counted(readers(one)) == counted(readers(two)):
         return None
     for name, samples in ((SECOND, two), (FIRST, one)):
         parts = [Counter(sample.content for sample in each) for each in samples.values() if each]

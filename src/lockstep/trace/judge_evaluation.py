@@ -1,10 +1,9 @@
 """Whether an evaluation counts every sample once."""
 
-from collections import Counter
 from typing import Any
 
 from lockstep.trace.pairing import Spot
-from lockstep.trace.samples_used import counted, trained
+from lockstep.trace.samples_used import counted, readers, trained
 from lockstep.trace.step import FIRST, SECOND, Step
 from lockstep.trace.verdict import Finding
 
@@ -27,12 +26,7 @@ def evaluation_difference(step: Step, tail: bool) -> Finding | None:
     if not uses[0] or not uses[1]:
         return None
     one, two = trained(*uses)
-    mine, theirs = counted(one), counted(two)
-    for counts, samples in ((mine, one), (theirs, two)):  # every rank may evaluate everything
-        parts = [Counter(sample.content for sample in each) for each in samples.values()]
-        if len(parts) > 1 and all(part == parts[0] for part in parts):
-            counts.clear()
-            counts.update(parts[0])
+    mine, theirs = counted(readers(one)), counted(readers(two))
     if mine == theirs:
         return _alone(step, spots[1], two) or _alone(step, spots[0], one)
     names = {s.content: s.name for side in (one, two) for each in side.values() for s in each}

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.trace.reading import Part, Rank, words
 
-__all__ = ["Sample", "Use", "evaluated", "trained", "used"]
+__all__ = ["Sample", "Use", "counted", "evaluated", "readers", "trained", "used"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,19 @@ def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list
 
 
 evaluated = trained
+
+
+def readers(samples: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
+    """The ranks that read for themselves: one of each group where groups of as many ranks hold the same samples.
+
+    So do the ranks of tensor parallelism, and all ranks where each evaluates everything.
+    """
+    groups: dict[frozenset[tuple[int, int]], list[int]] = {}
+    for rank, each in samples.items():
+        groups.setdefault(frozenset(Counter(sample.content for sample in each).items()), []).append(rank)
+    if len({len(ranks) for ranks in groups.values()}) > 1:
+        return samples
+    return {ranks[0]: samples[ranks[0]] for ranks in groups.values()}
 
 
 def counted(samples: dict[int, list[Sample]]) -> Counter[int]:
