@@ -250,3 +250,7 @@ def test_the_limits_are_kept(one, two):
     assert sum(path.stat().st_size for path in files) <= 0.02 * 2**20
     assert all(rank.full for rank in small.parts[0].ranks.values())
     assert judged(one(), small).finding is None
+    two(name="small", variables={"LOCKSTEP_TRACE_MAX_MB": "0.02"})  # a restart: a line of a process's own is its all
+    assert sum(path.stat().st_size for path in Path(small.name).glob("rank*")) <= 0.02 * 2**20 + 2 * 1024
+    assert "recording ended at step" in summary(Path(small.name))
+    assert len(read(Path(small.name)).parts) == 1

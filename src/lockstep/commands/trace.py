@@ -158,7 +158,8 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("-o", "--out", required=True, metavar="DIR", help="a new folder for the trace")
     add("--steps", default="", metavar="A:B", help="optimizer steps to record, B left out (default: all)")
-    text = "most that all processes may write, in MiB; then recording ends (default: %(default)s)"
+    text = "most that the folder may hold, of all processes and starts, in MiB; then recording ends "
+    text += "(default: %(default)s)"
     add("--max-mb", type=float, default=1024.0, metavar="N", help=text)
     add("--modules", action="store_true", help="every module's output in every step (default: in the first two)")
     return parser

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.trace.held import Reading
 from lockstep.trace.sums import WIDTH, Place, Plan, plain
-from lockstep.trace.writing import Writer, header, place
+from lockstep.trace.writing import Writer, header, place, written
 
 __all__ = ["Entry", "Journal", "Options", "quiet"]
 
@@ -209,9 +209,8 @@ class Journal:
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:
-            self._writer = Writer(
-                self.options.folder, self.options.most // max(1, place()[1]), header() | {"first": self.step}
-            )
+            left = self.options.most - written(self.options.folder)  # an earlier start's files count too
+            self._writer = Writer(self.options.folder, left // max(1, place()[1]), header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
 

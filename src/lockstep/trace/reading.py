@@ -167,11 +167,12 @@ def distance(one: tuple[float, ...], two: tuple[float, ...]) -> float:
 
 @dataclass
 class Run:
-    """A trace: its name, as the person gave it, and a part for each start."""
+    """A trace: its name, as the person gave it, and a part for each start; `full`: at the limit of --max-mb."""
 
     name: str
     parts: list[Part]
     info: dict[str, Any]
+    full: bool = False
 
 
 def read(folder: Path) -> Run:
@@ -201,7 +202,7 @@ def read(folder: Path) -> Run:
             else NO_STEP
         )
         raise TraceError(f"{folder} holds no optimizer step: {why}")
-    return Run(str(folder), _parts(trained), info)
+    return Run(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
 
 
 def _rank(path: Path) -> Rank | None:
@@ -274,8 +275,7 @@ def summary(folder: Path) -> str:
     if len(last.ranks) < last.world:  # a node of several, which sees no more
         ranks = f"{len(last.ranks)} of {last.world} ranks"
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
-    for rank in last.ranks.values():
-        if rank.full:
-            lines.append(f"recording ended at step {len(rank.steps)}: the limit of --max-mb was reached")
-            break
+    if run.full:
+        count = min(len(rank.steps) for rank in last.ranks.values())
+        lines.append(f"recording ended at step {count}: the limit of --max-mb was reached")
     return "; ".join(lines)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORMAT", "Writer", "header", "place"]
+__all__ = ["FORMAT", "Writer", "header", "place", "written"]
 
 FORMAT = 1
 _PACKAGES = (
@@ -42,6 +42,11 @@ def place() -> tuple[int, int]:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:
         return 0, 1
+
+
+def written(folder: Path) -> int:
+    """Bytes that all processes have written there so far."""
+    return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
 
 
 def header() -> dict[str, Any]:
@@ -88,17 +93,24 @@ class Writer:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(folder / name, flags, 0o600)
         self._left, self.full = most, False
-        self.put(head)
+        self._write(_line(head))  # also where nothing else has room
 
     def put(self, record: dict[str, Any]) -> bool:
         """Writes a line; False where the file is full, which its last line says."""
         if self.full:
             return False
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = _line(record)
         if len(line) + 200 > self._left:
             self.full = True
-            line = json.dumps({"t": "full", "k": record.get("k")}).encode() + b"\n"
+            line = _line({"t": "full", "k": record.get("k")})
+        self._write(line)
+        return not self.full
+
+    def _write(self, line: bytes) -> None:
         self._left -= len(line)
         while line:
             line = line[os.write(self._file, line) :]
-        return not self.full
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
