@@ -1,6 +1,8 @@
 """`lockstep profile`: a run of its own under the command, the verdict over traces that are there, what is refused."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +59,31 @@ def test_two_processes_are_profiled_in_a_folder_of_their_own(tmp_path):
     assert verdict["steps"] == [3, 6]
     assert verdict["world_size"] == len(read_all(folder / "profile" / "3-6")) == 2
     assert verdict["bottleneck"] == "data"
-    assert verdict["sentence"] in done.stdout + done.stderr
+    assert verdict["sentence"] in done.stdout
+    assert done.stderr.count(f"{folder.name}/profile/3-6\n") == 1
+
+
+def test_a_terminal_has_each_line_once(tmp_path):
+    (tmp_path / "waits.py").write_text(TASK)
+    flags = ["--task", "waits.py:Waits", "--batch-size", "8", "--steps", "1", "--warmup", "0"]
+    reader, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "profile", *flags],
+        cwd=tmp_path,
+        env=environment(TERM="dumb", COLUMNS="500"),
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    said = b""
+    with contextlib.suppress(OSError):  # a terminal whose last process has gone
+        while found := os.read(reader, 1 << 16):
+            said += found
+    os.close(reader)
+    assert process.wait(60) == 0, said
+    (path,) = tmp_path.glob("outputs/*/profile/1-1/verdict.json")
+    assert said.decode().count(json.loads(path.read_text())["sentence"]) == 1
+    assert said.decode().count("/profile/1-1\r\n") == 1
 
 
 def test_traces_that_are_there_are_judged(tmp_path, capsys):

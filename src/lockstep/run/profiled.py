@@ -42,6 +42,6 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
         if not (folder / FILE).is_file():
             raise LockstepError(f"the steps were trained and gave no verdict; {result.folder}/logs says why")
-        print(f"verdict and traces: {folder}", file=sys.stderr)
-        print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):  # a terminal has it from the run's own lines
+            print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code
