@@ -37,6 +37,16 @@ def test_a_save_that_was_due_is_not_the_evaluations():
     assert "an evaluation every 1 steps takes 26.0 ms each time" in seldom.sentence
 
 
+def test_what_tracing_costs_in_the_steps_is_not_taken_from_an_evaluation():
+    """By what one event takes alone it is: 1,000 of them, 0.5 us each."""
+    hand = evaluated(0)
+    for mark in [event for event in hand.events if event["name"] == "lockstep:evaluate"]:
+        for k in range(1000):
+            hand.op(mark["ts"] + 10 * k, 5)
+    for costs in ({"event_us": 0.5}, {"event_us": 0.5, "tracing_ms": 1.0}):
+        assert "takes 9.5 ms each time" in verdict(hand, **costs).sentence
+
+
 def test_what_a_loader_process_hands_over_stays():
     """A step of 9.5 ms and 20 ms of loading; to fetch what was loaded takes 2 ms."""
     hand = on_cpu(data=20000)

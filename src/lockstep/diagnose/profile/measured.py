@@ -72,8 +72,11 @@ class Measured:
         self.step = sum(spent for name, spent in self.steady.items() if name != "hidden_communication")
 
     def _untraced(self) -> float:
-        """Takes away what each event of the trace took to be written; how much it was."""
-        gone = 0.0
+        """Takes away what each event of the trace took to be written; how much it was in a step's parts.
+
+        By how much longer an evaluation took for it is not known: there an event takes what one takes by itself.
+        """
+        gone, least = 0.0, float(self.about.get("event_us", 0.0)) / 1e3
         for rank in self.ranks:
             each = self.event / rank.trace.steps / len(self.ranks)
             events, frames = rank.trace.events, rank.trace.frames
@@ -84,7 +87,8 @@ class Measured:
                 ("update", events.get("update", 0)),
                 ("evaluation", events.get("evaluate", 0)),
             ):
-                less = min(self.steady[name], count * each)
+                of_one = each if name != "evaluation" else least / rank.trace.steps / len(self.ranks)
+                less = min(self.steady[name], count * of_one)
                 self.steady[name] -= less
                 gone += less * (name != "evaluation")
         return gone
