@@ -131,6 +131,7 @@ def test_forwards_that_are_computed_again_are_seen(tmp_path):
     assert not len(plain.again)
     assert found.about["page_us"] > 0.0
     assert found.about["tracing_ms"] >= 0.0
+    assert len(found.about["queued_by_step"]) == found.steps
     assert found.about["idle_ms"] > -100.0
     assert found.about["queued"].keys() == found.about["cpu"].keys()
     assert found.about["usage"].keys() >= {"system", "minor", "major", "busy", "others", "queued"}

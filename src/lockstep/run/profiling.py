@@ -20,6 +20,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -236,6 +237,7 @@ class Profiling:
             "tracing_ms": max(0.0, within - plain) if plain and within else None,
             "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
             "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
+            "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
             "usage": usage,
             "padding": {
                 "positions": sum(whole for whole, _ in self._padding),

@@ -124,3 +124,13 @@ def test_ranks_that_are_late_in_turns_are_found_where_one_is_also_slower(slower)
     assert "in each step another rank is late" in found.sentence
     waited = 4.0 - slower / 2000  # what is left of that where the slower one is waited for in every step
     assert found.gain == pytest.approx(20.0 / (20.0 - waited), rel=0.01)
+
+
+def test_who_has_no_core_is_late_but_no_rank_of_long_samples():
+    """The 8 ms by which one of the two is later in each step, it waited for a core."""
+    pair = in_turns(0, 0), in_turns(1, 0)
+    for rank, hand in enumerate(pair):
+        hand.about["queued_by_step"] = [8.0 * ((step + rank) % 2) for step in range(hand.count)]
+    found = verdict(*pair)
+    assert found.parts["imbalance"] == pytest.approx(4.0)
+    assert found.bottleneck != "imbalance", found.sentence

@@ -42,6 +42,7 @@ class Parted:
         calling: of `passes`: from one operation to the next, where it follows at once; on a CPU.
         again: of `compute` and `passes`: forwards that backwards compute again.
         framing: of `again`: Python around them; on a CPU.
+        alone: of each step what the rank did by itself, without what it waited for a core.
     """
 
     trace: Trace
@@ -56,6 +57,7 @@ class Parted:
     calling: float = 0.0
     again: float = 0.0
     framing: float = 0.0
+    alone: tuple[float, ...] = ()
 
     @property
     def own(self) -> float:
@@ -129,6 +131,7 @@ def _of_cpu(trace: Trace, late: Spans) -> Parted:
         calling=per_step(common(between, trace.following)),
         again=per_step(common(trace.again, union(compute, between))),
         framing=per_step(common(trace.again, between)),
+        alone=_alone(trace, exposed),
     )
 
 
@@ -216,7 +219,16 @@ def _of_device(trace: Trace, late: Spans) -> Parted:
         allocates=per_step(common(rest, trace.allocates)),
         passes=per_step(between),
         again=per_step(common(trace.again, whole)),
+        alone=_alone(trace, exposed),
     )
+
+
+def _alone(trace: Trace, exposed: Spans) -> tuple[float, ...]:
+    """Milliseconds of each step without exchanges that are waited for, and without waiting for a core."""
+    steps = trace.marks["step"]
+    queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
+    each = [end - begin - length(common(exposed, union([(begin, end)]))) for begin, end in steps]
+    return tuple(spent / 1e3 - float(lost) for spent, lost in zip(each, queued, strict=False))
 
 
 def _per_step(trace: Trace) -> Callable[[Spans], float]:

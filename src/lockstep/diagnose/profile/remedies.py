@@ -61,9 +61,9 @@ def _data(run: Measured) -> Iterator[Remedy]:
 
 def _imbalance(run: Measured) -> Iterator[Remedy]:
     """Shares by speed, where a rank is slower than the others in the mean; by length, where they are late in turns."""
-    waited = run.steady["imbalance"]
-    if len(run.ranks) < 2 or waited <= 0.0:
+    if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
+    waited = min(run.steady["imbalance"], _apart(run))  # the rest is for ranks that had no core, or by chance
     own = [rank.own - run.tracing for rank in run.ranks]
     slow = max(range(len(own)), key=own.__getitem__)
     others = fmean(each for place, each in enumerate(own) if place != slow)
@@ -78,6 +78,12 @@ def _imbalance(run: Measured) -> Iterator[Remedy]:
         yield Remedy("imbalance", "--shares auto, with the task's `work` to say how long a sample takes", after, why)
     else:
         yield Remedy("imbalance", "samples of like length in a micro-batch", after, why)
+
+
+def _apart(run: Measured) -> float:
+    """By how many milliseconds the slowest rank of a step is later than the mean one, by what each does by itself."""
+    steps = zip(*(rank.alone for rank in run.ranks), strict=False)
+    return fmean(max(each) - fmean(each) for each in steps)
 
 
 def _slow_rank(run: Measured, own: list[float], slow: int, others: float) -> Iterator[Remedy]:
