@@ -1,6 +1,6 @@
 """Planted bottlenecks: is each named by `--profile`, and does its mend gain what was predicted?
 
-python bench/bottlenecks.py                     every case, about 15 minutes on a quiet machine of two cores
+python bench/bottlenecks.py                     every case, about 10 minutes on a quiet machine of two cores
 python bench/bottlenecks.py --only loader       those whose names have this in them, a regular expression
 python bench/bottlenecks.py --named             the verdicts alone
 python bench/bottlenecks.py --json out.json     the sentences too
