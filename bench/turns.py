@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["Going", "in_turns", "spread"]
 
-PATIENCE = 120.0  # seconds for a step
+PATIENCE = 300.0  # seconds for a step, the first one with --compile included
 SKIPPED = 4  # steps at the begin of a turn
 
 
