@@ -3,7 +3,9 @@
 import contextlib
 import io
 import os
+import random
 import re
+import socket
 
 from lockstep import cli
 
@@ -12,6 +14,15 @@ def environment(**more):
     """That of a process which no launcher started."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": "", **more}
+
+
+def free_port():
+    """One that nobody listens at, below those that the system gives to connections, which might take it meanwhile."""
+    drawn = random.SystemRandom()
+    while True:
+        port = drawn.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def inspected(folder):

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from ranks import run
+from shell import free_port
 from torch import nn
 from toys import Network, Ragged, parts, train
 
@@ -325,14 +326,11 @@ os._exit(0)
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_deepspeed_loads_its_universal_checkpoint(tmp_path, stage):
     pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed")
-    import socket
     from pathlib import Path
 
     path = saved(tmp_path / "run", network())
     out = export(path, tmp_path / "ds", "deepspeed")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    arguments = [str(out), str(stage), str(port), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    arguments = [str(out), str(stage), str(free_port()), str(Path(__file__).parent), str(Path(__file__).parents[1])]
     done = subprocess.run(
         [sys.executable, "-c", UNIVERSAL, *arguments], capture_output=True, text=True, check=False, timeout=120
     )

@@ -13,6 +13,7 @@ import zipfile
 
 import pytest
 from ranks import run
+from shell import free_port
 
 from lockstep import checkpoint
 from lockstep.config import options
@@ -117,8 +118,7 @@ def test_the_meeting_point_of_a_node_is_on_loopback_alone(tmp_path):
         "; print(open('/proc/net/tcp').read())"
     )
     code += "; print(open('/proc/net/tcp6').read()) if os.path.exists('/proc/net/tcp6') else None; w.leave()"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)

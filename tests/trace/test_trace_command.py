@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from shell import environment
+from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.errors import ConfigError, DifferenceError
@@ -226,10 +225,8 @@ if __name__ == "__main__":
 
 def test_spawned_processes_are_recorded_to_their_end(tmp_path):
     (tmp_path / "spawning.py").write_text(SPAWNING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    done = ran("-m", "lockstep", "trace", "-o", "out", "--", sys.executable, "spawning.py", port, cwd=tmp_path)
+    spawning = [sys.executable, "spawning.py", str(free_port())]
+    done = ran("-m", "lockstep", "trace", "-o", "out", "--", *spawning, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = {path.name[:9]: path.read_text().splitlines() for path in sorted((tmp_path / "out").glob("rank*"))}
     assert sorted(lines) == ["rank00000", "rank00001"]

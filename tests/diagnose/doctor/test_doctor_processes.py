@@ -10,17 +10,12 @@ import sys
 import time
 
 import pytest
-from shell import environment
+from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.errors import ConfigError
 
 HOST = platform.node()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def started(rank, port, *flags, size=2, **more):
