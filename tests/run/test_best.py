@@ -46,8 +46,18 @@ def go(world, folder, leave_at=None, **changes):
     return session.status, session.result.global_step, best and (best.step, best.metric, best.value), kept
 
 
-def patient(world, folder, patience):
-    return go(world, folder, patience=patience)
+def patient(world, folder, patience, **more):
+    return go(world, folder, patience=patience, **more)
+
+
+def patient_by_another(world, folder, patience):
+    return patient(world, folder, patience, best_metric="loss", patience_metric="score:max")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_ends_by_its_own_metric_on_any_number_of_ranks(tmp_path, ranks):
+    found = run(patient_by_another, ranks, tmp_path, 3)
+    assert [(status, steps, best[:2]) for status, steps, best, _ in found] == [("stopped", 10, (10, "loss"))] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -14,6 +14,7 @@ from lockstep.config import options
 from lockstep.config.config import Config, lookup
 from lockstep.config.spans import in_batches
 from lockstep.data.batches import START, Origin, StepPlan
+from lockstep.run.best import judged_by
 from lockstep.task import Task, written
 from lockstep.tasks.options import FIXED
 
@@ -26,7 +27,7 @@ _FIXED = (
     *FIXED,
 )
 # And these, where the rate follows the evaluations.
-_JUDGING = ("eval_freq", "best_metric", "min_delta", "limit_eval_batches", "eval_micro_batch_size")
+_JUDGING = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
     said = options.flat(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
-    judged = _JUDGING if optim.schedule == "plateau" else ()
+    judged: dict[str, Any] = {}
+    if optim.schedule == "plateau":  # of the best, which --min-delta may not be
+        judged = {name: getattr(config, name) for name in _JUDGING} | {"min_delta": judged_by(config).delta}
     return {
         **{name: said[name] for name in _FIXED if name in said},
         "steps": run_plan.step_plan.steps,
@@ -124,7 +127,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
         **({name: said[name] for name in said if name.startswith("fp16.")} if config.precision == "fp16" else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-        **{name: getattr(config, name) for name in judged},
+        **judged,
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
     }
 

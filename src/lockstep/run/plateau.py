@@ -4,8 +4,9 @@
     fallen(state)                               # how often it has
 
 As torch's ReduceLROnPlateau, its `threshold` absolute: what is judged is `--best-metric`, by how much it must get
-better is `--min-delta`, and its `min_lr` is `--optim.floor`. The count lies in the run's state, which is the same on
-every rank and in every checkpoint, so a resume or a rollback goes on with the rate of its step.
+better is `--min-delta` (0 beside `--patience-metric`), and its `min_lr` is `--optim.floor`. The count lies in the run's
+state, which is the same on every rank and in every checkpoint, so a resume or a rollback goes on with the rate of its
+step.
 """
 
 import logging
