@@ -48,6 +48,7 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems += _evaluations(case, root, done)
     problems += _hooks(folder, done) if case.task == "hooked" else []
     problems += _turns(case, folder, done) if case.task in LIGHTNING else []
+    problems += _patience(folder, done) if case.task == "own" else []
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -181,6 +182,18 @@ def _turns(case: Case, folder: Path, done: int) -> list[str]:
     turns = unpacked(kept["module"])["turns"]
     wanted = done - (case.task == "manual" and case.leaves_out)
     return [] if turns == wanted else [f"the module has counted {turns} batches after step {done}"]
+
+
+def _patience(folder: Path, done: int) -> list[str]:
+    """What `--patience-metric` has counted over all starts: the evaluations since the largest error."""
+    errors = [(values["absolute"], step) for step, values in _evaluated(folder, done)]
+    kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("patience")
+    if not errors:
+        return [] if kept is None else [f"patience is {kept} before an evaluation"]
+    (_, step), place = max(errors), errors.index(max(errors))
+    since = len(errors) - 1 - place
+    right = kept is not None and (kept["best"]["step"], kept["since"]) == (step, since)
+    return [] if right else [f"patience is {kept}, not {since} evaluations since that after step {step}"]
 
 
 def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:
