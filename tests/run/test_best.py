@@ -132,7 +132,7 @@ def test_what_patience_goes_by_survives_a_resume(tmp_path, leave_at):
     ("changes", "said"),
     [
         ({"patience_metric": "score", "patience": 1}, "patience_metric is 'score': it must be loss, or a metric"),
-        ({"patience_metric": "score:max"}, "patience_metric needs patience: else nothing goes by it"),
+        ({"patience_metric": "score:max"}, "patience_metric needs patience: else nothing goes by it; or make it empty"),
         ({"best_metric": "score"}, "best_metric is 'score': it must be loss, or a metric .* accuracy:max, error:min"),
         ({"best_metric": "loss:max"}, "best_metric is 'loss:max'"),
         ({"best_metric": ":max"}, "best_metric is ':max'"),

@@ -344,7 +344,12 @@ def _check_best(config: Config) -> None:
                 "accuracy:max, error:min",
             )
     if config.patience_metric and not config.patience:
-        raise FieldError(FieldName("patience_metric"), " needs ", FieldName("patience"), ": else nothing goes by it")
+        raise FieldError(
+            FieldName("patience_metric"),
+            " needs ",
+            FieldName("patience"),
+            ": else nothing goes by it; or make it empty",
+        )
     plateau = config.optim.schedule == "plateau"
     if (config.patience or plateau) and not config.eval_freq:
         what = ("optim.schedule", "plateau") if plateau else ("patience", config.patience)
