@@ -13,7 +13,7 @@ __all__ = ["ASIDE", "FIRST", "LINES", "SECOND", "WHOLE_FILE", "entries", "matche
 
 FIRST = Path(__file__).with_name("labels.json")
 SECOND = Path(__file__).with_name("labels2.json")
-# The half of the second set on which no rule may be made: it is scored only where it is asked for by its name.
+# Scripts on which no rule may be made: they are scored only where they are asked for by this name.
 ASIDE = "aside"
 LINES = 6
 # What is missing has no line of its own.
