@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.calls import Calls
+from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import walk
+from lockstep.lint.analysis.nodes import keyword, walk
 
 __all__ = ["Programs"]
 
@@ -71,9 +71,18 @@ class Programs:
             function
             for member in self.project.family(module)
             for site in member.sites(*SPAWNS)
-            for function in self.calls.runs(site)
+            for function in (*self.calls.runs(site), *self.handed(site))
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
+
+    def handed(self, site: Site) -> Iterator[Scope]:
+        """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`)."""
+        for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target")):
+            if isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
+                for caller in self.calls.callers(site.scope):
+                    found = self.calls.names.definition(passed(caller, site.scope, value.id), caller.scope)
+                    if found is not None and found.kind == "function":
+                        yield found
 
     @kept
     def methods(self, module: Module) -> dict[str, list[Scope]]:

@@ -82,6 +82,15 @@ class Ranks:
             self.tests.many(guard.test, scope) == (-1 if guard.when else 1) for guard in guards(stmt, scope.module)
         )
 
+    @kept
+    def alone(self, scope: Scope) -> bool:
+        """Whether a function is called only where there is one process."""
+        return self._alone(scope, 0)
+
+    def _alone(self, scope: Scope, depth: int) -> bool:
+        callers = self.calls.callers(scope)[:MAX_CALLERS] if scope.kind == "function" and depth < 5 else []
+        return bool(callers) and all(self.single(s.stmt, s.scope) or self._alone(s.scope, depth + 1) for s in callers)
+
     def several(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether all ranks, or all but the main one, run a statement."""
         if self.every(stmt, scope):
@@ -94,7 +103,7 @@ class Ranks:
         module = scope.module
         if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
             return False
-        if scope in self.programs.beside(module):
+        if self.alone(scope) or scope in self.programs.beside(module):
             return False
         spawned = self.programs.spawned(module)
         if spawned is not None:

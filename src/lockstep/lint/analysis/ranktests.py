@@ -5,12 +5,15 @@ import re
 
 from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import guards
-from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.index import Bind, Module, Scope
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
 
 MAX_CALLERS = 20
+# An attribute that is set at more places than this is no flag.
+MAX_BINDS = 20
 
 RANK = Words(
     r"(^|_)((local|global|world|my|node|dist|proc)?ranks?|gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
@@ -48,6 +51,10 @@ NUMBERED = {"spawn", "start_processes"}
 OTHER = -2
 
 
+# What may be a test of the rank where a name is given its value.
+DECIDES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.Call)
+
+
 class RankTests:
     """Answers which processes a test holds in, by the names in it and the values given to them."""
 
@@ -70,8 +77,8 @@ class RankTests:
                 there = when if isinstance(node.ops[0], ast.IsNot) else not when
                 return self.test(node.left, scope, there, depth)
             return sign * self.compare(node, scope) or (OTHER if when and self.one_rank(node, scope) else 0)
-        if isinstance(node, ast.IfExp) and is_none(node.orelse):
-            return self.test(node.test, scope, when, depth)
+        if isinstance(node, ast.IfExp):
+            return self.choice(node, scope, when, depth)
         name = last(node).lstrip("_")
         if MAIN.search(name) or name in MAIN_EXACT:
             return sign
@@ -79,6 +86,18 @@ class RankTests:
         if key is not None and depth < 3 and not isinstance(node, ast.Call):
             return self.named(key, scope, when, depth)
         return 0
+
+    def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
+        """A value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ... else
+        False`).
+        """
+        if is_empty(node.orelse):
+            return self.test(node.test, scope, when, depth)
+        if not is_empty(node.body):
+            return 0
+        if self.is_rank(node.test, scope):
+            return 1 if when else -1
+        return self.test(node.test, scope, not when, depth)
 
     def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
         """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
@@ -100,28 +119,50 @@ class RankTests:
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A name that was given the result of a rank test."""
         for value, home in self.calls.values(key, scope):
-            if isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            if isinstance(value, DECIDES):
                 found = self.test(value, home, when, depth + 1)
                 if found:
                     return found
         return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A name that has a value on some ranks and None on the others (`writer = Writer() if rank == 0 else None`)."""
-        found, empty = set(), False
-        for bind, home in self.bound(key, scope):
-            if bind.value is None or bind.path or bind.how != "assign":
-                return 0
-            if is_none(bind.value):
-                empty = True
-            elif isinstance(bind.value, ast.IfExp) and is_none(bind.value.orelse):
-                found.add(self.test(bind.value.test, home, True, depth + 1))
-                empty = True
-            else:
-                tests = guards(bind.stmt, home.module)
-                found.add(next(filter(None, (self.test(g.test, home, g.when, depth + 1) for g in tests)), 0))
-        side = found.pop() if empty and len(found) == 1 else 0
-        return side if when else -1 if side == 1 else 0
+        """A name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0 else
+        None`), here or where the attribute of another object is set (`args.verbose = rank == 0`).
+        """
+        binds = self.bound(key, scope) or self.set_elsewhere(key, scope)
+        flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
+        found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
+        found.discard(None)
+        side = found.pop() if len(found) == 1 else 0
+        return (side or 0) if when else {1: -1, -1: 1}.get(side or 0, 0)
+
+    def share(self, bind: Bind, home: Scope, depth: int, flag: bool) -> int | None:
+        """On which ranks a binding gives its name more than None or False: None for a value that says nothing. What a
+        `flag` is given on one rank is a decision of its own, unless it is written out.
+        """
+        value = bind.value
+        if value is None or bind.path or bind.how != "assign":
+            return 0
+        if is_empty(value):
+            return None
+        tests = list(guards(bind.stmt, home.module))
+        if isinstance(value, DECIDES):
+            found = self.test(value, home, True, depth + 1)
+            if found or not isinstance(value, ast.Call | ast.Attribute):
+                return found
+        if flag and not isinstance(value, ast.Constant):
+            return 0
+        found = next(filter(None, (self.test(g.test, home, g.when, depth + 1) for g in tests)), 0)
+        alone = any(self.many(g.test, home) == (-1 if g.when else 1) for g in tests)
+        return None if not found and alone else found
+
+    def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
+        """The bindings of an attribute of any object in the programs, where the scope is handed the object."""
+        root, _, name = key.rpartition(".")
+        if not root or root in ("self", "cls") or root.split(".")[0] in scope.module.imports:
+            return []
+        members = self.calls.project.family(scope.module)
+        return [found for member in members for found in _attributes(member).get(name, ())]
 
     def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
         """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class."""
@@ -202,6 +243,17 @@ class RankTests:
         return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
 
 
+@kept
+def _attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
+    """What a file gives to attributes, by their last names."""
+    table: dict[str, list[tuple[Bind, Scope]]] = {}
+    for scope in module.scopes:
+        for key, binds in scope.binds.items():
+            if "." in key:
+                table.setdefault(key.rpartition(".")[2], []).extend((bind, scope) for bind in binds)
+    return table
+
+
 def says_rank(node: ast.AST | None) -> bool:
     """Whether an expression is a rank by the names and words in it."""
     if (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")) or isinstance(node, ast.Subscript):
@@ -217,6 +269,11 @@ def is_call_for_rank(node: ast.expr) -> bool:
 def is_none(node: ast.AST) -> bool:
     """Whether an expression is the literal None."""
     return isinstance(node, ast.Constant) and node.value is None
+
+
+def is_empty(node: ast.AST) -> bool:
+    """Whether an expression is the literal None or False."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def counts_batches(node: ast.expr) -> bool:

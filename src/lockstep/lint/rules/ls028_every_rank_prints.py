@@ -4,8 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import Words, idents, keyword, walk
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Module, Site
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -44,13 +45,22 @@ HUSHES = Words(
 )
 # What a function that only shows something is called (`progress.display(i)`).
 SHOWS = Words(r"^(display|show|report|print|describe|summary)(_|$)")
+# The calls with which a function sets up logging.
+SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "StreamHandler", "FileHandler", "Formatter"}
+SETS_UP |= {"add", "remove", "configure"}
+# The attributes of a logger that make it quiet.
+SILENCES = (".disabled", ".level", ".handlers")
 BY_RANK = Words(r"rank|is_main|master")
 PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for output in the code that every rank runs."""
-    if not view.distributed or "print" in view.module.top.defs or "print" in view.module.imports:
+    if (
+        not (view.distributed or under_accelerate(view.module))
+        or "print" in view.module.top.defs
+        or "print" in view.module.imports
+    ):
         return
     if view.effects.mentioned(view.module, *QUIET) or view.hidden(HUSHES):
         return
@@ -58,7 +68,7 @@ def check(view: View) -> Iterator[Found]:
     levelled = any(by_rank(s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
-        if not what or not view.ranks.every(site.stmt, site.scope) or failing(view, site):
+        if not what or not everywhere(view, site) or failing(view, site):
             continue
         if view.ranks.chosen(site) or view.ranks.idle(site.scope) or (what == "log" and levelled):
             continue
@@ -68,8 +78,26 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank prints this: print on rank 0 only")
         elif what == "tracker":
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
-        elif loguru(view, site) or plain_logging(view):
+        elif loguru(view, site) or (from_logging(site.module) and plain_logging(view)):
             yield at(site, "every rank logs this: log on rank 0 only")
+
+
+def under_accelerate(module: Module) -> bool:
+    """Whether a file makes an Accelerator, of which `accelerate launch` starts several."""
+    made = module.imports.get("Accelerator")
+    if made is None or made.full != "accelerate.Accelerator" or module.path.endswith(".ipynb"):
+        return False
+    return any(True for _ in module.sites("Accelerator"))
+
+
+def everywhere(view: View, site: Site) -> bool:
+    """Whether every process makes a call."""
+    if not under_accelerate(site.module):
+        return view.ranks.every(site.stmt, site.scope)
+    ranks = view.ranks
+    return not (
+        ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
+    )
 
 
 def speaks(view: View, site: Site) -> str:
@@ -144,14 +172,29 @@ def logs_with_rank(view: View) -> bool:
 
 
 def loguru(view: View, site: Site) -> bool:
-    """Whether a call logs with loguru, which writes all levels on every rank unless it is told otherwise."""
+    """Whether a call logs with loguru, which writes all levels on every rank unless the program sets it up by the
+    rank, or gives it no place to write to.
+    """
     if not view.full(site).startswith("loguru.logger."):
         return False
-    return not any(
-        view.full(s).startswith("loguru.logger.")
-        for member in view.project.family(view.module)
-        for s in member.sites("remove", "add", "disable", "configure")
-    )
+    members = view.project.family(view.module)
+    found = [s for member in members for s in member.sites("remove", "add", "disable", "configure")]
+    found = [s for s in found if view.full(s).startswith("loguru.logger.")]
+    if not found:
+        return True
+    shown = any(s.name == "add" for s in found) and (site.name != "debug" or any(map(shows_debug, found)))
+    return shown and not any(by_rank(s) or view.ranks.main_only(s.stmt, s.scope) for s in found)
+
+
+def shows_debug(site: Site) -> bool:
+    """Whether a sink of loguru takes debug lines."""
+    level = keyword(site.call, "level")
+    return site.name == "add" and (level is None or constant(level) in ("DEBUG", "TRACE", 0, 5, 10))
+
+
+def from_logging(module: Module) -> bool:
+    """Whether a file's loggers may be the standard library's: those of Accelerate write on the main process alone."""
+    return all(item.module != "accelerate.logging" for item in module.imports.values())
 
 
 def plain_logging(view: View) -> bool:
@@ -159,17 +202,34 @@ def plain_logging(view: View) -> bool:
     members = view.project.family(view.module)
     found = [s for member in members for s in member.sites("basicConfig")]
     found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
-    return bool(found) and all(view.ranks.every(s.stmt, s.scope) and not by_rank(s) for s in found)
+    if not found:
+        return any(map(by_hydra, members))
+    return all(everywhere(view, s) and not by_rank(s) for s in found)
+
+
+def by_hydra(module: Module) -> bool:
+    """Whether a file's main function is Hydra's, which configures logging on every rank alike."""
+    return "hydra" in module.imports and any(
+        dotted(item.func if isinstance(item, ast.Call) else item) == "hydra.main"
+        for scope in module.scopes
+        for item in scope.decorators
+    )
 
 
 def by_rank(site: Site) -> bool:
-    """Whether logging is set up by the rank, in the call or in a function of its own; a format that names it is not."""
+    """Whether logging is set up by the rank: in what the function gives to logging, in the values that this is made
+    from, or in a test around it; a format that names the rank is not.
+    """
     scope = site.scope
-    start, end = getattr(scope.node, "lineno", 1), getattr(scope.node, "end_lineno", 0) or 0
-    own = scope.kind == "function" and end - start < 40
-    formats = [part for each in scope.sites for part in written(each)]
-    inner = {id(node) for part in formats for node in walk(part)}
-    nodes = [node for node in walk(scope.node if own else site.call) if id(node) not in inner]
+    sites = [each for each in scope.sites if each is site or each.name in SETS_UP]
+    formats = {id(node) for each in sites for part in written(each) for node in walk(part)}
+    asked: list[ast.AST] = [each.call for each in sites]
+    asked += [guard.test for each in sites for guard in guards(each.stmt, scope.module)]
+    asked += [bind.stmt for key, binds in scope.binds.items() if key.endswith(SILENCES) for bind in binds]
+    names = {node.id for part in asked for node in walk(part) if isinstance(node, ast.Name) and id(node) not in formats}
+    for bind in (bind for name in names for bind in scope.binds.get(name, [])):
+        asked += [bind.stmt, *(guard.test for guard in guards(bind.stmt, scope.module))]
+    nodes = [node for part in asked for node in walk(part) if id(node) not in formats]
     words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
     return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
 
@@ -274,8 +334,9 @@ def main(model, score, rank, report):
     remedy="Write on rank 0 only",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
-        "A test of any rank is enough: the global one, the local one, the node's. A `SummaryWriter`, like "
-        "`wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts where it is "
-        "configured alike on all ranks, or is loguru's, in which nothing was configured."
+        "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. "
+        "A `SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
+        "where it is configured alike on all ranks (by Hydra too), or is loguru's. The processes of Accelerate count, "
+        "but not its own loggers, nor notebooks."
     ),
 )
