@@ -4,8 +4,9 @@ import ast
 import re
 
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import Words, dotted, keyword, last
+from lockstep.lint.analysis.nodes import Words, argument, dotted, keyword, last
 from lockstep.lint.analysis.origins import Origins
+from lockstep.lint.analysis.parts import divides
 
 __all__ = ["EVALUATION", "MODEL", "SCALER", "Kinds"]
 
@@ -78,13 +79,14 @@ class Kinds:
     def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
         """What a loop's header runs over in the end, without `enumerate`, progress bars and the names given to them."""
         for _ in range(8):
+            inner = within(node)
             if (
                 isinstance(node, ast.Call)
-                and node.args
+                and inner is not None
                 and not self.names.qualify(node.func, scope).endswith("DataLoader")
                 and not self.gives_loader(node, scope)
             ):
-                node = node.args[0]
+                node = inner
                 continue
             key = dotted(node)
             binds = (
@@ -93,7 +95,7 @@ class Kinds:
             values = [
                 bind.value
                 for bind, _ in binds
-                if isinstance(bind.value, ast.Call) and bind.value.args and not bind.path
+                if isinstance(bind.value, ast.Call) and within(bind.value) is not None and not bind.path
             ]
             if len(values) != 1 or last(values[0]) == "DataLoader":
                 return node
@@ -112,9 +114,33 @@ class Kinds:
         return found[0] if found else None
 
     def is_shard(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether a loop's header runs over a loader with a distributed sampler, a rank's own part of the data."""
+        """Whether a loop's header runs over a loader of a rank's own part of the data: with a distributed sampler, or
+        over what was divided by hand.
+        """
         made = self.loader_call(self.iterated(node, scope), scope)
-        sampler = keyword(made[0], "sampler") if made is not None else None
-        if made is None or sampler is None:
+        if made is None:
             return False
-        return any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, made[1]))
+        sampler = keyword(made[0], "sampler")
+        if any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, made[1])):
+            return True
+        given = [value for value in (argument(made[0], 0, "dataset"), sampler) if value is not None]
+        return any(self.is_part(value, made[1], 0) for value in given)
+
+    def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
+        """Whether a data set or a sampler is made of a rank's own part of something."""
+        return any(
+            divides(origin.node)
+            or (
+                depth < 2
+                and origin.call is not None
+                and any(self.is_part(value, origin.scope, depth + 1) for value in origin.call.args)
+            )
+            for origin in self.origins.of(node, scope)
+        )
+
+
+def within(node: ast.expr) -> ast.expr | None:
+    """What a call is given to run over: its first argument, or the `iterable` of a progress bar."""
+    if not isinstance(node, ast.Call):
+        return None
+    return node.args[0] if node.args else keyword(node, "iterable")

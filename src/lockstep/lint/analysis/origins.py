@@ -105,15 +105,26 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
     end = bisect.bisect_left(binds, line, key=lambda bind: bind.stmt.lineno)
     kept: list[Bind] = []
     for bind in reversed(binds[max(0, end - MAX_BINDS) : end]):
-        if bind.how == "aug":
+        if bind.how == "aug" or _covers(bind, line):
             continue
         kept.append(bind)
-        around = (node for node, _ in above(bind.stmt, scope.module))
         if _encloses(bind, line) or not any(
-            isinstance(node, ast.If | ast.Try | ast.While | ast.For) for node in around
+            isinstance(node, ast.If | ast.Try | ast.While | ast.For) and not _holds(node, place, line)
+            for node, place in above(bind.stmt, scope.module)
         ):
             break
     return kept[::-1] or [bind for bind in binds[:MAX_BINDS] if bind.how != "aug"]
+
+
+def _covers(bind: Bind, line: int) -> bool:
+    """Whether a line stands in the assignment itself, whose right side still sees what was there before."""
+    return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
+
+
+def _holds(node: ast.stmt, place: str, line: int) -> bool:
+    """Whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
+    block = getattr(node, place, None)
+    return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
 
 def _encloses(bind: Bind, line: int) -> bool:

@@ -42,10 +42,15 @@ def has_norm(view: View, site: Site) -> bool:
         if owner is not None and owner.kind == "class" and class_has_norm(view, owner, set()):
             return True
         if full.endswith("Sequential") and any(
-            NORM.match(s.name) for s in scope.sites if s.stmt.lineno <= call.lineno <= (s.stmt.end_lineno or 0)
+            normalises(view, s) for s in scope.sites if s.stmt.lineno <= call.lineno <= (s.stmt.end_lineno or 0)
         ):
             return True
     return False
+
+
+def normalises(view: View, site: Site) -> bool:
+    """Whether a call makes a BatchNorm layer, under any name (`from torch.nn import BatchNorm1d as BatchNorm`)."""
+    return bool(NORM.match(site.name) or NORM.match(view.full(site).rpartition(".")[2]))
 
 
 def torchvision(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
@@ -103,7 +108,7 @@ def class_has_norm(view: View, owner: Scope, seen: set[Scope]) -> bool:
         if handed_on(scope):
             return True
         for site in scope.sites:
-            if NORM.match(site.name) or torchvision(site.call, scope, view.full(site), view):
+            if normalises(view, site) or torchvision(site.call, scope, view.full(site), view):
                 return True
             below = view.names.definition(site.call.func, scope)
             if below is not None and class_has_norm(view, below, seen):

@@ -9,6 +9,7 @@ from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.parts import parts
 from lockstep.lint.analysis.ranktests import COUNT
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -36,10 +37,11 @@ def check(view: View) -> Iterator[Found]:
     """Looks at evaluations over a DistributedSampler that average per-rank means, or that share nothing."""
     samplers = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
     samplers = [s for s in samplers if constant(keyword(s.call, "drop_last")) is not True]
-    if not samplers:
+    by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
+    if not samplers and not by_hand:
         return
     yield from unshared(view)
-    said = any(map(shards, samplers))
+    said = any(map(shards, samplers)) or any("train" not in text for text in by_hand)
     for scope in view.scopes:
         for site in scope.sites if scope.kind == "function" else ():
             if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
@@ -119,7 +121,7 @@ def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     within = view.effects.block(loop, scope)
     added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
     added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
-    told = any(True for _ in scope.returns()) or any(scope.named(name) for name in TELLS)
+    told = any(True for _ in scope.returns()) or any(site.name in TELLS for site in view.effects.below(scope.sites))
     return added and told and not any(view.steps.backwards(site) for site in within)
 
 
@@ -134,7 +136,8 @@ def held_out(view: View, site: Site) -> bool:
     if EVALUATION.search(site.scope.name):
         return True
     if any(
-        isinstance(n, ast.For) and any(map(EVALUATION.search, idents(n.iter))) for n in loops(site.stmt, site.module)
+        isinstance(n, ast.For) and any(map(EVALUATION.search, idents(view.kinds.iterated(n.iter, site.scope))))
+        for n in loops(site.stmt, site.module)
     ):
         return True
     value = site.call.args[0] if site.call.args else None
@@ -339,4 +342,8 @@ def main(model, val_data, device):
     fix="none",
     remedy="Sum values and counts over all ranks, then divide once",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    note=(
+        "Data that the script divides itself counts like a DistributedSampler's (`data[rank::world_size]`, "
+        "`indices.split(n)[rank]`, `data.shard(...)`)."
+    ),
 )

@@ -1,0 +1,43 @@
+"""Data that a script divides among the ranks by hand, without a DistributedSampler."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.index import Module
+from lockstep.lint.analysis.kept import kept
+
+__all__ = ["divides", "parts"]
+
+# The calls in which a rank's part is taken, and how such an expression reads.
+CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node")
+RANK = r"[\w.]*(?:rank|get_rank\(\))"
+COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
+PART = re.compile(
+    rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
+    rf"|\[{RANK}::|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
+    rf"|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
+)
+SLICE = re.compile(rf"\[\s*{RANK}\s*::")
+
+
+def divides(node: ast.AST) -> bool:
+    """Whether an expression or a statement takes a rank's own part of something (`data[rank::world_size]`)."""
+    return PART.search(ast.unparse(node)) is not None
+
+
+@kept
+def parts(module: Module) -> tuple[str, ...]:
+    """The statements of a file that take a rank's own part of something, as text."""
+    return tuple(dict.fromkeys(_parts(module)))
+
+
+def _parts(module: Module) -> Iterator[str]:
+    if "rank" not in module.text:
+        return
+    for site in module.sites(*CALLS):
+        if not isinstance(site.stmt, ast.If | ast.For | ast.While | ast.With | ast.Try):
+            text = ast.unparse(site.stmt)
+            if PART.search(text):
+                yield text
+    yield from (line for line in module.lines if SLICE.search(line))
