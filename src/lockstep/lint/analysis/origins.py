@@ -123,7 +123,7 @@ def _covers(bind: Bind, line: int) -> bool:
 
 def _holds(node: ast.stmt, place: str, line: int) -> bool:
     """Whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
-    block = getattr(node, place, None)
+    block = getattr(node, place, [])
     return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
 

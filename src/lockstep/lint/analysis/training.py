@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
@@ -66,6 +67,21 @@ class Trainings:
     def near(self, module: Module) -> tuple[Training, ...]:
         """The training loops of all files of the programs that a file is part of."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
+
+    @kept
+    def engines(self, module: Module) -> tuple[Training, ...]:
+        """The functions that an Engine of ignite runs in every step, each as if its body were a loop's."""
+        found: dict[Scope, Training] = {}
+        for member in self.calls.project.family(module):
+            for site in member.sites("Engine"):
+                function = self.calls.names.definition(next(iter(site.call.args), None), site.scope)
+                full = self.calls.names.qualify(site.call.func, site.scope)
+                if function is None or function.kind != "function" or not full.startswith("ignite."):
+                    continue
+                backward = next(filter(self.steps.backwards, function.sites), None)
+                if backward is not None:
+                    found[function] = Training(cast(Loop, function.node), function, backward, None)
+        return tuple(found.values())
 
     def around(self, site: Site) -> Iterator[Training]:
         """The step loops that run a backward call: around it, or around a call of its function."""

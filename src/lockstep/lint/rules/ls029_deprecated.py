@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import constant
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -12,14 +13,14 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 FLAGS = ("--local_rank", "--local-rank")
-# The variable, other than where it is only set (`os.environ["LOCAL_RANK"] = str(args.local_rank)`).
-READS = re.compile(r"""["']LOCAL_RANK["'](?!\s*\]\s*=[^=])""")
+# The variable that torchrun sets.
+READS = re.compile(r"""["']LOCAL_RANK["']""")
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at imports, at the flag of the old launcher, and at calls of what has a successor."""
     for site in view.sites("add_argument"):
-        if any(constant(value) in FLAGS for value in site.call.args) and not handled(view):
+        if any(constant(value) in FLAGS for value in site.call.args) and not handled(view, site):
             yield at(
                 site,
                 "torchrun passes the local rank in the environment: read os.environ['LOCAL_RANK'] instead of this flag",
@@ -32,9 +33,9 @@ def check(view: View) -> Iterator[Found]:
     yield from packages(view)
 
 
-def handled(view: View) -> bool:
-    """Whether the program takes the rank from the environment too, or a launcher still passes the flag."""
-    if any(READS.search(member.text) for member in view.project.family(view.module)):
+def handled(view: View, site: Site) -> bool:
+    """Whether the flag takes its default from the environment, or another launcher than torch's passes it."""
+    if READS.search(ast.unparse(site.call)):
         return True
     if view.ranks.programs.spawned(view.module) is not None:
         return True  # the script starts its processes itself, and a flag of that name is its own
@@ -146,4 +147,8 @@ def main():
     check=check,
     fix="unsafe",
     remedy="Use torchrun, fully_shard, sdpa_kernel, torch.amp",
+    note=(
+        "The flag `--local_rank` is told even if the script also reads the variable, unless the variable is the flag's "
+        "default or another launcher passes the flag (DeepSpeed, or the script itself with `mp.spawn`)."
+    ),
 )

@@ -1,12 +1,13 @@
 """LS036: a device sync in every step."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import loops, withs
+from lockstep.lint.analysis.context import inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import base, dotted, idents, last, targets, walk
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import Words, base, constant, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -16,6 +17,8 @@ __all__ = ["RULE"]
 
 SYNCS = {"item", "cpu", "tolist"}
 READS = {"print", "float", "bool", "int"}
+# What a number on the device is called.
+LOSS = Words(r"loss|err(?!no)|cost|kld|nll|acc|penalty", re.IGNORECASE)
 # They make a text or a number of what they are given, at once.
 SHOWS = {"add_scalar", "set_postfix", "set_postfix_str", "set_description"}
 
@@ -25,11 +28,12 @@ def check(view: View) -> Iterator[Found]:
     if not view.gpu:
         return
     seen: set[int] = set()
-    for training in view.trainings.near(view.module):
+    for training in (*view.trainings.near(view.module), *view.trainings.engines(view.module)):
         if not view.trainings.steps_in(training.loop, training.scope) and not view.training:
             continue
         here = [site for site in view.trainings.each_step(training) if site.module is view.module]
         losses = loss_names(view, training) if here else set()
+        yield from old_reads(view, training, here, losses, seen)
         for site in here:
             if site.stmt.lineno in seen:
                 continue
@@ -41,6 +45,33 @@ def check(view: View) -> Iterator[Found]:
                 )
 
 
+def old_reads(view: View, training: Training, here: list[Site], losses: set[str], seen: set[int]) -> Iterator[Found]:
+    """`loss.data[0]`, the `loss.item()` of the first versions of torch."""
+    if ".data[0]" not in view.module.text:
+        return
+    for scope in dict.fromkeys((training.scope, *(site.scope for site in here))):
+        if scope.module is not view.module:
+            continue
+        within = training.loop if scope is training.scope else None
+        for node, stmt in scope.reads:
+            if node.attr != "data" or not (LOSS.search(last(node.value)) or dotted(node.value) in losses):
+                continue
+            if within is not None and not inside(stmt, within, scope.module):
+                continue
+            if first_of(node, stmt) and stmt.lineno not in seen and not view.trainings.rare(stmt, scope, within):
+                seen.add(stmt.lineno)
+                yield Found(
+                    node, ".data[0] waits for the device in every step: keep tensors, and read them every n-th step"
+                )
+
+
+def first_of(node: ast.Attribute, stmt: ast.stmt) -> bool:
+    """Whether an attribute is read for its first element."""
+    return any(
+        isinstance(item, ast.Subscript) and item.value is node and constant(item.slice) == 0 for item in walk(stmt)
+    )
+
+
 def syncs(view: View, site: Site, losses: set[str]) -> str:
     """What in a call waits for the device."""
     if site.name in SYNCS and site.receiver is not None and not site.call.args and not site.call.keywords:
@@ -48,9 +79,35 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
     plain = site.name in READS and isinstance(site.call.func, ast.Name)
     if plain or (site.name in SHOWS and site.receiver is not None):
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
-            if any(isinstance(node, ast.Name) and node.id in losses for node in bare(value)):
+            if any(key(node) in losses or (plain and on_device(view, node, site)) for node in bare(value)):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
+
+
+def key(node: ast.AST) -> str:
+    """A name as it stands, a loss that is taken out of a dictionary as `losses[]`; "" for anything else."""
+    if isinstance(node, ast.Subscript):
+        held = dotted(node.value)
+        return f"{held}[]" if held is not None else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def on_device(view: View, node: ast.AST, site: Site) -> bool:
+    """Whether a name is a tensor that the same loop has moved to the device (`x = x.cuda()`)."""
+    nest = loops(site.stmt, site.module)
+    if not isinstance(node, ast.Name) or not nest:
+        return False
+    binds = [b for b, _ in view.origins.binds(node.id, site.scope, site.line) if inside(b.stmt, nest[0], site.module)]
+    return bool(binds) and all(
+        isinstance(b.value, ast.Call) and moves(b.value) and not b.path and b.how == "assign" for b in binds
+    )
+
+
+def moves(call: ast.Call) -> bool:
+    """Whether a call gives back its object on the device."""
+    if last(call) == "to" and isinstance(call.func, ast.Attribute):
+        return bool(call.args) and constant(call.args[0]) != "cpu"
+    return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
 
 
 def bare(value: ast.expr) -> Iterator[ast.AST]:
@@ -105,21 +162,36 @@ def from_loader(site: Site, training: Training) -> bool:
 
 
 def loss_names(view: View, training: Training) -> set[str]:
-    """The names of the losses that the loop computes gradients of."""
+    """The names of the losses that the loop computes gradients of, and `losses[]` for a dictionary of them."""
     names = set()
     for site in [training.backward, *training.scope.sites]:
         if view.steps.backwards(site):
             loss = view.steps.loss_of(site)
-            names |= {dotted(loss) or ""}
-    for key, binds in training.scope.binds.items():
+            names |= {dotted(loss) or "", *held(loss, site.scope)}
+    for name, binds in training.scope.binds.items():
         inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
-        if (
-            "loss" in key.lower()
-            and inner
-            and not any(last(node) in (*SYNCS, "numpy", "float") for v in inner for node in walk(v))
-        ):
-            names.add(key)
-    return {name for name in names if name and "." not in name}
+        if "loss" in name.lower() and inner and not any(map(read, inner)):
+            names.add(name)
+    return {name for name in names if name and ("." not in name or name.endswith("[]"))}
+
+
+def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
+    """The dictionaries that a loss is taken out of, or is the sum of, as `losses[]`."""
+    given = scope.binds.get(dotted(loss) or "", []) if loss is not None else []
+    for value in (loss, *(bind.value for bind in given)):
+        for node in walk(value) if value is not None else ():
+            name = None
+            if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+                name = dotted(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values":
+                name = dotted(node.func.value)
+            if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
+                yield f"{name}[]"
+
+
+def read(value: ast.expr | None) -> bool:
+    """Whether a value was read from the device where it was bound."""
+    return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
 
 
 def elsewhere(view: View, site: Site, training: Training) -> bool:
@@ -147,7 +219,10 @@ def elsewhere(view: View, site: Site, training: Training) -> bool:
 RULE = Rule(
     code="LS036",
     name="device sync in every step",
-    what="A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`) in every step of a training loop.",
+    what=(
+        "A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`, `loss.data[0]`) in every step of a "
+        "training loop."
+    ),
     why=(
         "The host waits until the device has finished all it was given, then the device waits for new work: the "
         "queue runs dry in every step."
@@ -208,6 +283,6 @@ def train(model, loader, optimizer, criterion):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
-        "n-th step does not, nor does an evaluation."
+        "n-th step does not, nor does an evaluation. The function of an ignite `Engine` that trains is such a loop."
     ),
 )

@@ -1,0 +1,139 @@
+"""LS036: the other ways in which scripts read the device in every step; LS029: the old launcher's flag."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+LOOP = """
+import torch
+
+def train(model, loader, optimizer, criterion, losses):
+    model.cuda()
+    total = 0
+    for i, (x, y) in enumerate(loader):
+        x, name = x.to("cuda"), "x"
+        y = y.cuda()
+        optimizer.zero_grad()
+        err_d = model(x).mean()
+        {make}
+        {back}.backward()
+        optimizer.step()
+        {last}
+    return total
+"""
+
+
+def lines(text, code="LS036"):
+    return [finding.line for finding in check_text(text, configure({}, code, ""))]
+
+
+def step(last, make="loss = criterion(model(x), y)", back="loss"):
+    return LOOP.format(last=last, make=make, back=back)
+
+
+TABLE = "parts = criterion(model(x), y)"
+SUMMED = {"make": TABLE + "; loss = sum(parts.values())"}
+TAKEN = {"make": TABLE + "; loss = parts['total'] / 2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        # as torch's first versions read a number
+        (step("total += loss.data[0]"), True),
+        (step("print('%f' % err_d.data[0])"), True),
+        (step("if loader.cuda: total += err_d.data[0]"), True),
+        (step("if i % 100 == 0: print(loss.data[0])"), False),
+        (step("total = x.data[0]"), False),  # a row, which stays where it is
+        (step("total = loss.data[1]"), False),
+        # a tensor that the loop has moved
+        (step("print(y)"), True),
+        (step("print('labels', y)"), True),
+        (step("print(y.shape)"), False),
+        (step("print(name)"), False),
+        (step("if i % 10 == 0: print(y)"), False),
+        # a dictionary of losses
+        (step("print('%.3f' % parts['total'])", **TAKEN), True),
+        (step("print(f'{parts[name]:.3f}', parts['kl'])", **SUMMED), True),
+        (step("total += float(parts['a'])", make=TABLE, back="parts['total']"), True),
+        (step("print(parts['total'].shape)", **TAKEN), False),
+        (step("print(losses['total'])", **TAKEN), False),  # another dictionary
+        (step("if i % 9 == 0: print({k: v.item() for k, v in parts.items()})", **SUMMED), False),
+    ],
+)
+def test_the_read_in_a_step(text, told):
+    assert bool(lines(text)) is told
+
+
+ENGINE = """
+import torch
+from ignite.engine import Engine, Events
+{before}
+def update(engine, batch):
+    x, y = batch[0].cuda(), batch[1].cuda()
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    {back}
+    optimizer.step()
+    {first}
+    return {value}
+
+def evaluate(engine, batch):
+    return model(batch.cuda()).mean().item()
+
+trainer = {made}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, [12]),
+        ({"value": "{'loss': loss.item(), 'n': len(x)}"}, [12]),
+        ({"first": "print(loss)", "value": "loss.detach()"}, [11]),
+        ({"value": "loss.detach()"}, []),
+        ({"first": "if engine.state.iteration % 50 == 0: print(loss)", "value": "loss.detach()"}, []),
+        ({"made": "Engine(evaluate)"}, []),
+        ({"back": "pass"}, []),
+        ({"before": "from motors import Engine"}, [12]),  # the first of two imports of a name is taken
+        ({"made": "Motor(update)"}, []),
+    ],
+)
+def test_the_function_that_an_engine_of_ignite_runs(change, told):
+    usual = {"before": "", "first": "pass", "value": "loss.item()", "made": "Engine(update)", "back": "loss.backward()"}
+    assert lines(ENGINE.format(**(usual | change))) == told
+
+
+FLAG = """
+import argparse
+import os
+import torch
+import torch.multiprocessing as mp
+{before}
+parser = argparse.ArgumentParser()
+parser.add_argument({flag})
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, True),
+        ({"flag": "'--local-rank', type=int, default=0"}, True),
+        (
+            {"after": "args = parser.parse_args()\nif args.local_rank < 0: args.local_rank = os.environ['LOCAL_RANK']"},
+            True,
+        ),
+        ({"after": "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"}, True),
+        ({"flag": "'--local_rank', default=int(os.environ['LOCAL_RANK'])"}, False),
+        ({"flag": "'--local_rank', default=os.getenv('LOCAL_RANK', 0)"}, False),
+        ({"after": "def work(rank): pass\nmp.spawn(work, nprocs=2)"}, False),
+        ({"before": "import deepspeed", "after": "deepspeed.initialize(parser)"}, False),
+        ({"flag": "'--local_batch', type=int"}, False),
+    ],
+)
+def test_the_flag_of_the_old_launcher(change, told):
+    text = FLAG.format(**({"before": "", "flag": "'--local_rank', type=int, default=-1", "after": ""} | change))
+    assert bool(lines(text, "LS029")) is told
