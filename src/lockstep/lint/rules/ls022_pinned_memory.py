@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import loops
-from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
     base,
     constant,
+    dotted,
     has_star,
     idents,
     is_true,
@@ -26,6 +27,8 @@ from lockstep.lint.rules.base import Found, Rule, at, edit
 __all__ = ["RULE"]
 
 MOVES = ("to", "cuda")
+# What gives the parts of a batch.
+PARTS = ("items", "values")
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
 
@@ -43,10 +46,10 @@ def check(view: View) -> Iterator[Found]:
     if not view.gpu:
         return
     for site in view.sites("DataLoader"):
-        if view.full(site).startswith("torch") and no_workers(site):
+        if view.full(site).startswith("torch") and no_workers(view, site):
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
     for site in view.sites("__init__"):
-        if own_loader(view, site) and no_workers(site):
+        if own_loader(view, site) and no_workers(view, site):
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
 
 
@@ -136,21 +139,44 @@ def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
 
 
 def fed(view: View, site: Site, name: str) -> bool:
-    """Whether the name is a parameter that every caller gives the variable of its loop over training batches."""
+    """Whether the name is, or comes out of, a parameter that a caller gives the variable of its loop over training
+    batches.
+    """
     scope = site.scope
-    if scope.kind != "function" or name not in scope.params or name in scope.binds:
+    if scope.kind != "function" or not view.calls.callers(scope):
         return False
-    callers = view.calls.callers(scope)
-    return bool(callers) and all(
-        isinstance(value := passed(caller, scope, name), ast.Name)
-        and any(
-            isinstance(loop, ast.For)
-            and value.id in {key for key, _ in targets(loop.target)}
-            and over_batches(view, loop, caller)
-            and not held_out(loop)
-            for loop in loops(caller.stmt, caller.module)
-        )
-        for caller in callers
+    own = {
+        param for param in scope.params if any(gives_batch(view, c, scope, param) for c in view.calls.callers(scope))
+    }
+    for _ in range(3 if own else 0):
+        own |= {
+            key
+            for key, binds in scope.binds.items()
+            for bind in binds
+            if bind.value is not None and bind.stmt.lineno <= site.line and taken(bind.value, own)
+        }
+    return name in own or name in comprehension_names(site, own)
+
+
+def taken(value: ast.expr, own: set[str]) -> bool:
+    """Whether a value is a part of a batch (`batch["x"]`, `batch.items()`, `enumerate(batch)`)."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("enumerate", "zip"):
+        return any(taken(arg, own) for arg in value.args)
+    plain = isinstance(value, ast.Name | ast.Subscript) or (isinstance(value, ast.Call) and last(value) in PARTS)
+    root = base(value)
+    return plain and isinstance(root, ast.Name) and root.id in own
+
+
+def gives_batch(view: View, caller: Site, scope: Scope, param: str) -> bool:
+    """Whether a call passes the variable of a loop over training batches for a parameter."""
+    value = passed(caller, scope, param)
+    return isinstance(value, ast.Name) and any(
+        isinstance(loop, ast.For)
+        and value.id in {key for key, _ in targets(loop.target)}
+        and over_batches(view, loop, caller)
+        and not held_out(loop)
+        and not EVALUATION.search(caller.scope.name)
+        for loop in loops(caller.stmt, caller.module)
     )
 
 
@@ -202,12 +228,32 @@ def comprehension_names(site: Site, own: set[str]) -> set[str]:
     return found
 
 
-def no_workers(site: Site) -> bool:
+def no_workers(view: View, site: Site) -> bool:
     """Whether a loader certainly has no workers."""
     value = keyword(site.call, "num_workers")
-    if value is None:
-        return not has_star(site.call) and len(site.call.args) < 6
-    return constant(value) == 0
+    if value is not None:
+        return constant(value) == 0
+    if len(site.call.args) > 5 or any(isinstance(arg, ast.Starred) for arg in site.call.args):
+        return False
+    return all(leaves_out(view, item.value, site) for item in site.call.keywords if item.arg is None)
+
+
+def leaves_out(view: View, node: ast.expr, site: Site) -> bool:
+    """Whether the options that a loader is given as `**options` are written out, and have no workers among them."""
+    name = dotted(node)
+    if name is None or view.effects.mentioned_in(site.scope, "num_workers"):
+        return False
+    given = [bind.value for bind, _ in view.origins.binds(name, site.scope, site.line)]
+    fed = any(dotted(other.receiver) == name for other in site.scope.sites)
+    return bool(given) and not fed and all(without_workers(value) for value in given)
+
+
+def without_workers(value: ast.expr | None) -> bool:
+    """Whether a dictionary is written out and has no workers."""
+    if isinstance(value, ast.Dict):
+        return all(isinstance(key, ast.Constant) and key.value != "num_workers" for key in value.keys)
+    plain = isinstance(value, ast.Call) and last(value) == "dict" and not value.args
+    return plain and isinstance(value, ast.Call) and all(k.arg not in (None, "num_workers") for k in value.keywords)
 
 
 RULE = Rule(

@@ -93,7 +93,9 @@ def removes(view: View, site: Site) -> str:
     plain = (plain or (path and is_path(view, site))) and keyword(site.call, "exist_ok") is None
     tested = any(ASKS & set(idents(guard.test)) for guard in guards(site.stmt, site.module))
     handled = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
-    if plain and not tested and not handled:
+    if plain and not handled:
+        if tested:
+            return "two ranks may find that there is no such folder, and one then fails: pass exist_ok=True"
         return "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0"
     return ""
 
@@ -223,7 +225,7 @@ def main(rank, folder):
     dist.init_process_group("nccl")
     os.makedirs(folder, exist_ok=True)
     os.makedirs(f"{folder}/{rank}")
-    if not os.path.exists("logs"):
+    if rank == 0 and not os.path.exists("logs"):
         os.makedirs("logs")
     dist.destroy_process_group()
 """,
@@ -235,8 +237,8 @@ def main(rank, folder):
     remedy="Download on rank 0, then a barrier, then open it on all ranks",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
     note=(
-        "Folders that are made behind a test (`if not os.path.exists(...)`) or in a `try` are left alone, though "
-        "two ranks may pass the test at once. Downloads that lock their place (`from_pretrained`, `load_dataset`, "
+        "A test before (`if not os.path.exists(...)`) does not help, since two ranks may pass it at once; folders that "
+        "are made in a `try` are left alone. Downloads that lock their place (`from_pretrained`, `load_dataset`, "
         "the Hub) are no finding."
     ),
 )

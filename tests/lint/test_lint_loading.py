@@ -1,0 +1,118 @@
+"""LS022 where options and batches go through other names; LS025 folders that ranks make behind a test."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+
+def main(data, args, more):
+    torch.cuda.init()
+    options = {options}
+    {after}
+    return DataLoader(data, {given})
+"""
+
+
+def told(text, code):
+    return bool(check_text(text, configure({}, code, "")))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"options": "{'batch_size': 8, 'pin_memory': True}"}, True),
+        ({"options": "dict(batch_size=8, shuffle=True)"}, True),
+        ({"options": "{'batch_size': 8}", "given": "shuffle=True, **options"}, True),
+        ({"options": "{'batch_size': 8, 'num_workers': 4}"}, False),
+        ({"options": "dict(num_workers=args.workers)"}, False),
+        ({"options": "{'batch_size': 8, **more}"}, False),
+        ({"options": "dict(more, batch_size=8)"}, False),
+        ({"options": "{'batch_size': 8}", "after": "options.update(more)"}, False),
+        ({"options": "{'batch_size': 8}", "after": "options['num_workers'] = 2"}, False),
+        ({"options": "args.options"}, False),
+        ({"options": "{'batch_size': 8}", "given": "**more"}, False),
+    ],
+)
+def test_the_options_of_a_loader(change, found):
+    usual = {"after": "pass", "given": "**options"}
+    assert told(WORKERS.format(**(usual | change)), "LS022") is found
+
+
+MOVED = """
+import torch
+from torch.utils.data import DataLoader
+
+class Trainer:
+    def __init__(self, data):
+        self.train_loader = DataLoader(data, 8, num_workers=2, pin_memory=True)
+        self.test_loader = DataLoader(data, 8, num_workers=2, pin_memory=True)
+
+    def prepare(self, batch, extra):
+        {prepare}
+        return batch
+
+    def train(self, model, optimizer):
+        for batch in {loader}:
+            batch = self.prepare(batch, model)
+            model(batch).mean().backward()
+            optimizer.step()
+
+    def {evaluate}(self, model):
+        for batch in self.test_loader:
+            model(self.prepare(batch, model))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"prepare": "for k, v in batch.items(): batch[k] = v.to(self.device)"}, True),
+        ({"prepare": "batch = [x.cuda() for x in batch]"}, True),
+        ({"prepare": "x, y = batch; x = x.cuda(); y = y.cuda()"}, True),
+        ({"prepare": "for i, v in enumerate(batch): batch[i] = v.cuda()"}, True),
+        ({"prepare": "x = batch['x']; x = x.to(self.device)"}, True),
+        ({"prepare": "batch = batch.to(self.device, non_blocking=True)"}, False),
+        ({"prepare": "extra = extra.cuda()"}, False),
+        ({"prepare": "size = len(batch); size = size.to('cuda')"}, False),
+        ({"loader": "self.test_loader"}, False),  # an evaluation alone moves by it
+        ({"loader": "range(3)"}, False),
+    ],
+)
+def test_a_method_that_moves_the_batch(change, found):
+    usual = {"prepare": "batch = batch.to(self.device)", "loader": "self.train_loader", "evaluate": "test"}
+    assert told(MOVED.format(**(usual | change)), "LS022") is found
+
+
+FOLDER = """
+import os
+from pathlib import Path
+import torch.distributed as dist
+
+def main(args, rank):
+    dist.init_process_group("nccl")
+    {lines}
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("if not os.path.exists(args.out): os.makedirs(args.out)", True),
+        ("if not os.path.isdir(args.out): os.mkdir(args.out)", True),
+        ("if not Path(args.out).exists(): Path(args.out).mkdir(parents=True)", True),
+        ("if os.path.exists(args.out): return\n    os.makedirs(args.out)", True),
+        ("if not os.path.exists(args.out): os.makedirs(args.out, exist_ok=True)", False),
+        ("if rank == 0 and not os.path.exists(args.out): os.makedirs(args.out)", False),
+        ("if rank == 0:\n        if not os.path.exists(args.out): os.makedirs(args.out)", False),
+        ("try:\n        os.makedirs(args.out)\n    except FileExistsError:\n        pass", False),
+        ("if not os.path.exists(f'out{rank}'): os.makedirs(f'out{rank}')", False),
+    ],
+)
+def test_a_folder_that_ranks_look_for_at_once(lines, found):
+    assert told(FOLDER.format(lines=lines), "LS025") is found
