@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep.lint.analysis.context import Guard, guards
+from lockstep.lint.analysis.context import Guard, above, apart, guards
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, walk
 from lockstep.lint.analysis.training import Training
@@ -53,7 +53,8 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
     scope = training.backward.scope
     same = scope is training.scope
     within = training.loop if same else None
-    if any(periodic(g, scope) for g in guards(training.backward.stmt, scope.module, within)):
+    every = [g for g in guards(training.backward.stmt, scope.module, within) if periodic(g, scope)]
+    if every and not in_both_arms(training.backward, every[0], scope):
         return None
     sites = view.trainings.body(training.loop, training.scope) if same else scope.sites
     steps = [s for s in sites if view.steps.steps_optimizer(s) and s.scope is scope]
@@ -62,6 +63,19 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
         return None
     step, guard = tests[0]
     return Accumulation(training, step, guard)
+
+
+def in_both_arms(backward: Site, guard: Guard, scope: Scope) -> bool:
+    """Whether each arm of a test has a backward of its own, one of which alone comes before the step."""
+    return any(
+        other is not backward and other.name == backward.name and apart(other, backward) and guard.stmt in around(other)
+        for other in scope.sites
+    )
+
+
+def around(site: Site) -> list[ast.stmt]:
+    """The statements around a call."""
+    return [node for node, _ in above(site.stmt, site.module)]
 
 
 def periodic(guard: Guard, scope: Scope) -> bool:

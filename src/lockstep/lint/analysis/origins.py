@@ -190,6 +190,9 @@ class _Walk:
         if isinstance(node.func, ast.Attribute) and node.func.attr in SAME and not self.names.qualify(node.func, scope):
             yield node.func.value, scope, entry
             return
+        if node.args and self.names.qualify(node.func, scope) == "torch.compile":
+            yield node.args[0], scope, entry  # passes everything on to what it compiles
+            return
         target = self.origins.calls.target(node, scope)
         if target is not None and target.kind == "function":
             for value in returned(target, (node, scope)):
@@ -204,9 +207,8 @@ class _Walk:
         for bind, home in binds:
             if home is scope and excluded(bind.stmt, scope, entry):
                 continue
-            value = self.value(bind, home)
-            if value is not None:
-                yield value[0], value[1], entry if home is scope and value[1] is scope else None
+            for value, place in self.values(bind, home):
+                yield value, place, entry if home is scope and place is scope else None
         if not binds:
             yield from self.parameter(key, scope, entry)
             yield from ((value, home, None) for value, home in self.elsewhere(key, node, scope))
@@ -225,24 +227,23 @@ class _Walk:
                 elif isinstance(table, ast.DictComp):
                     yield table.value, place, None
 
-    def value(self, bind: Bind, home: Scope) -> tuple[ast.expr, Scope] | None:
-        """What a binding gives its name: the value, or the element of a tuple that stands at the name's place."""
-        if bind.value is None or bind.how in ("for", "aug"):
-            return None
-        value, scope = bind.value, home
-        if bind.path and isinstance(value, ast.Call) and _gives_back(value, bind.path[0]):
-            return value.args[bind.path[0]], home
+    def values(self, bind: Bind, home: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What a binding may give its name: the value, or what stands at the name's place in a tuple or in the tuples
+        that a function returns.
+        """
+        value = bind.value
+        if value is None or bind.how in ("for", "aug"):
+            return
         if bind.path and isinstance(value, ast.Call):
+            if _gives_back(value, bind.path[0]):
+                yield value.args[bind.path[0]], home
+                return
             target = self.origins.calls.target(value, home)
-            pairs = [r for r in returned(target, (value, home)) if isinstance(r, ast.Tuple)] if target else []
-            if target is None or not pairs:
-                return None
-            value, scope = pairs[-1], target
-        for place in bind.path:
-            if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
-                return None
-            value = value.elts[place]
-        return value, scope
+            for pair in returned(target, (value, home)) if target is not None else ():
+                if target is not None and isinstance(pair, ast.Tuple):
+                    yield from ((element, target) for element in element_of(pair, bind.path))
+            return
+        yield from ((element, home) for element in element_of(value, bind.path))
 
     def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         """What the callers of a function pass for a parameter: the one that the search came from, or all."""
@@ -268,9 +269,7 @@ class _Walk:
             owner = scope.owner if own else self.origins.calls.class_of(node.value, scope)
             if owner is not None:
                 for bind, home in [] if own else self.origins.attribute_binds(owner, f"self.{node.attr}", owner, 10**9):
-                    value = self.value(bind, home)
-                    if value is not None:
-                        yield value
+                    yield from self.values(bind, home)
                 getter = self.names.member(owner, node.attr)
                 if getter is not None and any(last(d) in GETTERS for d in getter.decorators):
                     yield from ((value, getter) for value in getter.returns())
@@ -278,12 +277,19 @@ class _Walk:
         if imported is not None and imported.name:
             target = self.project.find(scope.module, imported.module, imported.level)
             for bind in target.top.binds.get(imported.name, []) if target is not None else []:
-                value = self.value(bind, target.top) if target is not None else None
-                if value is not None:
-                    yield value
+                yield from self.values(bind, target.top) if target is not None else ()
 
 
 GETTERS = ("property", "cached_property")
+
+
+def element_of(value: ast.expr, path: tuple[int, ...]) -> Iterator[ast.expr]:
+    """What stands at a place of a tuple that is written out."""
+    for place in path:
+        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
+            return
+        value = value.elts[place]
+    yield value
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:

@@ -114,7 +114,7 @@ def index_of(view: View, site: Site) -> ast.expr | None:
 
 def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
     """Whether a number certainly is the rank among all processes."""
-    found = view.origins.of(node, scope)
+    found = [origin for origin in view.origins.of(node, scope) if constant(origin.node) != 0]  # 0: of one process
     return bool(found) and all(global_rank(view, origin) for origin in found)
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import inside
 from lockstep.lint.analysis.index import Module, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL
@@ -55,7 +56,10 @@ def seeds(view: View, alone: bool) -> bool:
         for member in members
         if _mentions_seeds(member)
         for site in member.sites()
-        if not of_generator(view, site) and not of_data(site) and not unused(view, site, members)
+        if not of_generator(view, site)
+        and not of_data(site)
+        and not of_steps(view, site)
+        and not unused(view, site, members)
     )
 
 
@@ -68,6 +72,11 @@ def of_data(site: Site) -> bool:
     """Whether a call seeds in a data set's own methods, for the order of files or one sample's changes."""
     owner = site.scope.owner
     return owner is not None and bool({"__getitem__", "__iter__"} & owner.defs.keys())
+
+
+def of_steps(view: View, site: Site) -> bool:
+    """Whether a call seeds in a training loop, when the model has been made."""
+    return any(inside(site.stmt, t.loop, site.module) for t in view.trainings.of(site.module) if t.scope is site.scope)
 
 
 def unused(view: View, site: Site, members: tuple[Module, ...]) -> bool:

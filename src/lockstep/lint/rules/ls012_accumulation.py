@@ -85,7 +85,7 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
 def starts_at_zero(found: Accumulation) -> bool:
     """Whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
     loop, guard = found.training.loop, found.guard
-    if guard is None or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+    if guard is None or not guard.when or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
         return False
     scope = found.step.scope
     node, test = modulo(guard.test, scope) or (None, guard.test)

@@ -87,7 +87,7 @@ def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
             value = added(bind)
             if value is None or not holds(value, live) or name in live:
                 continue
-            if outlives(scope, name, training) and not flows_back(view, training, name):
+            if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
                 yield Found(
                     bind.stmt,
@@ -151,7 +151,15 @@ def holds(value: ast.expr, live: set[str]) -> bool:
     return any(isinstance(node, ast.Name | ast.Attribute) and dotted(node) in live for node in walk(value))
 
 
-def outlives(scope: Scope, name: str, training: Training) -> bool:
+def around(view: View, training: Training) -> list[ast.stmt]:
+    """The statements of the loop around an inner one that trains several times on a batch: each begins anew there."""
+    outer = next(iter(loops(training.loop, training.module)), None)
+    if outer is None or outer not in [other.loop for other in view.training]:
+        return []
+    return outer.body
+
+
+def outlives(view: View, scope: Scope, name: str, training: Training) -> bool:
     """Whether the sum starts outside the step loop and is not started anew inside it in every turn."""
     binds = scope.binds[name]
     fresh = [b for b in binds if b.how == "assign" and added(b) is None]
@@ -160,6 +168,8 @@ def outlives(scope: Scope, name: str, training: Training) -> bool:
         for b in fresh
         if inside(b.stmt, training.loop, scope.module) and loops(b.stmt, scope.module)[0] is training.loop
     ]
+    if not name.startswith("self.") and fresh and all(b.stmt in around(view, training) for b in fresh):
+        return False
     direct = [b for b in anew if b.stmt in training.loop.body]
     micro = [b for b in fresh if inside(b.stmt, training.loop, scope.module) and b not in anew]
     return not direct and not micro and (bool(fresh) or name.startswith("self."))

@@ -84,7 +84,9 @@ def evaluates(view: View, site: Site) -> bool:
     if not held_out and not tests_by_name(view, scope, bool(nest)) and not set_to_eval(site):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
-    return not any(view.steps.backwards(s) or s.name in ("zero_grad", "grad") for s in region)
+    if any(map(view.steps.backwards, region)):
+        return False
+    return without_graph(view, site) is True or not any(s.name in ("zero_grad", "grad") for s in region)
 
 
 def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
@@ -128,6 +130,8 @@ def in_eval_mode(view: View, site: Site) -> bool | None:
         for call, _, full in view.origins.calls_of(site.call.func, site.scope)
     ):
         return None  # comes in eval mode
+    if site.scope.binds.get(dotted(site.call.func) or "") and site.scope.kind == "function":  # no caller has it
+        return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
     return present(view, site.scope, site.line, switches, 0)
 
 

@@ -4,8 +4,10 @@ import ast
 import os
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -18,6 +20,7 @@ HIDDEN = {"save_state", "wait_for_everyone"}
 def check(view: View) -> Iterator[Found]:
     """Looks at the calls that are reserved for some ranks: are they collectives, or do they lead to one?"""
     for scope in view.scopes:
+        yield from sharded(view, scope)
         sides = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if relevant(view, site)]
         for site, side in sides:
             if not side or paired(view, site, side, sides):
@@ -36,6 +39,46 @@ def check(view: View) -> Iterator[Found]:
                 )
             elif view.effects.is_collective(site):
                 yield at(site, f"only some ranks reach {site.name}(): they wait forever for the others")
+
+
+def sharded(view: View, scope: Scope) -> Iterator[Found]:
+    """A forward of a model that FSDP has wrapped, which gathers its parameters from all ranks."""
+    if "fsdp" not in view.wrappers.kinds(view.module) and "fully_shard" not in view.module.text:
+        return
+    calls = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if runs_sharded(view, site)]
+    names = {(site.name, side) for site, side in calls}
+    for site, side in calls:
+        if side and (site.name, -side) not in names:
+            yield at(
+                site, "runs the sharded model on some ranks only, which then wait for the parameters of the others"
+            )
+
+
+def runs_sharded(view: View, site: Site) -> bool:
+    """Whether a call runs a model that is certainly FSDP's, itself or in a function that is handed the model."""
+    if holds_sharded(view, site.call.func, site):
+        return True
+    for function in view.calls.runs(site):
+        for name in function.params:
+            value = passed(site, function, name)
+            if value is not None and function.named(name) and holds_sharded(view, value, site):
+                return True
+    return False
+
+
+def holds_sharded(view: View, node: ast.expr, site: Site) -> bool:
+    """Whether a name holds FSDP's wrapper, whatever way was taken, or was given to `fully_shard` before."""
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    if any(s.line < site.line and s.call.args and same(s.call.args[0], node) for s in site.scope.named("fully_shard")):
+        return True
+    kinds = [kind for kind, _, _ in view.wrappers.wrapped(node, site.scope)]
+    return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(node, site.scope))
+
+
+def same(one: ast.expr, other: ast.expr) -> bool:
+    """Whether two expressions are one name."""
+    return dotted(one) is not None and dotted(one) == dotted(other)
 
 
 def relevant(view: View, site: Site) -> bool:
@@ -114,7 +157,7 @@ RULE = Rule(
     name="collective on some ranks only",
     what=(
         "A collective (`barrier`, `all_reduce`, ...) stands where only some ranks arrive, directly or in a "
-        "function called there."
+        "function called there; or only some ranks run a model that FSDP has wrapped, or wrap one."
     ),
     why=(
         "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "

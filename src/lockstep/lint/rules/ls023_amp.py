@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, is_true, keyword
+from lockstep.lint.analysis.nodes import argument, constant, dotted, is_true, keyword
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Edit, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
@@ -34,9 +34,24 @@ def check(view: View) -> Iterator[Found]:
                 OLD
             ):
                 yield Found(decorator, "torch.cuda.amp is deprecated: use torch.amp")
+    for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
+        if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
+            yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
     for site in fp16:
         if not scaled and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
+
+
+def trains(view: View) -> bool:
+    """Whether the programs of the file compute gradients."""
+    return bool(view.trainings.near(view.module))
+
+
+def shards_in_half(view: View, site: Site) -> bool:
+    """Whether FSDP is certainly told to compute in float16."""
+    given = argument(site.call, 0, "param_dtype")
+    found = view.origins.of(given, site.scope)
+    return bool(found) and all(name_of_type(o.node, o.scope, view) == "float16" for o in found)
 
 
 def kind(view: View, site: Site) -> str:
