@@ -116,3 +116,69 @@ def main(args, rank):
 )
 def test_a_folder_that_ranks_look_for_at_once(lines, found):
     assert told(FOLDER.format(lines=lines), "LS025") is found
+
+
+PLACES = """
+import os
+from pathlib import Path
+import torch.distributed as dist
+from torchvision.datasets import CIFAR10
+
+def main(args, rank):
+    dist.init_process_group("nccl")
+    {first}
+    data = CIFAR10({place}, download=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "place", "found"),
+    [
+        ("pass", "'data'", True),
+        ("root = Path(args.data) / 'cifar'", "root", True),
+        ("root = Path(args.data)", "root=root", True),
+        ("root = Path(args.data) / str(rank)", "root", False),
+        ("root = f'data{dist.get_rank()}'", "root=root", False),
+        ("pass", "os.path.join('data', str(rank))", False),
+    ],
+)
+def test_a_download_into_a_place_of_its_own(first, place, found):
+    assert told(PLACES.format(first=first, place=place), "LS025") is found
+
+
+ON_CPU = """
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+visible = "CUDA_VISIBLE_DEVICES"
+
+def main(data, optimizer, rank):
+    dist.init_process_group("gloo")
+    device = {device}
+    model = torchvision.models.resnet18().to(device)
+    model = DDP(model)
+    for x in DataLoader(data, 8, num_workers=2, pin_memory=True):
+        x = x.to(device)
+        model(x).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("torch.device('cpu')", False),
+        ("'cpu'", False),
+        ("torch.device('cuda', rank)", True),
+        ("torch.device('cuda') if torch.cuda.is_available() else torch.device('cpu')", True),
+        ("rank", True),
+    ],
+)
+@pytest.mark.parametrize("code", ["LS005", "LS022"])
+def test_a_device_that_is_the_cpu(code, device, found):
+    assert told(ON_CPU.format(device=device), code) is found

@@ -281,3 +281,93 @@ def main(args, rank):
 )
 def test_a_compiled_wrapper_is_one_still(made, more, name, found):
     assert told(COMPILED.format(made=made, more=more, name=name), "LS027") is found
+
+
+EITHER = """
+def main(model, loader, optimizer, criterion, count, rank):
+    model = DDP(model.to(rank), device_ids=[rank])
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        if count > 1:
+            loss = loss{scale}
+            loss.backward()
+            if {test}:
+                {step}
+        else:
+            loss.backward()
+            {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "codes"),
+    [
+        ({"scale": "", "test": "(i + 1) % count == 0 or i + 1 == len(loader)"}, {"LS009", "LS012"}),
+        ({"scale": " / count", "test": "(i + 1) % count == 0"}, {"LS009", "LS012"}),
+        ({"scale": " / count", "test": "(i + 1) % count == 0 or i + 1 == len(loader)"}, {"LS009"}),
+        ({"scale": "", "test": "i < count"}, set()),
+        ({"scale": "", "test": "(i + 1) % count == 0", "step": "pass"}, set()),
+    ],
+)
+def test_accumulation_in_one_arm_alone(change, codes):
+    text = HEAD + EITHER.format(**({"step": STEP} | change))
+    assert {finding.rule for finding in check_text(text, configure({}, "LS009,LS012", ""))} == codes
+
+
+MOTOR = """
+from ignite.engine import Engine
+
+def main(model, optimizer, criterion, args):
+    model = DDP(model)
+    def update(engine, batch):
+        loss = criterion(model(batch)){scale}
+        loss.backward()
+        if {test}:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {made}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "codes"),
+    [
+        ({}, {"LS009"}),
+        ({"scale": ""}, {"LS009", "LS012"}),
+        ({"test": "engine.state.iteration > 0"}, set()),
+        ({"made": "Engine(print)"}, set()),
+        ({"made": "Machine(update)", "scale": ""}, set()),
+    ],
+)
+def test_accumulation_in_an_engine_of_ignite(change, codes):
+    usual = {"scale": " / args.steps", "test": "engine.state.iteration % args.steps == 0", "made": "Engine(update)"}
+    text = HEAD + MOTOR.format(**(usual | change))
+    assert {finding.rule for finding in check_text(text, configure({}, "LS009,LS012", ""))} == codes
+
+
+SCALED = """
+def main(model, loader, optimizer):
+    scaler = ShardedGradScaler()
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype={dtype}):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "found"),
+    [
+        ("torch.bfloat16", "model", True),
+        ("torch.float16", "model", False),
+        ("torch.bfloat16", "MixedPrecision(param_dtype=torch.float16)", False),  # FSDP itself computes in it
+        ("loader.dtype", "model", False),
+    ],
+)
+def test_the_scaler_of_fsdp_with_bfloat16(dtype, more, found):
+    before = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+    assert told(before + SCALED.format(dtype=dtype, more=more), "LS023") is found

@@ -137,3 +137,44 @@ parser.add_argument({flag})
 def test_the_flag_of_the_old_launcher(change, told):
     text = FLAG.format(**({"before": "", "flag": "'--local_rank', type=int, default=-1", "after": ""} | change))
     assert bool(lines(text, "LS029")) is told
+
+
+SCORES = """
+import torch
+
+class Accuracy:
+    def update(self, output, target):
+        with {context}:
+            right = output.argmax(1).eq(target).sum().item()
+        self.right += right
+
+    def whole(self, model, loader):
+        with torch.no_grad():
+            for x in loader:
+                self.right += model(x).sum().item()
+
+def train(model, loader, optimizer, criterion):
+    score = Accuracy()
+    model.cuda()
+    for x, y in loader:
+        optimizer.zero_grad()
+        output = model(x)
+        criterion(output, y).backward()
+        optimizer.step()
+        {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "call", "told"),
+    [
+        ("torch.no_grad()", "score.update(output, y)", [7]),
+        ("torch.inference_mode()", "score.update(output, y)", [7]),
+        ("open('x')", "score.update(output, y)", [7]),
+        ("torch.no_grad()", "score.whole(model, loader)", []),  # an evaluation
+        ("torch.no_grad()", "if x.step % 10 == 0: score.update(output, y)", []),
+        ("torch.no_grad()", "pass", []),
+    ],
+)
+def test_the_score_of_a_step_without_its_graph(context, call, told):
+    assert lines(SCORES.format(context=context, call=call)) == told

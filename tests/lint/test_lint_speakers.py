@@ -251,3 +251,20 @@ if __name__ == "__main__":
 )
 def test_loguru_that_is_set_up_alike_writes_on_every_rank(setup, level, told):
     assert bool(lines(GURU.format(setup=setup, level=level))) is told
+
+
+STAR = "from {module} import {name}\n" + START + MAIN.format("    {line}\n    print('training')\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "line", "told"),
+    [
+        ("absent.helpers", "*", "pass", True),  # what is called print is the built-in one, most likely
+        ("absent.helpers", "work", "work(args)", True),
+        ("absent.helpers", "*", "init_distributed_mode(args)", False),  # which may make the others quiet
+        ("absent.helpers", "disable_print", "disable_print()", False),
+        ("absent.helpers", "print", "pass", False),
+    ],
+)
+def test_a_star_import_of_a_file_that_is_not_there(module, name, line, told):
+    assert bool(lines(STAR.format(module=module, name=name, line=line))) is told

@@ -24,7 +24,8 @@ class Accumulation:
 
 def accumulations(view: View) -> Iterator[Accumulation]:
     """The accumulating loops of a file."""
-    for training in view.training:
+    engines = (t for t in view.trainings.engines(view.module) if t.module is view.module)
+    for training in (*view.training, *engines):
         if training.micro is not None:
             step = next(
                 (s for s in view.trainings.body(training.loop, training.scope) if view.steps.steps_optimizer(s)), None
@@ -58,6 +59,8 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
         return None
     sites = view.trainings.body(training.loop, training.scope) if same else scope.sites
     steps = [s for s in sites if view.steps.steps_optimizer(s) and s.scope is scope]
+    if not every:  # the other arm of `if accumulate:` steps in each turn
+        steps = [s for s in steps if not apart(s, training.backward)]
     tests = [(s, next((g for g in guards(s.stmt, scope.module, within) if periodic(g, scope)), None)) for s in steps]
     if not tests or any(guard is None for _, guard in tests):
         return None

@@ -138,6 +138,19 @@ class View:
             _asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
         )
 
+    def is_cpu(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a device certainly is the CPU."""
+        found = self.origins.of(node, scope)
+        return bool(found) and all(
+            constant(origin.node) == "cpu"
+            or (
+                origin.call is not None
+                and self.names.qualify(origin.call.func, origin.scope) == "torch.device"
+                and constant(next(iter(origin.call.args), None)) == "cpu"
+            )
+            for origin in found
+        )
+
     def hidden(self, words: Words) -> bool:
         """Whether the programs call something of such a name that comes from a file that cannot be found."""
         alone = self.module.is_script  # what other scripts that import it call is not its program

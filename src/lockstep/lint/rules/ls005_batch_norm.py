@@ -16,6 +16,8 @@ __all__ = ["RULE"]
 FAMILIES = re.compile(
     r"^(wide_)?(resnet|resnext|densenet|mobilenet|mnasnet|shufflenet|efficientnet|regnet|googlenet|inception|vgg\d+_bn)"
 )
+# What the model that is wrapped is called, most often.
+MODELS = {"model", "net", "self.model"}
 NORM = re.compile(r"^BatchNorm[123]d$")
 
 
@@ -26,11 +28,18 @@ def check(view: View) -> Iterator[Found]:
     ):
         return
     for kind, site in view.wrappers.made(view.module):
-        if kind == "ddp" and not view.on_cpu(site) and has_norm(view, site):
+        if kind == "ddp" and not view.on_cpu(site) and not stays(view, site) and has_norm(view, site):
             yield at(
                 site,
                 "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",
             )
+
+
+def stays(view: View, site: Site) -> bool:
+    """Whether the model is moved to the CPU before it is wrapped."""
+    moves = [s for s in site.scope.named("to") if s.line <= site.line and view.kinds.is_model(s.receiver, s.scope)]
+    made = [s for s in site.scope.named("to") if any(bind.key in MODELS for bind in site.scope.bound(s.stmt))]
+    return any(view.is_cpu(next(iter(s.call.args), None), s.scope) for s in (*moves, *made))
 
 
 def has_norm(view: View, site: Site) -> bool:

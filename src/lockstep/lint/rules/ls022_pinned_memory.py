@@ -88,7 +88,7 @@ def blocking(view: View, site: Site) -> bool:
     """Whether a call moves the variable of a loop over training batches, and waits."""
     if keyword(site.call, "non_blocking") is not None or has_star(site.call) or len(site.call.args) > 2:
         return False
-    if site.name == "to" and not moves_device(site.call):
+    if site.name == "to" and (not moves_device(site.call) or view.is_cpu(next(iter(site.call.args), None), site.scope)):
         return False
     if site.name == "cuda" and len(site.call.args) > 1:
         return False

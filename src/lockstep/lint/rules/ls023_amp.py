@@ -21,9 +21,9 @@ def check(view: View) -> Iterator[Found]:
     scaled = view.effects.mentioned(
         view.module, "GradScaler", "scaler", "amp.initialize", "loss_scale", "deepspeed", "Fabric", "accelerat"
     )
-    for site in view.sites("GradScaler", "autocast"):
+    for site in view.sites("GradScaler", "ShardedGradScaler", "autocast"):
         full = view.full(site)
-        if site.name == "GradScaler" and full and bf16 and not fp16 and enabled(site):
+        if site.name != "autocast" and full and bf16 and not fp16 and enabled(site) and not half(view, site):
             yield at(site, "bfloat16 has float32's range: drop the GradScaler, or use float16")
         elif full.startswith(OLD):
             new = f'torch.amp.{site.name}("{full.split(".")[1]}", ...)'
@@ -40,6 +40,13 @@ def check(view: View) -> Iterator[Found]:
     for site in fp16:
         if not scaled and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
+
+
+def half(view: View, site: Site) -> bool:
+    """Whether FSDP's scaler may be for float16 that FSDP itself computes in."""
+    return site.name == "ShardedGradScaler" and view.effects.mentioned(
+        view.module, "torch.float16", "torch.half", "fp16"
+    )
 
 
 def trains(view: View) -> bool:

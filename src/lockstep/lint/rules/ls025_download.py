@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import Words, idents, is_true, keyword, strings, walk
+from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, strings, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -36,17 +36,28 @@ def check(view: View) -> Iterator[Found]:
             yield from under_accelerate(view)
         return
     for site in view.sites():
-        if fetches(view, site) and view.ranks.several(site.stmt, site.scope) and not in_turn(view, site):
+        if not fetches(view, site) or own(site) or in_turn(view, site):
+            continue
+        if view.ranks.several(site.stmt, site.scope):
             yield at(
                 site,
                 "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
             )
     for site in view.sites("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive"):
         message = removes(view, site)
-        own = any(RANK.search(name) or OWN.search(name) for name in (*idents(site.call), *strings(site.call)))
-        if message and not own and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
+        if message and not own(site) and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
             yield at(site, message)
     yield from unwaited(view)
+
+
+def own(site: Site) -> bool:
+    """Whether a call names a place of the process's own, or is given one by a name."""
+    words = [*idents(site.call), *strings(site.call)]
+    given = [dotted(value) for value in (site.receiver, *site.call.args, *(k.value for k in site.call.keywords))]
+    for bind in (bind for name in given if name is not None for bind in site.scope.binds.get(name, [])):
+        if bind.value is not None and bind.stmt.lineno < site.line:
+            words += [*idents(bind.value), *strings(bind.value)]
+    return any(RANK.search(word) or OWN.search(word) for word in words)
 
 
 def under_accelerate(view: View) -> Iterator[Found]:

@@ -41,7 +41,7 @@ QUIET = (
 )
 # A function of such a name in a file that is not here may do the same.
 HUSHES = Words(
-    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print", re.IGNORECASE
+    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print_|_print", re.IGNORECASE
 )
 # What a function that only shows something is called (`progress.display(i)`).
 SHOWS = Words(r"^(display|show|report|print|describe|summary)(_|$)")

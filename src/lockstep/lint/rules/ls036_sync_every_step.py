@@ -196,10 +196,10 @@ def read(value: ast.expr | None) -> bool:
 
 def elsewhere(view: View, site: Site, training: Training) -> bool:
     """Whether the call is not on the training's way: evaluation inside it, an inner loop over parameters, no graph."""
-    if any(turns_off_gradients(item) for item in withs(site.stmt, site.module)) and loops(site.stmt, site.module)[
-        :1
-    ] != [training.loop]:
-        return True
+    nest = loops(site.stmt, site.module)
+    shielded = any(turns_off_gradients(item) for item in withs(site.stmt, site.module))
+    if shielded and nest[:1] != [training.loop] and (nest or site.scope is training.scope):
+        return True  # not a score of the step itself, in a function of its own
     if site.scope.name in (
         "state_dict",
         "evaluate",
