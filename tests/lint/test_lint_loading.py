@@ -182,3 +182,33 @@ def main(data, optimizer, rank):
 @pytest.mark.parametrize("code", ["LS005", "LS022"])
 def test_a_device_that_is_the_cpu(code, device, found):
     assert told(ON_CPU.format(device=device), code) is found
+
+
+IDLE = """
+import torch
+from torch.utils.data import DataLoader
+{imports}
+
+def main(model, data, optimizer, args):
+    loader = DataLoader(data, 8, num_workers=2, pin_memory=True)
+    helper = {helper}
+    for x in loader:
+        x = x.cuda()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "helper", "found"),
+    [
+        ("from accelerate import Accelerator", "None", True),  # an idle import says nothing
+        ("from lightning import Trainer as Coach", "None", True),
+        ("from trl import SFTTrainer", "data", True),
+        ("from accelerate import Accelerator", "Accelerator()", False),
+        ("from lightning import Trainer as Coach", "Coach()", False),
+        ("import accelerate", "accelerate.Accelerator()", False),
+    ],
+)
+def test_a_framework_that_is_imported_alone(imports, helper, found):
+    assert told(IDLE.format(imports=imports, helper=helper), "LS022") is found

@@ -178,3 +178,46 @@ def train(model, loader, optimizer, criterion):
 )
 def test_the_score_of_a_step_without_its_graph(context, call, told):
     assert lines(SCORES.format(context=context, call=call)) == told
+
+
+FORWARD = """
+import torch
+from torch import nn
+
+class Loss(nn.Module):
+    def forward(self, x, y):
+        {line}
+        return (x - y).mean()
+
+class Plain:
+    def forward(self, x, y):
+        return x.mean().item()
+
+def train(model, loader, optimizer):
+    model.cuda()
+    criterion = {made}
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = {call}
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, [7]),
+        ({"made": "Loss().cuda()"}, [7]),
+        ({"line": "if x.mean().item() > 3: x = x / 2"}, [7]),
+        ({"line": "self.step += 1; self.seen = y.sum().item() if self.step % 50 == 0 else 0"}, [7]),
+        ({"line": "if self.step % 50 == 0: print(x.mean().item())"}, []),
+        ({"line": "x = x.detach()"}, []),
+        ({"made": "nn.MSELoss()"}, []),
+        ({"made": "Plain()"}, []),  # no module: a call of it does not run its forward
+        ({"call": "model(x).mean()"}, []),
+    ],
+)
+def test_the_forward_of_a_loss_of_its_own(change, told):
+    usual = {"line": "self.seen = y.sum().item()", "made": "Loss()", "call": "criterion(model(x), y)"}
+    assert lines(FORWARD.format(**(usual | change))) == told

@@ -268,3 +268,23 @@ STAR = "from {module} import {name}\n" + START + MAIN.format("    {line}\n    pr
 )
 def test_a_star_import_of_a_file_that_is_not_there(module, name, line, told):
     assert bool(lines(STAR.format(module=module, name=name, line=line))) is told
+
+
+DEBUG = LOGS.replace("{before}", "log = logging.getLogger()").replace(
+    "{}", "    logging.basicConfig(level={level})\n    {log}.debug('step')"
+)
+
+
+@pytest.mark.parametrize(
+    ("level", "log", "told"),
+    [
+        ("logging.DEBUG", "logging", True),
+        ("logging.DEBUG", "log", True),
+        ("logging.DEBUG", "args.logger", True),
+        ("logging.INFO", "log", False),
+        ("args.level", "log", False),
+        ("logging.DEBUG", "engine", False),
+    ],
+)
+def test_debug_lines_that_are_shown(level, log, told):
+    assert bool(lines(DEBUG.format(level=level, log=log))) is told

@@ -11,7 +11,7 @@ from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import SCALER
-from lockstep.lint.analysis.nodes import constant, idents, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, idents, last, walk
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
@@ -24,6 +24,8 @@ STEADY = re.compile(
 )
 
 
+# What a loss is called.
+LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
 # A file with more training loops than this is generated.
 MAX_TRAININGS = 40
 
@@ -51,6 +53,7 @@ class Trainings:
         self.effects = effects
         self.ranks = ranks
         self.calls = effects.calls
+        self.kinds = steps.kinds
 
     @kept
     def of(self, module: Module) -> tuple[Training, ...]:
@@ -143,10 +146,18 @@ class Trainings:
                 if self.rare(site.stmt, site.scope, within):
                     continue
                 yield site
-                for function in self.calls.runs(site):
+                for function in (*self.calls.runs(site), *self.losses(site)):
                     if function not in seen and function.name not in ("__init__", "__str__", "display"):
                         seen.add(function)
                         queue.append((function.sites, None, function))  # type: ignore[arg-type]
+
+    def losses(self, site: Site) -> Iterator[Scope]:
+        """The forward of a loss of the project's own, which a call of the object runs (`criterion(output, target)`)."""
+        if LOSSES.search(site.name) and "forward" in self.calls.method_names(site.module):
+            owner = self.calls.class_of(site.call.func, site.scope)
+            if owner is not None and self.kinds.is_module_class(owner):
+                forward = self.calls.names.member(owner, "forward")
+                yield from [forward] if forward is not None else []
 
     def rare(self, stmt: ast.stmt, scope: Scope, within: ast.stmt | None) -> bool:
         """Whether a statement runs only now and then, or not for certain, in a turn of the loop `within`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.effects import Effects
-from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
 from lockstep.lint.analysis.names import Names
@@ -195,13 +195,21 @@ def _on_other(module: Module) -> bool:
     return OTHER.search(module.text) is not None
 
 
+def _used(module: Module, imported: Imported) -> bool:
+    """Whether a file names what it imports again."""
+    return any(item == imported and module.words[name] for name, item in module.imports.items())
+
+
 def _frameworks(module: Module) -> Iterator[str]:
     for imported in module.imported:
         root = imported.full.split(".")[0]
         wanted = FRAMEWORKS.get(root)
         if wanted is None:
             continue
-        taken = imported.name in wanted if imported.name else any(f".{name}" in module.text for name in wanted)
+        if imported.name:
+            taken = imported.name in wanted and _used(module, imported)
+        else:
+            taken = any(f".{name}" in module.text for name in wanted)
         if not wanted or taken:
             yield root
         if root == "lightning" and (imported.name == "Fabric" or ".Fabric" in module.text):

@@ -111,8 +111,9 @@ def speaks(view: View, site: Site) -> str:
         return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
-    levels = ("info", "warning", "debug") if loguru(view, site) else ("info", "warning")
-    if site.name in levels and isinstance(site.call.func, ast.Attribute):
+    if site.name == "debug" and not (loguru(view, site) or view.effects.mentioned(view.module, "logging.DEBUG")):
+        return ""
+    if site.name in ("info", "warning", "debug") and isinstance(site.call.func, ast.Attribute):
         receiver = site.receiver
         name = getattr(receiver, "id", getattr(receiver, "attr", ""))
         return (
