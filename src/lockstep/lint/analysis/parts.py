@@ -36,8 +36,13 @@ def _parts(module: Module) -> Iterator[str]:
     if "rank" not in module.text:
         return
     for site in module.sites(*CALLS):
-        if not isinstance(site.stmt, ast.If | ast.For | ast.While | ast.With | ast.Try):
+        stmt = site.stmt
+        if not isinstance(stmt, ast.If | ast.For | ast.While | ast.With | ast.Try) and any(
+            "rank" in line or "split_dataset" in line for line in module.lines[stmt.lineno - 1 : stmt.end_lineno]
+        ):
             text = ast.unparse(site.stmt)
             if PART.search(text):
                 yield text
-    yield from (line for line in module.lines if SLICE.search(line))
+    for found in SLICE.finditer(module.text):
+        start = module.text.rfind("\n", 0, found.start()) + 1
+        yield module.text[start : found.end()]

@@ -28,7 +28,7 @@ def check(view: View) -> Iterator[Found]:
     ):
         return
     for kind, site in view.wrappers.made(view.module):
-        if kind == "ddp" and not view.on_cpu(site) and not stays(view, site) and has_norm(view, site):
+        if kind == "ddp" and not view.on_cpu(site) and has_norm(view, site) and not stays(view, site):
             yield at(
                 site,
                 "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted
+from lockstep.lint.analysis.kinds import MODEL
+from lockstep.lint.analysis.nodes import dotted, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -45,13 +46,20 @@ def sharded(view: View, scope: Scope) -> Iterator[Found]:
     """A forward of a model that FSDP has wrapped, which gathers its parameters from all ranks."""
     if "fsdp" not in view.wrappers.kinds(view.module) and "fully_shard" not in view.module.text:
         return
-    calls = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if runs_sharded(view, site)]
+    sides = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if names_model(site)]
+    calls = [(site, side) for site, side in sides if side and runs_sharded(view, site)]
     names = {(site.name, side) for site, side in calls}
     for site, side in calls:
-        if side and (site.name, -side) not in names:
+        if (site.name, -side) not in names:
             yield at(
                 site, "runs the sharded model on some ranks only, which then wait for the parameters of the others"
             )
+
+
+def names_model(site: Site) -> bool:
+    """Whether a call is of a model, or is given one, by its name."""
+    given = (site.call.func, *site.call.args, *(k.value for k in site.call.keywords))
+    return any(isinstance(value, ast.Name | ast.Attribute) and MODEL.search(last(value)) for value in given)
 
 
 def runs_sharded(view: View, site: Site) -> bool:

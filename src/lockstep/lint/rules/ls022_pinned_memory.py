@@ -37,7 +37,8 @@ def check(view: View) -> Iterator[Found]:
     """Looks for blocking moves of batches that come from pinned memory, and for loaders without workers."""
     if not view.frameworks & MOVERS and pinned(view):
         for site in view.sites(*MOVES):
-            if blocking(view, site) and not view.on_cpu(site):
+            device = next(iter(site.call.args), None) if site.name == "to" else None
+            if blocking(view, site) and not view.on_cpu(site) and not view.is_cpu(device, site.scope):
                 yield at(
                     site,
                     "the batch is in pinned memory but this move waits for it: add non_blocking=True",
@@ -88,7 +89,7 @@ def blocking(view: View, site: Site) -> bool:
     """Whether a call moves the variable of a loop over training batches, and waits."""
     if keyword(site.call, "non_blocking") is not None or has_star(site.call) or len(site.call.args) > 2:
         return False
-    if site.name == "to" and (not moves_device(site.call) or view.is_cpu(next(iter(site.call.args), None), site.scope)):
+    if site.name == "to" and not moves_device(site.call):
         return False
     if site.name == "cuda" and len(site.call.args) > 1:
         return False

@@ -121,8 +121,10 @@ def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     within = view.effects.block(loop, scope)
     added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
     added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
+    if not added:
+        return False
     told = any(True for _ in scope.returns()) or any(site.name in TELLS for site in view.effects.below(scope.sites))
-    return added and told and not any(view.steps.backwards(site) for site in within)
+    return told and not any(view.steps.backwards(site) for site in within)
 
 
 def shards(site: Site) -> bool:
