@@ -371,3 +371,42 @@ def main(model, loader, optimizer):
 def test_the_scaler_of_fsdp_with_bfloat16(dtype, more, found):
     before = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
     assert told(before + SCALED.format(dtype=dtype, more=more), "LS023") is found
+
+
+BY_HAND = """
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce({summed})
+
+def main(model, loader, optimizer, rank):
+    dist.init_process_group("gloo")
+    {wrap}
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        average(model)
+        optimizer.step()
+    {save}
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main(make(), [], None, 0)
+"""
+WRITE = "torch.save(model.state_dict(), 'model.pt')"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"summed": "p.grad"}, True),
+        ({"save": f"if loader.best: {WRITE}"}, True),
+        ({"save": f"if rank == 0: {WRITE}"}, False),
+        ({"save": "torch.save(model.state_dict(), f'model{rank}.pt')"}, False),
+        ({"summed": "p.norm()"}, False),  # nothing says that every rank has the same model
+        ({"wrap": "model = FSDP(model)", "save": WRITE}, False),
+    ],
+)
+def test_ranks_that_average_by_hand_and_write_one_file(change, found):
+    usual = {"summed": "p.grad.data", "wrap": "pass", "save": WRITE}
+    assert told(BY_HAND.format(**(usual | change)), "LS014") is found

@@ -42,13 +42,20 @@ def check(view: View) -> Iterator[Found]:
     yield from unwaited(view)
 
 
+def replicated(view: View) -> bool:
+    """Whether every rank has the whole model: under DDP, or with gradients that the script adds up by hand."""
+    kinds = view.wrappers.kinds(view.module)
+    return "ddp" in kinds or any(
+        not kinds and "grad" in set(idents(value))
+        for member in view.project.family(view.module)
+        for site in member.sites("all_reduce")
+        for value in site.call.args[:1]
+    )
+
+
 def handed_over(view: View, site: Site) -> bool:
     """Whether all ranks have a function of another file write the same file, where no test keeps any of them out."""
-    if (
-        not view.ranks.every(site.stmt, site.scope)
-        or view.ranks.chosen(site)
-        or "ddp" not in view.wrappers.kinds(view.module)
-    ):
+    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site) or not replicated(view):
         return False
     function = view.calls.target(site.call, site.scope)
     if function is None or function.module is view.module or function.owner is not None:
@@ -133,7 +140,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
     if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site):
         return False
-    if "ddp" not in view.wrappers.kinds(view.module):
+    if not replicated(view):
         return False
     if (
         site.scope.kind == "function"
