@@ -169,3 +169,44 @@ WRAP = "model = DDP(model, device_ids=[local_rank])"
 )
 def test_batch_norm_by_another_name(body, wrap, found):
     assert told(NORMS.format(body=body, wrap=wrap), "LS005") == ["LS005"] * found
+
+
+AVERAGED = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce({summed})
+
+def main(model, loader, optimizer, rank):
+    dist.init_process_group("gloo")
+    {wrap}
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        average(model)
+        optimizer.step()
+    {save}
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main(make(), [], None, 0)
+"""
+WRITE = "torch.save(model.state_dict(), 'model.pt')"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"summed": "p.grad"}, True),
+        ({"save": f"if loader.best: {WRITE}"}, True),
+        ({"save": f"if rank == 0: {WRITE}"}, False),
+        ({"save": "torch.save(model.state_dict(), f'model{rank}.pt')"}, False),
+        ({"summed": "p.norm()"}, False),  # nothing says that every rank has the same model
+        ({"wrap": "model = FSDP(model)", "save": WRITE}, False),
+    ],
+)
+def test_ranks_that_average_by_hand_and_write_one_file(change, found):
+    usual = {"summed": "p.grad.data", "wrap": "pass", "save": WRITE}
+    assert told(AVERAGED.format(**(usual | change)), "LS014") == ["LS014"] * found
