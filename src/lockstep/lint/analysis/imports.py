@@ -53,7 +53,7 @@ class Paths:
             return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
         if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
             return None
-        found = (self.locate(start, parts) for start in self.bases(folder))
+        found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0])))
         return next((path for path in found if path is not None), None)
 
     def hides(self, folder: str, name: str) -> bool:
@@ -83,6 +83,15 @@ class Paths:
         path = os.path.join(folder, *parts)
         candidates = (f"{path}.py", os.path.join(path, "__init__.py"))
         return next((candidate for candidate in candidates if self.is_file(candidate)), None)
+
+
+def above(folder: str, name: str) -> Iterator[str]:
+    """Where a package starts that a file of its own names: `import model.layers` in model/parts/ means the folder that
+    holds model/, however high.
+    """
+    parents = os.path.abspath(folder).split(os.sep)[-MAX_UP:]
+    if name in parents:
+        yield os.path.join(folder, *[".."] * (len(parents) - parents.index(name)))
 
 
 @dataclass(frozen=True)
