@@ -2,15 +2,20 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Guard, above, apart, guards
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, idents, walk
+from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 
-__all__ = ["Accumulation", "accumulations"]
+__all__ = ["Accumulation", "accumulations", "modulo", "steps_by"]
+
+# What the parts of a batch are called.
+PARTS = ("micro", "accum", "chunk")
+MAX_BACKWARDS = 6
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class Accumulation:
 
 
 def accumulations(view: View) -> Iterator[Accumulation]:
-    """The accumulating loops of a file."""
-    engines = (t for t in view.trainings.engines(view.module) if t.module is view.module)
+    """The accumulating loops of a file, and the functions that an Engine of ignite runs in every step."""
+    engines = (training for training in view.trainings.engines(view.module) if training.module is view.module)
     for training in (*view.training, *engines):
         if training.micro is not None:
             step = next(
@@ -41,49 +46,75 @@ def accumulations(view: View) -> Iterator[Accumulation]:
 def is_micro(view: View, training: Training) -> bool:
     """Whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
     loop = training.micro
-    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+    if not isinstance(loop, ast.For):
         return False
-    if isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
+    if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
         text = ast.unparse(loop).lower()
         return any(word in text for word in ("accum", "micro", "grad_acc"))
-    return False
+    return any(word in name.lower() for name in idents(loop.iter) for word in PARTS)
 
 
 def guarded_step(view: View, training: Training) -> Accumulation | None:
-    """A step that runs in every n-th turn only, while backward runs in each."""
+    """A step that runs in every n-th turn only, while backward runs in each: of all turns, or of those on one side of
+    a test that asks whether to accumulate.
+    """
     scope = training.backward.scope
-    same = scope is training.scope
-    within = training.loop if same else None
-    every = [g for g in guards(training.backward.stmt, scope.module, within) if periodic(g, scope)]
-    if every and not in_both_arms(training.backward, every[0], scope):
-        return None
-    sites = view.trainings.body(training.loop, training.scope) if same else scope.sites
-    steps = [s for s in sites if view.steps.steps_optimizer(s) and s.scope is scope]
-    if not every:  # the other arm of `if accumulate:` steps in each turn
-        steps = [s for s in steps if not apart(s, training.backward)]
-    tests = [(s, next((g for g in guards(s.stmt, scope.module, within) if periodic(g, scope)), None)) for s in steps]
-    if not tests or any(guard is None for _, guard in tests):
-        return None
-    step, guard = tests[0]
-    return Accumulation(training, step, guard)
+    within = training.loop if scope is training.scope else None
+    inside = view.trainings.body(training.loop, training.scope) if scope is training.scope else scope.sites
+    sites = [s for s in inside if s.scope is scope]
+    for backward in [s for s in sites if view.steps.backwards(s)][:MAX_BACKWARDS]:
+        same = [s for s in sites if not apart(s, backward)]
+        rare = [g for g in guards(backward.stmt, scope.module, within) if periodic(view, g, scope)]
+        if any(not divides(view, g, sites) for g in rare):
+            continue
+        steps = [s for s in (sites if rare else same) if steps_by(view, s)]
+        tests = [
+            next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None) for s in steps
+        ]
+        if tests and tests[0] is not None and all(tests):
+            return Accumulation(replace(training, backward=backward), steps[0], tests[0])
+    return None
 
 
-def in_both_arms(backward: Site, guard: Guard, scope: Scope) -> bool:
-    """Whether each arm of a test has a backward of its own, one of which alone comes before the step."""
-    return any(
-        other is not backward and other.name == backward.name and apart(other, backward) and guard.stmt in around(other)
-        for other in scope.sites
-    )
+def steps_by(view: View, site: Site) -> bool:
+    """Whether a call steps the optimizer, itself or by a function of the project that does that and no backward."""
+    if view.steps.steps_optimizer(site):
+        return True
+    if not view.effects.does(site, {"step"}) or view.effects.does(site, {"backward", "manual_backward"}):
+        return False
+    return any(view.steps.steps_optimizer(s) for function in view.calls.runs(site) for s in function.sites)
 
 
-def around(site: Site) -> list[ast.stmt]:
-    """The statements around a call."""
-    return [node for node, _ in above(site.stmt, site.module)]
+def divides(view: View, guard: Guard, sites: list[Site]) -> bool:
+    """Whether both arms of a test compute gradients and only one of them steps (`model.no_sync()` in the other)."""
+    if not isinstance(guard.stmt, ast.If):
+        return False
+    arms = [
+        [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
+        for arm in ("body", "orelse")
+    ]
+    steps = [any(steps_by(view, s) for s in arm) for arm in arms]
+    return all(any(map(view.steps.backwards, arm)) for arm in arms) and sorted(steps) == [False, True]
 
 
-def periodic(guard: Guard, scope: Scope) -> bool:
-    """Whether a test holds in every n-th turn; a name that was given such a test counts."""
-    return modulo(guard.test, scope) is not None or any("accum" in name for name in idents(guard.test))
+def periodic(view: View, guard: Guard, scope: Scope) -> bool:
+    """Whether a test holds in every n-th turn; a name that was given such a test counts, here or by every caller."""
+    if modulo(guard.test, scope) is not None or handed(view, guard.test, scope):
+        return True
+    return not asks_whether(guard.test) and any("accum" in name for name in idents(guard.test))
+
+
+def handed(view: View, test: ast.expr, scope: Scope) -> bool:
+    """Whether a test is of a parameter for which the callers pass what holds in every n-th turn."""
+    if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
+        return False
+    given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
+    return any(value is not None and modulo(value, home) is not None for value, home in given)
+
+
+def asks_whether(test: ast.expr) -> bool:
+    """Whether a test asks if anything is accumulated at all (`steps > 1`), the same in every turn."""
+    return isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 1
 
 
 def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:

@@ -88,7 +88,12 @@ def sampler_given(view: View, site: Site) -> tuple[Change, ...]:
 def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
     """Forward and backward of all micro-batches but the last under `model.no_sync()`."""
     training, module = found.training, view.module
-    if found.guard is None or training.backward.scope is not training.scope or training.scope.module is not module:
+    if (
+        found.guard is None
+        or not isinstance(training.loop, Loop)
+        or training.backward.scope is not training.scope
+        or training.scope.module is not module
+    ):
         return ()
     body = training.loop.body
     model = next(

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo
+from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, targets, walk
 from lockstep.lint.analysis.view import View
@@ -44,11 +44,11 @@ def undivided(view: View, found: Accumulation) -> bool:
     queue: list[ast.expr] = [loss] if loss is not None else []
     while queue:
         value = queue.pop()
-        if scales(value) or hidden(view, value, site.scope):
+        if scales(value) or sums(view, value, site.scope) or hidden(view, value, site.scope):
             return False
         if isinstance(value, ast.BinOp):
             queue += [value.left, value.right]
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and last(value.func.value) != "self":
             queue.append(value.func.value)  # loss.mean()
         key = dotted(value)
         if key is None or key in seen:
@@ -62,12 +62,24 @@ def undivided(view: View, found: Accumulation) -> bool:
                 return False
             if bind.value is not None and bind.how in ("assign", "aug"):
                 queue.append(bind.value)
+            elif isinstance(bind.value, ast.Call) and bind.how == "with":
+                queue += bind.value.args[:1]  # with amp.scale_loss(loss, optimizer) as scaled
     return loss is not None
 
 
 def scales(node: ast.AST) -> bool:
     """Whether an expression divides or multiplies."""
+    if isinstance(node, ast.Call) and last(node) in ("div", "div_", "mul", "mul_", "true_divide"):
+        return True
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult | ast.FloorDiv)
+
+
+def sums(view: View, node: ast.AST, scope: Scope) -> bool:
+    """Whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
+    if not isinstance(node, ast.Call):
+        return False
+    makers = [node, *(call for call, _, _ in view.origins.calls_of(node.func, scope))]
+    return any(constant(keyword(maker, "reduction")) == "sum" for maker in makers)
 
 
 def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
@@ -133,7 +145,7 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
     if "len(" in text or "last" in text or " or " in text:
         return False
     end = loop.end_lineno or loop.lineno
-    return not any(view.steps.steps_optimizer(s) and s.line > end for s in scope.sites)
+    return not any(s.line > end and steps_by(view, s) for s in scope.sites)
 
 
 RULE = Rule(

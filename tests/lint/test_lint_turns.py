@@ -1,0 +1,165 @@
+"""Gradient accumulation in the forms that scripts give it: what steps and computes gradients, and how often."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+HEAD = """
+import torch
+from apex import amp
+from ignite.engine import Engine
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(model, rank):
+    return DDP(model.to(rank), device_ids=[rank])
+"""
+SWITCHED = """
+def train(model, loader, optimizer, args):
+    for i, (x, y) in enumerate(loader):
+        loss = model(x, y)
+        if args.steps > 1:
+            {scaled}
+            loss.backward()
+            if {test}:
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+HELPED = """
+class Trainer:
+    def update(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def train(self, loader):
+        for i, (x, y) in enumerate(loader):
+            loss = self.criterion(self.model(x), y){divided}
+            self.scaler.scale(loss).backward()
+            if (i + 1) % self.every == 0:
+                self.update()
+        {end}
+"""
+HANDED = """
+def update(loss, optimizer, now=True):
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    if now:
+        optimizer.step()
+        optimizer.zero_grad()
+
+def train(model, loader, optimizer, every):
+    count = 0
+    for x in loader:
+        count += 1
+        {line}
+"""
+SPARED = """
+def train(model, loader, optimizer, every):
+    for i, x in enumerate(loader):
+        if (i + 1) % every != 0 and i + 1 != len(loader):
+            {first}
+        else:
+            loss = model(x){divided}
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+ENGINE = """
+def run(model, optimizer, every, loader):
+    def update(engine, batch):
+        loss = model(batch){divided}
+        loss.backward()
+        {guard}
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Engine(update).run(loader)
+"""
+PARTS = """
+def train(model, loader, optimizer, criterion):
+    for x, y in loader:
+        optimizer.zero_grad()
+        for {names} in {parts}:
+            {line}
+            loss.backward()
+        optimizer.step()
+"""
+RIGHT_END = "(i + 1) % args.steps == 0 or i + 1 == len(loader)"
+WITHOUT = "with model.no_sync():\n                model(x).backward()"
+# A name: the rule, the script, and whether it is told.
+FORMS = {
+    "a switch, undivided": ("LS012", SWITCHED.format(scaled="", test=RIGHT_END), True),
+    "a switch, leftovers": ("LS012", SWITCHED.format(scaled="loss = loss / args.steps", test="(i + 1) % 8 == 0"), True),
+    "a switch, all right": ("LS012", SWITCHED.format(scaled="loss /= args.steps", test=RIGHT_END), False),
+    "a switch, exchanging": ("LS009", SWITCHED.format(scaled="loss /= args.steps", test=RIGHT_END), True),
+    "a switch that never accumulates": ("LS009", SWITCHED.format(scaled="", test="args.clip"), False),
+    "a helper, undivided": ("LS012", HELPED.format(divided="", end="self.update()"), True),
+    "a helper, leftovers": ("LS012", HELPED.format(divided=" / self.every", end="pass"), True),
+    "a helper, all right": ("LS012", HELPED.format(divided=" / self.every", end="self.update()"), False),
+    "handed, exchanging": ("LS009", HANDED.format(line="update(model(x), optimizer, count % every == 0)"), True),
+    "handed by a name": (
+        "LS009",
+        HANDED.format(line="now = True if count % every == 0 else False\n        update(model(x), optimizer, now=now)"),
+        True,
+    ),
+    "handed, undivided": ("LS012", HANDED.format(line="update(model(x), optimizer, count % every == 0)"), False),
+    "handed always": ("LS009", HANDED.format(line="update(model(x), optimizer, True)"), False),
+    "spared, undivided": ("LS012", SPARED.format(first=WITHOUT, divided=""), True),
+    "spared, divided": (
+        "LS012",
+        SPARED.format(first=WITHOUT.replace("(x)", "(x).div(every)"), divided=" / every"),
+        False,
+    ),
+    "two models in turns": (
+        "LS012",
+        SPARED.format(first="model.a(x).backward()\n            optimizer.step()", divided=""),
+        False,
+    ),
+    "an engine, undivided": ("LS012", ENGINE.format(divided="", guard="if engine.state.iteration % every == 0:"), True),
+    "an engine, exchanging": (
+        "LS009",
+        ENGINE.format(divided=" / every", guard="if engine.state.iteration % every == 0:"),
+        True,
+    ),
+    "an engine, all right": (
+        "LS012",
+        ENGINE.format(divided=" / every", guard="if engine.state.iteration % every == 0:"),
+        False,
+    ),
+    "an engine, every step": ("LS009", ENGINE.format(divided="", guard="if True:"), False),
+    "chunks, exchanging": (
+        "LS009",
+        PARTS.format(names="a, b", parts="zip(x.chunk(4), y.chunk(4))", line="loss = criterion(model(a), b) / 4"),
+        True,
+    ),
+    "micro-batches, undivided": (
+        "LS012",
+        PARTS.format(names="a, b", parts="split_microbatches(x, y)", line="loss = criterion(model(a), b)"),
+        True,
+    ),
+    "micro-batches, summed": (
+        "LS012",
+        PARTS.format(
+            names="a, b",
+            parts="split_microbatches(x, y)",
+            line="loss = torch.nn.CrossEntropyLoss(reduction='sum')(model(a), b)",
+        ),
+        False,
+    ),
+    "losses of several heads": (
+        "LS009",
+        PARTS.format(names="head", parts="model.heads", line="loss = criterion(head(model(x)), y)"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_told_where_it_is_wrong_only(name):
+    rule, script, told = FORMS[name]
+    assert bool(check_text(HEAD + script, configure({}, rule, ""))) is told
