@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls, passed
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import keyword, walk
@@ -127,6 +127,38 @@ class Programs:
                 if function not in seen:
                     seen.add(function)
                     queue.append(function)
+
+    @kept
+    def makes_group(self, function: Scope) -> bool:
+        """Whether a function starts the process group, itself or by what it calls."""
+        return any(below.named(name) for below in self.reach([function]) for name in STARTS)
+
+    @kept
+    def apart(self, function: Scope) -> bool:
+        """Whether a function runs only on the other side of a test than what starts the process group
+        (`if mode == "ddp": run_ddp() else: run()`).
+        """
+        return function.kind == "function" and self._apart(function, 0)
+
+    def _apart(self, function: Scope, depth: int) -> bool:
+        callers = self.calls.callers(function) if depth < 5 else []
+        if not callers or (not depth and self.makes_group(function)):
+            return False
+        return all(
+            self.beyond(site) or (site.scope.kind == "function" and self._apart(site.scope, depth + 1))
+            for site in callers
+        )
+
+    def beyond(self, site: Site) -> bool:
+        """Whether a call stands in another arm of a test than each call of its function that starts the group."""
+        if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
+            return False
+        starts = [
+            other
+            for other in site.scope.sites
+            if other.name in STARTS or any(self.makes_group(function) for function in self.calls.runs(other))
+        ]
+        return bool(starts) and all(apart(site, other) for other in starts)
 
     @kept
     def involved(self, scope: Scope) -> bool:

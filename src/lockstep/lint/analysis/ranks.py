@@ -103,7 +103,7 @@ class Ranks:
         module = scope.module
         if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
             return False
-        if self.alone(scope) or scope in self.programs.beside(module):
+        if self.alone(scope) or self.programs.apart(scope) or scope in self.programs.beside(module):
             return False
         spawned = self.programs.spawned(module)
         if spawned is not None:

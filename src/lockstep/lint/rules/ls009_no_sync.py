@@ -26,6 +26,8 @@ def check(view: View) -> Iterator[Found]:
     if "ddp" not in view.wrappers.kinds(view.module):
         return
     for found in accumulations(view):
+        if view.ranks.programs.apart(found.training.scope):
+            continue  # trains without the group
         yield at(
             found.training.backward,
             "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",
