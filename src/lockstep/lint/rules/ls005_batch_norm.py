@@ -12,12 +12,18 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-# Families of torchvision whose layers hold BatchNorm.
+# Families of torchvision and timm whose layers hold BatchNorm; a few of their members normalise otherwise.
 FAMILIES = re.compile(
-    r"^(wide_)?(resnet|resnext|densenet|mobilenet|mnasnet|shufflenet|efficientnet|regnet|googlenet|inception|vgg\d+_bn)"
+    r"^(wide_|tf_|csp|se|ecas?|sk|legacy_)?(?!resnetv2)(resnet|resnext|resnest|densenet|darknet|mobilenet|mnasnet"
+    r"|shufflenet|efficientnet|regnet|googlenet|inception|xception|hrnet|repvgg|ghostnet|mixnet|res2net|dla\d|rexnet"
+    r"|vgg\d+_bn|fcn_resnet|deeplabv3_|lraspp_|r3d_|mc3_|r2plus1d_|s3d)(?!.*_gn)"
 )
 # What the model that is wrapped is called, most often.
 MODELS = {"model", "net", "self.model"}
+# Segmentation models whose decoders hold BatchNorm, whatever their encoder is.
+DECODERS = {"Unet", "UnetPlusPlus", "MAnet", "Linknet", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet"}
+# Arguments that choose another normalisation.
+CHOICES = {"norm_layer", "decoder_use_batchnorm", "decoder_use_norm"}
 NORM = re.compile(r"^BatchNorm[123]d$")
 
 
@@ -63,7 +69,13 @@ def normalises(view: View, site: Site) -> bool:
 
 
 def torchvision(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
-    """Whether a call makes one of torchvision's models with BatchNorm, by name or as the default of a flag."""
+    """Whether a call makes a library's model with BatchNorm, by name or as the default of a flag."""
+    if any(item.arg in CHOICES for item in call.keywords):
+        return False
+    if full.startswith("segmentation_models_pytorch.") and last(call) in DECODERS:
+        return True
+    if full.startswith("efficientnet_pytorch.EfficientNet."):
+        return True
     if full.startswith("torchvision.models.") and FAMILIES.match(full.rsplit(".", 1)[-1]):
         return True
     if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
