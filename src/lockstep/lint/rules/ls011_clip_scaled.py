@@ -17,7 +17,7 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_wi
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every clip: are the gradients still scaled, and is it before the step?"""
-    for site in view.sites(*CLIPS):
+    for site in (*view.sites(*CLIPS), *helped(view)):
         if is_master(site):
             continue
         if scaled(view, site):
@@ -36,6 +36,21 @@ def check(view: View) -> Iterator[Found]:
             )
 
 
+def helped(view: View) -> Iterator[Site]:
+    """The calls of the project's own functions that clip the parameters they are given, and do nothing else with a
+    step.
+    """
+    for scaled_step in view.sites("step"):
+        if not view.steps.steps_optimizer(scaled_step):
+            continue
+        for site in scaled_step.scope.sites:
+            function = view.calls.target(site.call, site.scope)
+            if function is not None and any(function.named(clip) for clip in CLIPS):
+                names = view.effects.names(function)
+                if not names & {"unscale_", "step", "backward"}:
+                    yield site
+
+
 def is_master(site: Site) -> bool:
     """Whether apex's unscaled master parameters are clipped."""
     return any(
@@ -44,10 +59,10 @@ def is_master(site: Site) -> bool:
 
 
 def scaled(view: View, site: Site) -> bool:
-    """Whether a scaler's backward comes before the clip, with no unscale_ in any file of the program."""
-    if view.effects.mentioned(view.module, "unscale_("):
-        return same_function_scaled(view, site) and not view.effects.mentioned_in(site.scope, "unscale_")
-    return same_function_scaled(view, site)
+    """Whether a scaler's backward comes before the clip, and no unscale_ between them."""
+    return same_function_scaled(view, site) and not any(
+        s.line <= site.line and view.effects.does(s, {"unscale_"}) for s in site.scope.sites
+    )
 
 
 def same_function_scaled(view: View, site: Site) -> bool:
