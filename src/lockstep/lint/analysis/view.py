@@ -123,8 +123,12 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs of the file know of GPUs at all."""
-        return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu")
+        """Whether the programs of the file know of GPUs at all: by a word, or by the number of a device (`.to(0)`)."""
+        return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu") or any(
+            isinstance(constant(origin.node), int)
+            for site in self.sites("to")
+            for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
+        )
 
     @functools.cached_property
     def cpu_only(self) -> bool:

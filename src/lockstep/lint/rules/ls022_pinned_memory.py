@@ -144,11 +144,12 @@ def fed(view: View, site: Site, name: str) -> bool:
     batches.
     """
     scope = site.scope
-    if scope.kind != "function" or not view.calls.callers(scope):
+    if scope.kind != "function":
         return False
-    own = {
-        param for param in scope.params if any(gives_batch(view, c, scope, param) for c in view.calls.callers(scope))
-    }
+    callers = view.calls.callers(scope)
+    own = {param for param in scope.params if any(gives_batch(view, c, scope, param) for c in callers)}
+    if not callers and maps(view, scope):
+        own = set(scope.params)
     for _ in range(3 if own else 0):
         own |= {
             key
@@ -166,6 +167,22 @@ def taken(value: ast.expr, own: set[str]) -> bool:
     plain = isinstance(value, ast.Name | ast.Subscript) or (isinstance(value, ast.Call) and last(value) in PARTS)
     root = base(value)
     return plain and isinstance(root, ast.Name) and root.id in own
+
+
+def maps(view: View, scope: Scope) -> bool:
+    """Whether a function is handed, with a training loader, to a class of the project that is run over in its place
+    (`Prepared(train_loader, prepare)`).
+    """
+    for site in scope.module.sites():
+        given = [*site.call.args, *(item.value for item in site.call.keywords)]
+        if not any(isinstance(value, ast.Name) and value.id == scope.name for value in given):
+            continue
+        maker = view.calls.target(site.call, site.scope)
+        if maker is None or maker.owner is None or view.names.member(maker.owner, "__iter__") is None:
+            continue
+        if any(view.kinds.is_loader(v, site.scope) and not EVALUATION.search(last(v)) for v in given):
+            return True
+    return False
 
 
 def gives_batch(view: View, caller: Site, scope: Scope, param: str) -> bool:
