@@ -151,6 +151,13 @@ FORMS = {
         ),
         False,
     ),
+    "what was done before a resume is passed over": (
+        "LS009",
+        "def train(model, loader, optimizer, count, every):\n    done = count % 100\n    for i, x in enumerate(loader):\n"
+        "        if i < done:\n            continue\n        (model(x) / every).backward()\n"
+        "        if (i + 1) % every == 0:\n            optimizer.step()\n",
+        True,
+    ),
     "losses of several heads": (
         "LS009",
         PARTS.format(names="head", parts="model.heads", line="loss = criterion(head(model(x)), y)"),

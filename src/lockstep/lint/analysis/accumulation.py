@@ -122,13 +122,21 @@ def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
     found = _remainder(test)
     if found is not None:
         return found, test
-    for node in walk(test):
+    for node in without_order(test):
         for bind in scope.binds.get(dotted(node) or "", []):
             if bind.value is not None and bind.stmt.lineno < test.lineno and bind.how == "assign":
                 found = _remainder(bind.value)
                 if found is not None:
                     return found, bind.value
     return None
+
+
+def without_order(test: ast.expr) -> Iterator[ast.AST]:
+    """The parts of a test, without what it only compares by size (`step < resume_step`)."""
+    operands = test.values if isinstance(test, ast.BoolOp) else [test]
+    for operand in operands:
+        if not (isinstance(operand, ast.Compare) and isinstance(operand.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)):
+            yield from walk(operand)
 
 
 def _remainder(value: ast.expr) -> ast.BinOp | None:

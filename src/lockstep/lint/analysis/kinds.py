@@ -79,6 +79,8 @@ class Kinds:
     def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
         """What a loop's header runs over in the end, without `enumerate`, progress bars and the names given to them."""
         for _ in range(8):
+            if isinstance(node, ast.IfExp):  # `tqdm(loader) if rank == 0 else loader`
+                node = node.orelse if isinstance(node.body, ast.Call) else node.body
             inner = within(node)
             if (
                 isinstance(node, ast.Call)
@@ -92,10 +94,14 @@ class Kinds:
             binds = (
                 self.origins.binds(key, scope, node.lineno) if key is not None and not LOADER.search(last(node)) else []
             )
-            values = [
+            values: list[ast.expr] = [
                 bind.value
                 for bind, _ in binds
-                if isinstance(bind.value, ast.Call) and within(bind.value) is not None and not bind.path
+                if not bind.path
+                and (
+                    isinstance(bind.value, ast.IfExp)
+                    or (isinstance(bind.value, ast.Call) and within(bind.value) is not None)
+                )
             ]
             if len(values) != 1 or last(values[0]) == "DataLoader":
                 return node

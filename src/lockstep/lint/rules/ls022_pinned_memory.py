@@ -1,13 +1,16 @@
 """LS022: pin_memory without non_blocking; no workers (an opinion)."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import loops
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Bind, Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
+    argument,
     base,
     constant,
     dotted,
@@ -29,6 +32,7 @@ __all__ = ["RULE"]
 MOVES = ("to", "cuda")
 # What gives the parts of a batch.
 PARTS = ("items", "values")
+PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
 
@@ -63,25 +67,65 @@ def own_loader(view: View, site: Site) -> bool:
 
 def pinned(view: View) -> bool:
     """Whether a training loader of the programs pins its memory."""
-    for member in view.project.family(view.module):
-        if "pin_memory" not in member.text:
-            continue
-        aliases = [name for name, item in member.imports.items() if item.full == "torch.utils.data.DataLoader"]
-        for site in member.sites("DataLoader", "dict", "update", *aliases):
-            if is_true(keyword(site.call, "pin_memory")):
-                return True
-        for scope in member.scopes:
-            for binds in scope.binds.values():
-                for bind in binds:
-                    arms = [bind.value.body, bind.value.orelse] if isinstance(bind.value, ast.IfExp) else [bind.value]
-                    if any(isinstance(arm, ast.Dict) and pins(arm) for arm in arms):
-                        return True
+    return any(map(_pins, view.project.family(view.module)))
+
+
+@kept
+def _pins(module: Module) -> bool:
+    """Whether a file pins the memory of a loader, or says so as an option's default."""
+    if not PIN.search(module.text):
+        return False
+    return (
+        any(_asks(site) for site in module.sites())
+        or any(
+            (PIN.search(key) and is_pinning(bind.value))
+            or any(isinstance(arm, ast.Dict) and pins(arm) for arm in arms(bind))
+            for scope in module.scopes
+            for key, binds in scope.binds.items()
+            for bind in binds
+        )
+        or any(_default(scope) for scope in module.scopes)
+    )
+
+
+def _asks(site: Site) -> bool:
+    """Whether a call says True for `pin_memory`, with its own argument, as a flag's default or as one of `get`."""
+    if any(item.arg and PIN.search(item.arg) and is_pinning(item.value) for item in site.call.keywords):
+        return True
+    if site.name in ("add_argument", "get") and any(PIN.search(text) for text in strings(site.call)):
+        default = argument(site.call, 1, "default") if site.name == "get" else keyword(site.call, "default")
+        return is_true(default)
     return False
+
+
+def _default(scope: Scope) -> bool:
+    """Whether a function's parameter is called so, with True as its default."""
+    node = scope.node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    plain = [*node.args.posonlyargs, *node.args.args]
+    pairs = [*zip(reversed(plain), reversed(node.args.defaults), strict=False)]
+    pairs += [(arg, value) for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value]
+    return any(PIN.search(arg.arg) and is_true(value) for arg, value in pairs)
+
+
+def is_pinning(value: ast.expr | None) -> bool:
+    """Whether a value is True, or true where there is a GPU."""
+    if isinstance(value, ast.IfExp):
+        return is_pinning(value.body) or is_pinning(value.orelse)
+    if isinstance(value, ast.Compare):
+        return isinstance(value.ops[0], ast.Eq) and constant(value.comparators[0]) == "cuda"
+    return is_true(value) or (isinstance(value, ast.Call) and last(value) == "is_available" and "cuda" in idents(value))
+
+
+def arms(bind: Bind) -> list[ast.expr | None]:
+    """What a binding may give its name."""
+    return [bind.value.body, bind.value.orelse] if isinstance(bind.value, ast.IfExp) else [bind.value]
 
 
 def pins(node: ast.Dict) -> bool:
     return any(
-        constant(key) == "pin_memory" and is_true(value) for key, value in zip(node.keys, node.values, strict=True)
+        constant(key) == "pin_memory" and is_pinning(value) for key, value in zip(node.keys, node.values, strict=True)
     )
 
 
@@ -93,7 +137,7 @@ def blocking(view: View, site: Site) -> bool:
         return False
     if site.name == "cuda" and len(site.call.args) > 1:
         return False
-    root = base(site.receiver) if site.receiver is not None else None
+    root = base(unwrapped(site.receiver)) if site.receiver is not None else None
     if not isinstance(root, ast.Name):
         return False
     if root.id in drawn(view, site) or fed(view, site, root.id):
@@ -103,6 +147,11 @@ def blocking(view: View, site: Site) -> bool:
             tests = held_out(loop) or EVALUATION.search(site.scope.name)
             return any(t.loop is loop for t in view.trainings.near(site.module)) or not tests
     return False
+
+
+def unwrapped(node: ast.expr) -> ast.expr:
+    """What stands in a `Variable(...)`."""
+    return node.args[0] if isinstance(node, ast.Call) and last(node) == "Variable" and node.args else node
 
 
 def drawn(view: View, site: Site) -> set[str]:
@@ -236,9 +285,15 @@ def carried(site: Site, name: str, loop: ast.For) -> bool:
 
 
 def comprehension_names(site: Site, own: set[str]) -> set[str]:
-    """The variables of comprehensions in the statement that run over the loop's variable."""
+    """The variables of comprehensions in the statement that run over the loop's variable, and the parameters of
+    lambdas that are handed on with it (`tree_map(lambda x: x.to(device), batch)`).
+    """
     found: set[str] = set()
     for node in walk(site.stmt):
+        if isinstance(node, ast.Call) and any(
+            isinstance(root := base(arg), ast.Name) and root.id in own for arg in node.args
+        ):
+            found.update(p.arg for arg in node.args if isinstance(arg, ast.Lambda) for p in arg.args.args)
         if isinstance(node, ast.comprehension):
             root = base(node.iter)
             if isinstance(root, ast.Name) and root.id in own:
@@ -250,7 +305,8 @@ def no_workers(view: View, site: Site) -> bool:
     """Whether a loader certainly has no workers."""
     value = keyword(site.call, "num_workers")
     if value is not None:
-        return constant(value) == 0
+        found = view.origins.of(value, site.scope)
+        return bool(found) and all(constant(origin.node) == 0 for origin in found)
     if len(site.call.args) > 5 or any(isinstance(arg, ast.Starred) for arg in site.call.args):
         return False
     return all(leaves_out(view, item.value, site) for item in site.call.keywords if item.arg is None)
