@@ -153,7 +153,8 @@ FORMS = {
     ),
     "what was done before a resume is passed over": (
         "LS009",
-        "def train(model, loader, optimizer, count, every):\n    done = count % 100\n    for i, x in enumerate(loader):\n"
+        "def train(model, loader, optimizer, count, every):\n    done = count % 100\n"
+        "    for i, x in enumerate(loader):\n"
         "        if i < done:\n            continue\n        (model(x) / every).backward()\n"
         "        if (i + 1) % every == 0:\n            optimizer.step()\n",
         True,

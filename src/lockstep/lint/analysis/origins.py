@@ -11,7 +11,7 @@ from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
 
-__all__ = ["Origin", "Origins"]
+__all__ = ["Origin", "Origins", "default"]
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {

@@ -8,15 +8,24 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+MESSAGE = "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
+
 
 def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function."""
     for site in view.sites("DataParallel", "data_parallel"):
         full = view.full(site)
         if full.startswith("torch.nn.") or (not full and site.name == "DataParallel"):
-            yield at(
-                site, "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
-            )
+            yield at(site, MESSAGE)
+    for site in view.module.sites() if "Parallel" in view.module.text else ():
+        owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
+        if owner is not None and owner.kind == "class" and any(map(is_torchs, view.names.bases_of(owner))):
+            yield at(site, MESSAGE)
+
+
+def is_torchs(name: str) -> bool:
+    """Whether the full name of a class is torch's DataParallel."""
+    return name.startswith("torch.nn.") and name.endswith(".DataParallel")
 
 
 RULE = Rule(

@@ -53,14 +53,27 @@ def has_norm(view: View, site: Site) -> bool:
     for call, scope, full in view.origins.calls_of(view.wrappers.inner(site.call), site.scope):
         if torchvision(call, scope, full, view):
             return True
-        owner = view.names.definition(call.func, scope)
-        if owner is not None and owner.kind == "class" and class_has_norm(view, owner, set()):
+        made = made_from(view, call, scope)
+        if made and all(owner is not None and class_has_norm(view, owner, set()) for owner in made):
             return True
         if full.endswith("Sequential") and any(
             normalises(view, s) for s in scope.sites if s.stmt.lineno <= call.lineno <= (s.stmt.end_lineno or 0)
         ):
             return True
     return False
+
+
+def made_from(view: View, call: ast.Call, scope: Scope) -> list[Scope | None]:
+    """The classes, and functions of a table, one of which a call calls (`{"a": A, "b": B}[name](...)`); None stands for
+    what is not known.
+    """
+    owner = view.names.definition(call.func, scope)
+    if owner is not None:
+        return [owner if owner.kind == "class" else None]
+    table = call.func.value if isinstance(call.func, ast.Subscript) else None
+    if isinstance(table, ast.Dict):
+        return [view.names.definition(value, scope) for value in table.values]
+    return [view.names.definition(o.node, o.scope) for o in view.origins.of(call.func, scope)]
 
 
 def normalises(view: View, site: Site) -> bool:

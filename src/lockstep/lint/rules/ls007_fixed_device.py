@@ -14,6 +14,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+# The rank among all processes, as launchers call it.
+RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
 
 
@@ -123,13 +125,13 @@ def global_rank(view: View, origin: Origin) -> bool:
     if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
         return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope)
     if isinstance(origin.node, ast.Subscript):
-        return "environ" in idents(origin.node) and "RANK" in strings(origin.node)
+        return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
     if origin.call is None:
         return False
     if view.names.qualify(origin.call.func, origin.scope) == "torch.distributed.get_rank":
         return not origin.call.args and not origin.call.keywords
     reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
-    return bool(reads) and "RANK" in set(strings(origin.node))
+    return bool(reads) and bool(RANKS & set(strings(origin.node)))
 
 
 def fixed(view: View, site: Site) -> str:

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import Loop, loops
+from lockstep.lint.analysis.context import Loop, guards, loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, idents, keyword, last
+from lockstep.lint.analysis.nodes import constant, idents, keyword, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -32,10 +32,19 @@ def check(view: View) -> Iterator[Found]:
 
 
 def schedulers(view: View, site: Site) -> list[tuple[str, ast.Call]]:
-    """The classes and calls that the scheduler may come from."""
-    return [
-        (full.rsplit(".", 1)[-1], call) for call, _, full in view.origins.calls_of(site.receiver, site.scope) if full
-    ]
+    """The classes and calls that the scheduler may come from, where the step's own tests let them pass."""
+    made = view.origins.calls_of(site.receiver, site.scope)
+    found = [(full.rsplit(".", 1)[-1], call) for call, _, full in made if full]
+    if len({name for name, _ in found}) < 2:
+        return found
+    kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
+    same = [item for item in found if any(plain(kind) in item[0].lower() for kind in kinds)]
+    return same if kinds else found
+
+
+def plain(kind: str) -> str:
+    """The word by which a test names a kind of scheduler, as it stands in a class's name."""
+    return kind.lower().replace("_", "").replace("lr", "")
 
 
 def misplaced(view: View, site: Site, made: list[tuple[str, ast.Call]]) -> str:

@@ -37,8 +37,8 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
-    for site in fp16:
-        if not scaled and trains_under(view, site):
+    for site in view.sites("autocast") if not scaled else ():
+        if "float16" in kinds(view, site) and not by_device(view, site) and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
 
 
@@ -63,18 +63,31 @@ def shards_in_half(view: View, site: Site) -> bool:
 
 def kind(view: View, site: Site) -> str:
     """The type that an autocast certainly uses, "" if it is chosen at run time."""
+    found = kinds(view, site)
+    return next(iter(found)) if len(found) == 1 else ""
+
+
+def kinds(view: View, site: Site) -> set[str]:
+    """The types that an autocast may use, "" for what is not known."""
     full = view.full(site)
     if not full.startswith("torch"):
-        return ""
+        return {""}
     dtype = keyword(site.call, "dtype")
     if dtype is None and len(site.call.args) > 1 and "cuda.amp" not in full:
         dtype = site.call.args[1]
     if dtype is None:
         cuda = full.startswith("torch.cuda.amp") or constant(site.call.args[0] if site.call.args else None) == "cuda"
         switch = keyword(site.call, "enabled")
-        return "float16" if cuda and switch is None else ""
-    found = {name_of_type(o.node, o.scope, view) for o in view.origins.of(dtype, site.scope)}
-    return found.pop() if len(found) == 1 else ""
+        return {"float16" if cuda and switch is None else ""}
+    return {name_of_type(o.node, o.scope, view) for o in view.origins.of(dtype, site.scope)}
+
+
+def by_device(view: View, site: Site) -> bool:
+    """Whether one expression chooses between float16 and bfloat16 (`bfloat16 if is_bf16_supported() else float16`)."""
+    lines: dict[int, set[str]] = {}
+    for origin in view.origins.of(keyword(site.call, "dtype"), site.scope):
+        lines.setdefault(origin.node.lineno, set()).add(name_of_type(origin.node, origin.scope, view))
+    return any({"float16", "bfloat16"} <= found for found in lines.values())
 
 
 def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:

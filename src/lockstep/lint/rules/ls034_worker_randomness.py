@@ -1,15 +1,20 @@
 """LS034: numpy randomness in a Dataset with workers unseeded."""
 
+import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import given
+from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, keyword
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep.lint.analysis.origins import default
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+MESSAGE = "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn"
 QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Generator", "SeedSequence"}
 
 
@@ -19,17 +24,52 @@ def check(view: View) -> Iterator[Found]:
     """
     if view.effects.mentioned(view.module, "worker_init_fn", "get_worker_info", "worker_seed"):
         return
-    if not any(workers(s) for member in view.project.family(view.module) for s in member.sites("DataLoader")):
+    if not any(workers(view, s) for member in view.project.family(view.module) for s in member.sites("DataLoader")):
         return
     for scope in view.scopes:
         if scope.kind == "class" and is_dataset(view, scope):
-            item = view.names.member(scope, "__getitem__") or view.names.member(scope, "__iter__")
-            site = next((s for s in reach(view, item) if draws(view, s)), None) if item is not None else None
+            site = drawing(view, scope)
             if site is not None and site.module is view.module:
-                yield at(
-                    site,
-                    "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn",
-                )
+                yield at(site, MESSAGE)
+    told: set[Scope] = set()
+    for site in (s for s in view.sites("DataLoader") if workers(view, s)):
+        for call, scope, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
+            owner = view.names.definition(call.func, scope)
+            if owner is None or owner.kind != "class" or owner.module is view.module or owner in told:
+                continue
+            if is_dataset(view, owner) and drawing(view, owner, call) is not None:
+                told.add(owner)
+                yield at(site, f"{owner.name} {MESSAGE}")
+                break
+
+
+def drawing(view: View, owner: Scope, made: ast.Call | None = None) -> Site | None:
+    """Where the making of a dataset's item draws from numpy; what the call that made the dataset rules out is left out
+    (`Data(mode="val")`).
+    """
+    item = view.names.member(owner, "__getitem__") or view.names.member(owner, "__iter__")
+    if item is None:
+        return None
+    sites = [s for s in item.sites if made is None or not ruled_out(view, owner, made, s)]
+    return next((s for s in view.effects.below(sites) if draws(view, s)), None)
+
+
+def ruled_out(view: View, owner: Scope, made: ast.Call, site: Site) -> bool:
+    """Whether a test of an attribute, which holds an argument of the constructor, keeps a call from being made."""
+    init = view.names.member(owner, "__init__")
+    for guard in guards(site.stmt, site.module) if init is not None else ():
+        test = guard.test
+        if init is None or not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
+            continue
+        kept = [bind.value for bind in init.binds.get(dotted(test.left) or "", [])]
+        name = kept[0].id if len(kept) == 1 and isinstance(kept[0], ast.Name) and kept[0].id in init.params else ""
+        given_here = constant((given(made, init, name) or default(init, name, made)) if name else None)
+        wanted = constant(test.comparators[0])
+        if given_here is not None and wanted is not None:
+            holds = (given_here == wanted) is isinstance(test.ops[0], ast.Eq)
+            if holds is not guard.when:
+                return True
+    return False
 
 
 def is_dataset(view: View, owner: Scope) -> bool:
@@ -39,17 +79,18 @@ def is_dataset(view: View, owner: Scope) -> bool:
     )
 
 
-def workers(site: Site) -> bool:
+def workers(view: View, site: Site) -> bool:
     """Whether a loader has, or may have, workers."""
     value = keyword(site.call, "num_workers")
-    if value is None:
-        return any(k.arg is None for k in site.call.keywords)
-    return constant(value) != 0
+    if value is not None:
+        return constant(value) != 0
+    options = [o.node for k in site.call.keywords if k.arg is None for o in view.origins.of(k.value, site.scope)]
+    return any(not isinstance(node, ast.Dict) or any(map(brings, node.keys, node.values)) for node in options)
 
 
-def reach(view: View, item: Scope) -> Iterator[Site]:
-    """The calls that making one item runs."""
-    yield from view.effects.below(item.sites)
+def brings(key: ast.expr | None, value: ast.expr) -> bool:
+    """Whether an item of a dictionary of options gives a loader workers."""
+    return constant(key) == "num_workers" and constant(value) != 0
 
 
 def draws(view: View, site: Site) -> bool:
@@ -129,6 +170,7 @@ loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
     moot=frozenset({"lockstep"}),
     note=(
         "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
-        "`collate_fn`, and a transform that the data set is given from outside, are not followed."
+        "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the draw, "
+        "and at the first loader of a data set that stands in another file."
     ),
 )
