@@ -89,6 +89,26 @@ def train(model, loader, optimizer, criterion):
             loss.backward()
         optimizer.step()
 """
+COUNTED = """
+def train(model, loader, optimizer, every, epochs):
+    {epochs}
+        for i, x in enumerate(loader):
+            step = {step}
+            {first}
+            (model(x){divided}).backward()
+            if {test}:
+                {grads}
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+LONG = {
+    "epochs": "for epoch in range(epochs):",
+    "step": "i + epoch * len(loader)",
+    "first": "pass",
+    "divided": " / every",
+    "test": "step % every == 0",
+    "grads": "pass",
+}
 RIGHT_END = "(i + 1) % args.steps == 0 or i + 1 == len(loader)"
 WITHOUT = "with model.no_sync():\n                model(x).backward()"
 # A name: the rule, the script, and whether it is told.
@@ -157,6 +177,39 @@ FORMS = {
         "    for i, x in enumerate(loader):\n"
         "        if i < done:\n            continue\n        (model(x) / every).backward()\n"
         "        if (i + 1) % every == 0:\n            optimizer.step()\n",
+        True,
+    ),
+    "a step over epochs": ("LS012", COUNTED.format(**LONG), True),
+    "a step over epochs, turned round": ("LS012", COUNTED.format(**LONG | {"step": "len(loader) * epoch + i"}), True),
+    "a step over epochs from one": ("LS012", COUNTED.format(**LONG | {"step": "i + 1 + epoch * len(loader)"}), False),
+    "a step over epochs, at its end": ("LS012", COUNTED.format(**LONG | {"test": "(step + 1) % every == 0"}), False),
+    "gradients divided": (
+        "LS012",
+        COUNTED.format(
+            **LONG
+            | {
+                "divided": "",
+                "test": "(step + 1) % every == 0",
+                "grads": "[p.grad.div_(every) for p in model.parameters()]",
+            }
+        ),
+        False,
+    ),
+    "one pass that ends by itself": (
+        "LS012",
+        COUNTED.format(
+            **LONG
+            | {
+                "epochs": "if epochs:",
+                "first": "if i > 1000:\n                break",
+                "test": "(i + 1) % every == 0",
+            }
+        ),
+        False,
+    ),
+    "epochs that end by themselves": (
+        "LS012",
+        COUNTED.format(**LONG | {"first": "if i > 1000:\n                break", "test": "(i + 1) % every == 0"}),
         True,
     ),
     "losses of several heads": (

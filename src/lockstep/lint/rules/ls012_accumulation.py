@@ -12,6 +12,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+SCALES = ("div", "div_", "mul", "mul_", "true_divide")
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every accumulating loop for the three mistakes."""
@@ -40,6 +42,10 @@ def undivided(view: View, found: Accumulation) -> bool:
     loss = view.steps.loss_of(site)
     if site.call.args and loss is not site.call.args[0]:
         return False  # a gradient is given, which may be scaled
+    if any(
+        s.name in SCALES and "grad" in idents(s.call.func) for s in view.trainings.body(found.training.loop, site.scope)
+    ):
+        return False  # the gradients themselves are divided
     seen: set[str] = set()
     queue: list[ast.expr] = [loss] if loss is not None else []
     while queue:
@@ -69,7 +75,7 @@ def undivided(view: View, found: Accumulation) -> bool:
 
 def scales(node: ast.AST) -> bool:
     """Whether an expression divides or multiplies."""
-    if isinstance(node, ast.Call) and last(node) in ("div", "div_", "mul", "mul_", "true_divide"):
+    if isinstance(node, ast.Call) and last(node) in SCALES:
         return True
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult | ast.FloorDiv)
 
@@ -116,7 +122,22 @@ def starts_at_zero(found: Accumulation) -> bool:
             isinstance(inner, ast.Call) and last(inner) == "enumerate" and len(inner.args) == 1 and not inner.keywords
         )
         counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
-    return zero and counter == node.left.id and not rebound(found, node.left.id)
+    if not zero or counter is None or rebound(found, node.left.id):
+        return False
+    return counter == node.left.id or over_epochs(found, node.left.id, counter)
+
+
+def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
+    """Whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
+    binds = found.step.scope.binds.get(name, [])
+    value = binds[0].value if len(binds) == 1 else None
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return False
+    sides = (value.left, value.right)
+    return any(
+        dotted(one) == counter and isinstance(other, ast.BinOp) and isinstance(other.op, ast.Mult)
+        for one, other in (sides, sides[::-1])
+    )
 
 
 def rebound(found: Accumulation, name: str) -> bool:
@@ -142,10 +163,17 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
     if node is None or not any(name in counters for name in idents(node.left)):
         return False
     text = ast.unparse(test)
-    if "len(" in text or "last" in text or " or " in text:
+    if "len(" in text or "last" in text or " or " in text or once(view, found):
         return False
     end = loop.end_lineno or loop.lineno
     return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+def once(view: View, found: Accumulation) -> bool:
+    """Whether a loop runs once and ends by a count of its own: no loop over epochs is around it or around its calls."""
+    training = found.training
+    ends = any(isinstance(stmt, ast.Break) for stmt in walk(training.loop))
+    return ends and not any(True for _ in view.trainings.epochs(training))
 
 
 RULE = Rule(

@@ -170,7 +170,7 @@ loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
     moot=frozenset({"lockstep"}),
     note=(
         "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
-        "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the draw, "
-        "and at the first loader of a data set that stands in another file."
+        "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the "
+        "draw, and at the first loader of a data set that stands in another file."
     ),
 )
