@@ -40,15 +40,15 @@ def helped(view: View) -> Iterator[Site]:
     """The calls of the project's own functions that clip the parameters they are given, and do nothing else with a
     step.
     """
-    for scaled_step in view.sites("step"):
-        if not view.steps.steps_optimizer(scaled_step):
+    if not view.effects.mentioned(view.module, "clip_grad"):
+        return
+    stepping = dict.fromkeys(s.scope for s in view.sites("step") if view.steps.steps_optimizer(s))
+    for site in (s for scope in stepping for s in scope.sites):
+        function = view.calls.target(site.call, site.scope)
+        if function is None or not any(map(function.named, CLIPS)):
             continue
-        for site in scaled_step.scope.sites:
-            function = view.calls.target(site.call, site.scope)
-            if function is not None and any(function.named(clip) for clip in CLIPS):
-                names = view.effects.names(function)
-                if not names & {"unscale_", "step", "backward"}:
-                    yield site
+        if not view.effects.names(function) & {"unscale_", "step", "backward"}:
+            yield site
 
 
 def is_master(site: Site) -> bool:
