@@ -14,7 +14,7 @@ __all__ = ["Calls", "given", "passed"]
 # A name that is bound more often than this in one scope is generated code.
 MAX_BINDS = 20
 MAX_CLASS_STEPS = 60
-RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch"}
+RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch", "timeit"}
 
 
 class Calls:

@@ -16,6 +16,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
+# What says how a model is made is none.
+SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt", re.IGNORECASE)
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
 
@@ -24,7 +26,8 @@ def check(view: View) -> Iterator[Found]:
     """Looks for a call that seeds, in the programs whose training this file starts."""
     top = view.module.top.sites
     runs = view.module.is_script or view.trainings.trains(top) or any(fits(view, site) for site in top)
-    if not (trains(view) if runs else view.training) or seeds(view, alone=view.module.is_script):
+    own = view.training or any(fits(view, site) for site in view.sites("fit"))
+    if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
     if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
         return  # told where the program that runs it makes a model
@@ -51,16 +54,24 @@ def fits(view: View, site: Site) -> bool:
 def seeds(view: View, alone: bool) -> bool:
     """Whether anything in the programs of the file seeds; a file that is run by itself (`alone`) is one program."""
     members = view.project.closure(view.module) if alone else view.project.family(view.module)
-    return any(
-        SEED.search(site.name)
+    found = [
+        site
         for member in members
         if _mentions_seeds(member)
         for site in member.sites()
-        if not of_generator(view, site)
-        and not of_data(site)
-        and not of_steps(view, site)
-        and not unused(view, site, members)
-    )
+        if SEED.search(site.name) and not of_other(view, site) and not of_data(site) and not of_steps(view, site)
+    ]
+    models = [site for site in view.sites() if model_at(view, site)] if found else []
+    return any(not unused(view, site, members, models) and not late(view, site, models, 0) for site in found)
+
+
+def late(view: View, site: Site, models: list[Site], depth: int) -> bool:
+    """Whether a call comes only after the models that its function makes, or is run only there."""
+    beside = [model.line for model in models if model.scope is site.scope]
+    if beside:
+        return max(beside) < site.line
+    callers = view.calls.callers(site.scope) if depth < 3 else []
+    return bool(callers) and all(late(view, caller, models, depth + 1) for caller in callers)
 
 
 @kept
@@ -79,30 +90,45 @@ def of_steps(view: View, site: Site) -> bool:
     return any(inside(site.stmt, t.loop, site.module) for t in view.trainings.of(site.module) if t.scope is site.scope)
 
 
-def unused(view: View, site: Site, members: tuple[Module, ...]) -> bool:
-    """Whether a call seeds in a helper of another file that nothing in the program calls (`utils.set_seed`)."""
+def unused(view: View, site: Site, members: tuple[Module, ...], models: list[Site]) -> bool:
+    """Whether a call seeds in a helper that nothing in the program calls (`utils.set_seed`)."""
     scope = site.scope
-    if site.module is view.module or scope.kind != "function" or scope.owner is not None:
+    if scope.kind != "function" or scope.owner is not None:
         return False
-    return sum(member.words[scope.name] for member in members) == 1
+    if site.module is view.module:
+        if view.trainings.trains(scope.sites) or any(model.scope is scope for model in models):
+            return False  # what trains here may be called by anything
+        members = tuple({*members, *view.project.users(view.module)})
+    named = sum(member.words[scope.name] for member in members)
+    others = sum(view.full(s).startswith("torch.") for member in members for s in member.sites(scope.name))
+    return named - others == 1
 
 
-def of_generator(view: View, site: Site) -> bool:
-    """Whether a call seeds one generator object (`torch.Generator().manual_seed(0)`) and no more."""
-    return site.name in ("manual_seed", "seed") and site.receiver is not None and not view.full(site)
+def of_other(view: View, site: Site) -> bool:
+    """Whether a call seeds what makes no weights: one generator object, Python's or numpy's random numbers."""
+    full = view.full(site)
+    if full in ("random.seed", "numpy.random.seed"):
+        return True
+    return site.name in ("manual_seed", "seed") and site.receiver is not None and not full
 
 
 def model_made(view: View, module: Module) -> Site | None:
     """The first place of a file that makes a model."""
-    for site in module.sites():
-        binds = site.scope.bound(site.stmt)
-        bound = any(bind.value is not None and covers(bind.value, site) for bind in binds)
-        keys = [bind.key for bind in binds]
-        fits = any(MODEL.search(key.split(".")[-1]) for key in keys) and makes(view, site)
-        if bound and (fits or makes_module(view, site)):
-            return site
+    made = next((site for site in module.sites() if model_at(view, site)), None)
+    if made is not None:
+        return made
     wrapped = [site for _, site in view.wrappers.made(module)]
     return min((*wrapped, *module.sites("get_model", "build_model")), key=lambda site: site.line, default=None)
+
+
+def model_at(view: View, site: Site) -> bool:
+    """Whether a call makes what its statement binds, and that is a model."""
+    binds = site.scope.bound(site.stmt)
+    if not any(bind.value is not None and covers(bind.value, site) for bind in binds):
+        return False
+    keys = [bind.key.split(".")[-1] for bind in binds]
+    named = any(MODEL.search(key) and not SETTINGS.search(key) for key in keys)
+    return (named and makes(view, site)) or makes_module(view, site)
 
 
 def covers(value: ast.expr, site: Site) -> bool:
@@ -134,6 +160,8 @@ def makes(view: View, site: Site) -> bool:
         return (
             (owner.kind == "class" and view.kinds.is_module_class(owner)) or "model" in site.name or "net" in site.name
         )
+    if isinstance(site.call.func, ast.Call | ast.Subscript):
+        return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`
     full = view.full(site)
     if full.startswith("torch.nn.") and site.name[:1].isupper():
         return True
@@ -196,7 +224,8 @@ if __name__ == "__main__":
     moot=frozenset({"lockstep"}),
     note=(
         "It is told where a script makes its model, and in a file that holds a training loop of its own even if "
-        "another file starts it. A data set that seeds for its own order does not count, nor does a helper in "
-        "another file that nothing calls."
+        "another file starts it. A data set that seeds for its own order does not count, nor does a helper "
+        "that nothing calls, a seed that comes after the model, or one of numpy's or Python's random "
+        "numbers alone, which make no weights."
     ),
 )

@@ -1,0 +1,154 @@
+"""LS008: what counts as a seed of the weights, when, and the ways in which a model is made."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_paths, check_text
+
+SCRIPT = """
+import random
+import sys
+import timeit
+import numpy as np
+import torch
+import torchvision.models as models
+from torch import nn
+from torch.utils.data import DataLoader
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+
+def worker(number):
+    {worker}
+
+def main(data):
+    {before}
+    model = {model}
+    {after}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(data, worker_init_fn=worker):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+main([])
+"""
+
+
+def told(text, code="LS008"):
+    return bool(check_text(text, configure({}, code, "")))
+
+
+def script(before="pass", after="pass", model="nn.Linear(4, 2)", worker="pass"):
+    return SCRIPT.format(before=before, after=after, model=model, worker=worker)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # random numbers that make no weights
+        (script(worker="np.random.seed(42 + number)"), True),
+        (script(before="np.random.seed(0)"), True),
+        (script(before="random.seed(0); np.random.seed(0)"), True),
+        (script(before="np.random.seed(0); torch.manual_seed(0)"), False),
+        (script(before="torch.cuda.manual_seed_all(0)"), False),
+        # too late
+        (script(after="torch.manual_seed(0)"), True),
+        (script(after="seed_all(0)"), True),
+        (script(before="seed_all(0)"), False),
+        (script(before="seed_all(0)", after="seed_all(1)"), False),
+        (script(before="model_config = nn.Identity()", after="torch.manual_seed(0); net = nn.Linear(2, 2)"), False),
+        # a class that is looked up
+        (script(model="getattr(models, sys.argv[1])()"), True),
+        (script(model="models.__dict__[sys.argv[1]](num_classes=4)"), True),
+        (script(before="torch.manual_seed(0)", model="getattr(models, sys.argv[1])()"), False),
+    ],
+)
+def test_what_seeds_the_weights(text, expected):
+    assert told(text) is expected
+
+
+BENCHMARK = """
+import timeit
+import torch
+from torch import nn
+
+{seed}
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+{run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "run", "expected"),
+    [
+        ("", "timeit.timeit(step, number=10)", True),
+        ("", "for _ in range(3):\n    timeit.timeit(step, number=10)", True),
+        ("torch.manual_seed(0)", "timeit.timeit(step, number=10)", False),
+        ("", "print(step)", False),
+    ],
+)
+def test_a_benchmark_hands_its_step_to_timeit(seed, run, expected):
+    assert told(BENCHMARK.format(seed=seed, run=run)) is expected
+
+
+FIT = """
+import pytorch_lightning as pl
+from nets import Net
+
+class Runner:
+    def train(self, loader):
+        {seed}
+        self.model = Net()
+        trainer = pl.Trainer(max_epochs=1)
+        trainer.{verb}(self.model, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "verb", "expected"),
+    [
+        ("pass", "fit", True),
+        ("pl.seed_everything(0)", "fit", False),
+        ("pass", "validate", False),
+    ],
+)
+def test_a_file_that_has_a_trainer_fit_is_told_though_another_starts_it(tmp_path, seed, verb, expected):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "nets.py").write_text("from torch import nn\n\nclass Net(nn.Module):\n    pass\n")
+    (tmp_path / "runner.py").write_text(FIT.format(seed=seed, verb=verb))
+    (tmp_path / "start.py").write_text(
+        "from runner import Runner\n\nif __name__ == '__main__':\n    Runner().train([])\n"
+    )
+    assert bool(check_paths([str(tmp_path / "runner.py")], configure({}, "LS008", ""))) is expected
+
+
+HELPER = """
+import random
+import torch
+
+__all__ = ["manual_seed"]
+
+def manual_seed(seed):
+    random.seed(seed)
+    torch.manual_seed(seed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [("print(helper)", True), ("helper.manual_seed(1)", False), ("start(helper.manual_seed)", False)],
+)
+def test_a_helper_named_like_torchs_that_nothing_calls(tmp_path, use, expected):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "helper.py").write_text(HELPER)
+    text = "import helper\n" + script(before=use).replace("def seed_all(seed):\n    torch.manual_seed(seed)\n", "")
+    (tmp_path / "train.py").write_text(text)
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS008", ""))) is expected
