@@ -10,8 +10,8 @@ from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.kinds import SCALER
-from lockstep.lint.analysis.nodes import Words, constant, idents, last, walk
+from lockstep.lint.analysis.kinds import EVALUATION, SCALER
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
@@ -23,6 +23,9 @@ STEADY = re.compile(
     re.IGNORECASE,
 )
 
+# Where a program keeps its options, and what is no option though it is kept there.
+OPTIONS = {"args", "opt", "cfg", "conf", "config", "hparams", "FLAGS"}
+COUNTS = Words(r"step|epoch|iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
@@ -172,7 +175,7 @@ class Trainings:
             if every_so_often(guard.test):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
-            if not leaves and not self.steady(guard.test, scope):
+            if not leaves and not self.steady(guard.test, scope, within):
                 return True
         return False
 
@@ -182,13 +185,18 @@ class Trainings:
         block = [s for s in self.effects.block(branch, scope) if s.stmt in branch.body]
         return any(map(self.steps.steps_optimizer, block))
 
-    def steady(self, test: ast.expr, scope: Scope) -> bool:
+    def steady(self, test: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
         if isinstance(test, ast.Compare) and _is_flag(test.left) and isinstance(constant(test.comparators[0]), str):
             return True
-        return any(STEADY.search(name) for name in idents(test)) or any(
+        if any(STEADY.search(name) for name in idents(test)) or any(
             isinstance(node, ast.Constant) and node.value is None for node in walk(test)
+        ):
+            return True
+        return not any(map(EVALUATION.search, idents(test))) and all(
+            _is_flag(part) or _is_fixed(part, scope, within) for part in _parts(test)
         )
 
     def trains(self, sites: list[Site]) -> bool:
@@ -208,6 +216,43 @@ def every_so_often(test: ast.expr) -> bool:
     )
 
 
+def _parts(test: ast.expr) -> Iterator[ast.expr]:
+    """What a test compares and joins, without literals."""
+    stack = [test]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.BoolOp):
+            stack.extend(node.values)
+        elif isinstance(node, ast.UnaryOp):
+            stack.append(node.operand)
+        elif isinstance(node, ast.Compare):
+            stack.extend((node.left, *node.comparators))
+        elif not isinstance(node, ast.Constant):
+            yield node
+
+
 def _is_flag(node: ast.expr) -> bool:
     """Whether an expression is an option of the command line or of a configuration, the same in every step."""
-    return isinstance(node, ast.Attribute) and last(node.value) in ("args", "opt", "cfg", "config", "hparams", "FLAGS")
+    if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+        return bool(OPTIONS & set(idents(node.value))) and not COUNTS.search(str(constant(node.slice)))
+    if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
+        return False
+    return bool(OPTIONS & set((dotted(node.value) or "").split(".")))
+
+
+def _is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
+    """Whether a name is bound once before the loop, or an attribute by its object's `__init__` alone."""
+    key = dotted(node)
+    if key is None or COUNTS.search(key):
+        return False
+    if key.startswith("self.") and key.count(".") == 1 and scope.owner is not None:
+        methods = [method for method in scope.owner.defs.values() if key in method.binds]
+        return [method.name for method in methods] == ["__init__"]
+    if "." in key:
+        return False
+    binds = scope.binds.get(key, [])
+    if key in scope.params or binds:
+        once = len(binds) + (key in scope.params) == 1 and all(bind.how == "assign" for bind in binds)
+        return within is not None and once and all(bind.stmt.lineno < within.lineno for bind in binds)
+    top = scope.module.top.binds.get(key, [])
+    return len(top) == 1 and top[0].how == "assign"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import Words, base, constant, dotted, idents, last, targets, walk
-from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, idents, last, targets, walk
+from lockstep.lint.analysis.training import Training, every_so_often
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -17,10 +17,16 @@ __all__ = ["RULE"]
 
 SYNCS = {"item", "cpu", "tolist"}
 READS = {"print", "float", "bool", "int"}
+FINITE = {"isnan", "isinf", "isfinite"}
+# They make a tensor on the CPU.
+MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
 # What a number on the device is called.
 LOSS = Words(r"loss|err(?!no)|cost|kld|nll|acc|penalty", re.IGNORECASE)
 # They make a text or a number of what they are given, at once.
-SHOWS = {"add_scalar", "set_postfix", "set_postfix_str", "set_description"}
+SHOWS = {"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description", "info", "warning", "write"}
+# What keeps numbers for a person to look at, and how it is given them.
+TRACKERS = {"wandb", "run", "mlflow", "accelerator", "fabric", "experiment", "tracker"}
+TRACKS = {"log", "log_metric", "log_metrics", "log_dict"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -34,6 +40,7 @@ def check(view: View) -> Iterator[Found]:
         here = [site for site in view.trainings.each_step(training) if site.module is view.module]
         losses = loss_names(view, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
+        yield from tests(view, training, here, losses, seen)
         for site in here:
             if site.stmt.lineno in seen:
                 continue
@@ -65,6 +72,41 @@ def old_reads(view: View, training: Training, here: list[Site], losses: set[str]
                 )
 
 
+def tests(view: View, training: Training, here: list[Site], losses: set[str], seen: set[int]) -> Iterator[Found]:
+    """`if torch.isnan(loss)`, `assert loss < 10`: Python decides by what stands on the device."""
+    for scope in dict.fromkeys((training.scope, *(site.scope for site in here))) if losses else ():
+        within = training.loop if scope is training.scope else None
+        for stmt in scope.stmts:
+            if not isinstance(stmt, ast.If | ast.While | ast.Assert) or stmt.lineno in seen:
+                continue
+            if every_so_often(stmt.test):
+                continue
+            if scope.module is not view.module or (within is not None and not inside(stmt, within, scope.module)):
+                continue
+            if any(asked(view, node, scope, losses) for node in walk(stmt.test)) and not view.trainings.rare(
+                stmt, scope, within
+            ):
+                seen.add(stmt.lineno)
+                text = "a test of a loss waits for the device in every step: keep tensors, and test every n-th step"
+                yield Found(stmt, text)
+
+
+def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
+    """Whether a part of a test needs a loss's number."""
+    if isinstance(node, ast.Compare):
+        plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
+        values = [node.left, *node.comparators] if plain else []
+    elif isinstance(node, ast.Call) and last(node) in FINITE:
+        values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+    else:
+        return False
+    return any(
+        key(value) in losses
+        and not any(read(bind.value) for bind, _ in view.origins.binds(key(value), scope, value.lineno))
+        for value in values
+    )
+
+
 def first_of(node: ast.Attribute, stmt: ast.stmt) -> bool:
     """Whether an attribute is read for its first element."""
     return any(
@@ -76,8 +118,11 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
     """What in a call waits for the device."""
     if site.name in SYNCS and site.receiver is not None and not site.call.args and not site.call.keywords:
         return f".{site.name}()" if is_tensor(view, site) else ""
+    if site.name == "to" and site.receiver is not None and constant(argument(site.call, 0, "device")) == "cpu":
+        return '.to("cpu")' if is_tensor(view, site) else ""
     plain = site.name in READS and isinstance(site.call.func, ast.Name)
-    if plain or (site.name in SHOWS and site.receiver is not None):
+    tracks = site.name in TRACKS and last(site.receiver) in TRACKERS
+    if plain or tracks or (site.name in SHOWS and site.receiver is not None):
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
             if any(key(node) in losses or (plain and on_device(view, node, site)) for node in bare(value)):
                 return f"{site.name}({ast.unparse(value)[:30]})"
@@ -139,13 +184,31 @@ def is_tensor(view: View, site: Site) -> bool:
         "self_",
     ):
         return False
-    if (
-        any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(site.receiver))
-        if site.receiver is not None
-        else False
+    if site.receiver is not None and (
+        on_host(view, site.receiver, site.scope)
+        or any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(site.receiver))
     ):
         return False  # `.detach().cpu().numpy()` is reported once, for its first sync
+    if isinstance(root, ast.Name):
+        given = [bind for bind, _ in view.origins.binds(root.id, site.scope, site.line)]
+        if given and all(b.value is not None and not b.path and on_host(view, b.value, site.scope) for b in given):
+            return False
     return "optimizer" not in name and name != "lr"
+
+
+def on_host(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether a value is read from the device, computed by numpy, or a tensor that is made on the CPU."""
+    while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
+        if isinstance(value, ast.Call):
+            full = view.names.qualify(value.func, scope)
+            if full.startswith("numpy.") or last(value) in (*SYNCS, "numpy"):
+                return True
+            if full in MADE and not any(item.arg == "device" for item in value.keywords):
+                return True
+            value = value.func
+        else:
+            value = value.value
+    return False
 
 
 def from_loader(site: Site, training: Training) -> bool:
@@ -220,8 +283,8 @@ RULE = Rule(
     code="LS036",
     name="device sync in every step",
     what=(
-        "A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`, `loss.data[0]`) in every step of a "
-        "training loop."
+        "A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`, `loss.data[0]`, "
+        "`if torch.isnan(loss)`) in every step of a training loop."
     ),
     why=(
         "The host waits until the device has finished all it was given, then the device waits for new work: the "
@@ -283,6 +346,7 @@ def train(model, loader, optimizer, criterion):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
-        "n-th step does not, nor does an evaluation. The function of an ignite `Engine` that trains is such a loop."
+        "n-th step does not (a test of an option comes out alike in all), nor does an evaluation. The function of an "
+        "ignite `Engine` that trains is such a loop."
     ),
 )

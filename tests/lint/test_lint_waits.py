@@ -1,0 +1,173 @@
+"""LS036: which tests hold in every step, what else waits for the device, and what stays on the host."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+LOOP = """
+import argparse
+import logging
+import numpy as np
+import torch
+import torch.nn.functional as F
+import wandb
+
+TRACK = True
+LEVEL = 1
+LEVEL = 2
+args = argparse.ArgumentParser().parse_args()
+logger = logging.getLogger()
+
+def train(model, loader, optimizer, config, noisy):
+    model.cuda()
+    table = np.zeros(3)
+    first = True
+    total, best, shown = 0, 9, 0
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+        rows = np.mean([table], axis=0)
+        {last}
+        first = False
+    return total
+"""
+
+
+def told(text, code="LS036"):
+    return bool(check_text(text, configure({}, code, "")))
+
+
+READ = "total += loss.item()"
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        # tests that come out alike in every step
+        (f"if args.mask: {READ}", True),
+        (f"if not args.mask and args.chunks > 1: {READ}", True),
+        (f"if config['mask']: {READ}", True),
+        (f"if TRACK: {READ}", True),
+        (f"if noisy: {READ}", True),
+        # and those that do not
+        (f"if args.step: {READ}", False),
+        (f"if args.mask and i > 3: {READ}", False),
+        (f"if config['best_epoch']: {READ}", False),
+        (f"if LEVEL: {READ}", False),
+        (f"if first: {READ}", False),
+        (f"if shown > 3: {READ}", True),
+        (f"if i > shown: {READ}", False),
+        (f"if args.log_interval: {READ}", False),
+        (f"if args.evaluate: {READ}", False),
+        # Python decides by a number on the device
+        ("if torch.isnan(loss): raise ValueError", True),
+        ("assert not loss.isnan()", True),
+        ("assert torch.isfinite(loss).all()", True),
+        ("if loss > 100: break", True),
+        ("if i % 10 == 0 and torch.isnan(loss): break", False),
+        ("if i % 10 == 0:\n            assert not torch.isnan(loss)", False),
+        ("if loss is None: break", False),
+        ("if torch.isnan(y).any(): break", False),  # the loader's, on the CPU
+        ("if total > 100: break", False),
+        # records
+        ("wandb.log({'loss': loss})", True),
+        ("logger.info(f'{i}: {loss:.3f}')", True),
+        ("logger.info('%d %f', i, loss)", True),
+        ("total += loss.detach().to('cpu')", True),
+        ("wandb.log({'i': i})", False),
+        ("logger.info('%s', loss.shape)", False),
+        ("if i % 10 == 0: wandb.log({'loss': loss})", False),
+        ("y = y.to('cuda')", False),
+        # what is on the host already
+        ("print(table.tolist())", False),
+        ("print(rows.tolist())", False),
+        ("total += torch.tensor([1, 2]).sum().item()", False),
+        ("total += torch.zeros(3).cpu()", False),
+        ("total += torch.zeros(3, device='cuda').sum().item()", True),
+        ("total += loss.sum().tolist()", True),
+    ],
+)
+def test_what_waits_in_every_step(last, expected):
+    assert told(LOOP.format(last=last)) is expected
+
+
+CLASS = """
+import torch
+
+class Trainer:
+    def __init__(self, model, noisy):
+        self.model = model.cuda()
+        self.noisy = noisy
+        self.shown = False
+
+    def show(self):
+        self.shown = True
+
+    def train(self, loader, optimizer, criterion):
+        for x, y in loader:
+            loss = criterion(self.model(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if {test}:
+                print(loss)
+"""
+
+
+@pytest.mark.parametrize(("test", "expected"), [("self.noisy", True), ("not self.noisy", True), ("self.shown", False)])
+def test_an_attribute_that_only_init_binds(test, expected):
+    assert told(CLASS.format(test=test)) is expected
+
+
+CLOSURE = """
+import torch
+
+def train(model, loader, criterion):
+    model.cuda()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for x, y in loader:
+        def closure():
+            optimizer.zero_grad()
+            loss = criterion(model(x.cuda()), y.cuda())
+            loss.backward()
+            {inner}
+            return loss
+        {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inner", "step", "expected"),
+    [
+        ("print(loss)", "optimizer.step(closure)", True),
+        ("print(loss.item())", "optimizer.step(closure)", True),
+        ("pass", "optimizer.step(closure)", False),
+        ("print(loss)", "print(closure)", False),
+    ],
+)
+def test_the_closure_of_an_optimizer_runs_in_every_step(inner, step, expected):
+    assert told(CLOSURE.format(inner=inner, step=step)) is expected
+
+
+NUMBERED = """
+import torch
+
+device = {device}
+
+def train(model, loader, optimizer, criterion):
+    model.to(device)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x.to(device)), y.to(device))
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(("device", "expected"), [("0", True), ("'cpu'", False), ("torch.device('mps')", False)])
+def test_a_device_that_is_a_number_is_a_gpu(device, expected):
+    assert told(NUMBERED.format(device=device)) is expected
