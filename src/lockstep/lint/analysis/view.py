@@ -12,7 +12,7 @@ from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
 from lockstep.lint.analysis.names import Names
-from lockstep.lint.analysis.nodes import Words, argument, base, constant, last
+from lockstep.lint.analysis.nodes import Words, base, constant, last
 from lockstep.lint.analysis.origins import Origins
 from lockstep.lint.analysis.pins import oldest_torch
 from lockstep.lint.analysis.project import Project
@@ -123,16 +123,12 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs of the file know of GPUs at all."""
+        """Whether the programs of the file know of GPUs at all: by a word, or by the number of a device (`.to(0)`)."""
         return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu") or any(
-            self.numbered(site) for site in self.sites("to")
+            isinstance(constant(origin.node), int)
+            for site in self.sites("to")
+            for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
         )
-
-    def numbered(self, site: Site) -> bool:
-        """Whether something is moved to a device that has only a number, which is a GPU's."""
-        device = argument(site.call, 0, "device")
-        found = self.origins.of(device, site.scope) if isinstance(device, ast.Name | ast.Constant) else []
-        return any(type(constant(origin.node)) is int for origin in found)
 
     @functools.cached_property
     def cpu_only(self) -> bool:

@@ -4,8 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, keyword, walk
+from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -14,6 +15,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 SAVES = re.compile(r"^save(_on_master|_checkpoint|_model|_state|_ckpt|_file)?$|^(torch_)?save$")
+# What takes the wrapper's names off.
+STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix")
+ACCELERATE = "Accelerate"
 # A test of the rank, which says nothing of the wrapper.
 RANKS = re.compile(r"not (args\.)?distributed or ")
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
@@ -21,16 +25,14 @@ OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 
 def check(view: View) -> Iterator[Found]:
     """Looks at what is saved, by whom, and who reads it when."""
-    stripped = view.effects.mentioned(
-        view.module, "'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix"
-    )
     for site in view.sites("state_dict"):
-        if not stripped and saved(view, site):
+        if not any(view.effects.mentioned_in(site.scope, word) for word in STRIPS) and saved(view, site):
             kind = wrapper(view, site)
             if kind:
+                plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 yield at(
                     site,
-                    f"saves the {kind} wrapper's state, with names in 'module.': save model.module.state_dict()",
+                    f"saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()",
                 )
     for site in view.sites("save", "save_file", "save_pretrained"):
         path = written(view, site)
@@ -73,6 +75,12 @@ def handed_over(view: View, site: Site) -> bool:
 
 def wrapper(view: View, site: Site) -> str:
     """The wrapper, DDP or DataParallel, that the state is taken from."""
+    if (
+        site.receiver is not None
+        and view.kinds.is_model(site.receiver, site.scope)
+        and prepared(view, site.receiver, site.scope, 0)
+    ):
+        return "" if guarded_by_type(view, site) else ACCELERATE
     if site.receiver is None or dotted(site.receiver) is None:
         return ""
     kinds = {kind for kind, _, _ in view.wrappers.wrapped(site.receiver, site.scope)}
@@ -84,6 +92,29 @@ def wrapper(view: View, site: Site) -> str:
     ):
         return ""  # a name for the plain model, taken out of the wrapper where there is one
     return "DDP" if "ddp" in kinds else "DataParallel" if "dp" in kinds else ""
+
+
+def prepared(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
+    """Whether a model, or one in a dictionary of models, is what Accelerate made of it."""
+    item = isinstance(node, ast.Subscript)
+    key = dotted(node.value if isinstance(node, ast.Subscript) else node)
+    if key is None or "accelerate" not in view.frameworks:
+        return False
+    given = [bind.value for bind, _ in view.origins.binds(key, scope, node.lineno)]
+    if item:
+        given += [s.call for s in scope.named("prepare") if puts(s.stmt, key)]
+    if any(isinstance(value, ast.Call) and last(value) == "prepare" for value in given):
+        return True
+    callers = view.calls.callers(scope)[:8] if key in scope.params and not given and depth < 3 else []
+    values = [(passed(site, scope, key), site.scope) for site in callers]
+    return any(value is not None and prepared(view, value, home, depth + 1) for value, home in values)
+
+
+def puts(stmt: ast.stmt, key: str) -> bool:
+    """Whether a statement puts something into a dictionary."""
+    return isinstance(stmt, ast.Assign) and any(
+        isinstance(target, ast.Subscript) and dotted(target.value) == key for target in stmt.targets
+    )
 
 
 def guarded_by_type(view: View, site: Site) -> bool:
@@ -138,14 +169,13 @@ def written(view: View, site: Site) -> ast.expr | None:
 
 def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
-    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site):
-        return False
-    if not replicated(view):
+    if not by_every_rank(view, site) or view.ranks.chosen(site):
         return False
     if (
         site.scope.kind == "function"
         and not view.calls.callers(site.scope)
         and not view.ranks.programs.direct(view.module)
+        and not accelerates(view)
     ):
         return False
     callers = view.calls.callers(site.scope)
@@ -154,6 +184,22 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
     if in_memory(path) or sorted_by_arguments(view, callers):
         return False
     return not names_rank(view, path, site.scope)
+
+
+def by_every_rank(view: View, site: Site) -> bool:
+    """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
+    if not accelerates(view):
+        return replicated(view) and view.ranks.every(site.stmt, site.scope)
+    ranks = view.ranks
+    return not (
+        ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
+    )
+
+
+def accelerates(view: View) -> bool:
+    """Whether a script makes an Accelerator, of which `accelerate launch` starts several."""
+    made = any(view.full(site) == "accelerate.Accelerator" for site in view.sites("Accelerator"))
+    return made and not view.module.path.endswith(".ipynb")
 
 
 def sorted_by_arguments(view: View, callers: list[Site]) -> bool:
@@ -244,8 +290,8 @@ RULE = Rule(
     code="LS014",
     name="wrapper's state saved",
     what=(
-        "The `state_dict` of a DDP or DataParallel wrapper is saved, every rank saves the same file, or others "
-        "read a file before rank 0 has written it."
+        "The `state_dict` of a DDP or DataParallel wrapper, or of what `accelerator.prepare` made, is saved, every rank "
+        "saves the same file, or others read a file before rank 0 has written it."
     ),
     why=(
         "A wrapper's names start with `module.`, so the checkpoint fits no plain model. Files written by all ranks at "

@@ -1,0 +1,107 @@
+"""LS014: states of what Accelerate prepared, files that its processes write, and names taken off somewhere else."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_paths, check_text
+
+SCRIPT = """
+import os
+import torch
+from accelerate import Accelerator
+
+def save(accelerator, net, path):
+    {helper}
+
+def main(build, data, path, names):
+    accelerator = Accelerator()
+    model = build()
+    models = {{name: build() for name in names}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name in names:
+        models[name] = {each}
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    for x in data:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+    {last}
+    if accelerator.is_main_process:
+        {main}
+
+main(None, [], "x", [])
+"""
+
+
+def lines(text, code="LS014"):
+    return [finding.line for finding in check_text(text, configure({}, code, ""))]
+
+
+def script(main="pass", last="pass", helper="pass", each="accelerator.prepare(models[name])"):
+    return SCRIPT.format(main=main, last=last, helper=helper, each=each)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        # the wrapper's names
+        (script(main="torch.save(model.state_dict(), path)"), True),
+        (script(main="state = {'net': model.state_dict(), 'epoch': 1}; torch.save(state, path)"), True),
+        (script(main="torch.save({name: models[name].state_dict() for name in names}, path)"), True),
+        (script(last="accelerator.save(model.state_dict(), path)"), True),
+        (script(main="save(accelerator, model, path)", helper="torch.save(net.state_dict(), path)"), True),
+        (script(main="torch.save(accelerator.unwrap_model(model).state_dict(), path)"), False),
+        (script(main="torch.save(accelerator.get_state_dict(model), path)"), False),
+        (script(main="model = accelerator.unwrap_model(model)\n        torch.save(model.state_dict(), path)"), False),
+        (script(main="torch.save(optimizer.state_dict(), path)"), False),
+        (script(main="torch.save({name: models[name].state_dict() for name in names}, path)", each="build()"), False),
+        (script(main="save(accelerator, model, path)", helper="print(net.state_dict())"), False),
+        # one file of all processes
+        (script(last="torch.save({'epoch': 1}, path)"), True),
+        (script(last="if len(data) > 3: torch.save({'epoch': 1}, os.path.join(path, 'last.pt'))"), True),
+        (script(last="save(accelerator, model, path)", helper="torch.save({'epoch': 1}, path)"), True),
+        (script(main="torch.save({'epoch': 1}, path)"), False),
+        (script(last="accelerator.save({'epoch': 1}, path)"), False),
+        (script(last="torch.save({'epoch': 1}, f'{path}-{accelerator.process_index}.pt')"), False),
+        (script(main="save(accelerator, model, path)", helper="torch.save({'epoch': 1}, path)"), False),
+    ],
+)
+def test_what_accelerates_processes_save(text, told):
+    assert bool(lines(text)) is told
+
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from loading import load
+
+def main(model, local_rank, rank):
+    dist.init_process_group("nccl")
+    load(model, "old.pt")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    if rank == 0:
+        {save}
+    dist.destroy_process_group()
+"""
+LOADING = """
+import torch
+
+def load(model, path):
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict({k.replace("module.", ""): v for k, v in state.items()})
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "told"),
+    [
+        ("torch.save(model.state_dict(), 'model.pt')", True),
+        ("torch.save({k.replace('module.', ''): v for k, v in model.state_dict().items()}, 'model.pt')", False),
+        ("torch.save(model.module.state_dict(), 'model.pt')", False),
+    ],
+)
+def test_names_that_a_loader_elsewhere_takes_off_are_in_the_file_all_the_same(tmp_path, save, told):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "loading.py").write_text(LOADING)
+    (tmp_path / "train.py").write_text(TRAIN.format(save=save))
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS014", ""))) is told
