@@ -19,7 +19,19 @@ LEVEL = 2
 args = argparse.ArgumentParser().parse_args()
 logger = logging.getLogger()
 
-def train(model, loader, optimizer, config, noisy):
+def score(loss, counts):
+    with torch.no_grad():
+        for count in counts:
+            last = loss.sum().item()
+    return last
+
+def score_all(loss, val_loader):
+    with torch.no_grad():
+        for x in val_loader:
+            last = loss.sum().item()
+    return last
+
+def train(model, loader, optimizer, config, noisy, epoch):
     model.cuda()
     table = np.zeros(3)
     first = True
@@ -72,7 +84,22 @@ READ = "total += loss.item()"
         ("if loss is None: break", False),
         ("if torch.isnan(y).any(): break", False),  # the loader's, on the CPU
         ("if total > 100: break", False),
+        # in every step of some epochs
+        (f"if epoch > args.first_epoch: {READ}", True),
+        (f"if epoch == 3: {READ}", False),
+        # the arm of an evaluation
+        (f"if noisy.is_train:\n            pass\n        else:\n            {READ}", False),
+        (f"if not noisy.training: {READ}", False),
+        (f"if noisy.training: {READ}", True),
+        # a score without a graph, in a function of its own
+        ("total += score(loss, [1, 5])", True),
+        ("if i % 10 == 0: total += score(loss, [1, 5])", False),
+        ("total += score_all(loss, loader)", False),
         # records
+        ("wandb.log({'loss': loss.detach()})", True),
+        ("print(f'{loss.data:.3f}')", True),
+        ("print(f'{loss.mean():.3f}')", True),
+        ("print(y.mean())", False),
         ("wandb.log({'loss': loss})", True),
         ("logger.info(f'{i}: {loss:.3f}')", True),
         ("logger.info('%d %f', i, loss)", True),
@@ -82,6 +109,7 @@ READ = "total += loss.item()"
         ("if i % 10 == 0: wandb.log({'loss': loss})", False),
         ("y = y.to('cuda')", False),
         # what is on the host already
+        ("y = [part.tolist() for part in y]", False),
         ("print(table.tolist())", False),
         ("print(rows.tolist())", False),
         ("total += torch.tensor([1, 2]).sum().item()", False),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from lockstep.lint.analysis.context import Loop, above, guards, loops
+from lockstep.lint.analysis.context import Guard, Loop, above, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
@@ -25,6 +25,8 @@ STEADY = re.compile(
 
 # Where a program keeps its options, and what is no option though it is kept there.
 OPTIONS = {"args", "opt", "cfg", "conf", "config", "hparams", "FLAGS"}
+EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
+TRAINS = Words(r"^(is_)?train(ing)?$")
 COUNTS = Words(r"step|epoch|iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What a loss is called.
@@ -172,7 +174,7 @@ class Trainings:
         for guard in guards(stmt, scope.module, within):
             if guard.when and isinstance(guard.stmt, ast.If) and self.steps_when(guard.stmt, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
-            if every_so_often(guard.test):
+            if every_so_often(guard.test) or _evaluates(guard):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
             if not leaves and not self.steady(guard.test, scope, within):
@@ -195,6 +197,14 @@ class Trainings:
             isinstance(node, ast.Constant) and node.value is None for node in walk(test)
         ):
             return True
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE):
+            name = dotted(test.left) or ""
+            if (
+                within is not None
+                and EPOCH.search(name)
+                and all(bind.stmt.lineno < within.lineno for bind in scope.binds.get(name, []))
+            ):
+                return True  # in every step of these epochs
         return not any(map(EVALUATION.search, idents(test))) and all(
             _is_flag(part) or _is_fixed(part, scope, within) for part in _parts(test)
         )
@@ -214,6 +224,14 @@ def every_so_often(test: ast.expr) -> bool:
     return any(
         re.search(r"(freq|interval|every|debug|verbose|dry_run|profil)", name, re.IGNORECASE) for name in idents(test)
     )
+
+
+def _evaluates(guard: Guard) -> bool:
+    """Whether a statement stands in the arm where a flag like `is_train` does not hold."""
+    test, when = guard.test, guard.when
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import inside, loops, withs
+from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, idents, last, targets, walk
@@ -17,6 +17,8 @@ __all__ = ["RULE"]
 
 SYNCS = {"item", "cpu", "tolist"}
 READS = {"print", "float", "bool", "int"}
+# What gives a tensor of the device again.
+STILL_THERE = {"detach", "mean", "sum", "float", "clone"}
 FINITE = {"isnan", "isinf", "isfinite"}
 # They make a tensor on the CPU.
 MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
@@ -162,7 +164,11 @@ def bare(value: ast.expr) -> Iterator[ast.AST]:
         node = stack.pop()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             stack.extend(node.args if node.func.attr == "format" else [])
+            if node.func.attr in STILL_THERE and not node.args:
+                stack.append(node.func.value)
             continue
+        if isinstance(node, ast.Attribute) and node.attr == "data":
+            stack.append(node.value)
         yield node
         if not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             stack.extend(ast.iter_child_nodes(node))
@@ -214,12 +220,15 @@ def on_host(view: View, value: ast.expr, scope: Scope) -> bool:
 def from_loader(site: Site, training: Training) -> bool:
     """Whether the value comes straight from the loader, which is on the CPU, and was not moved."""
     root = base(site.receiver) if site.receiver is not None else None
+    for node in walk(site.stmt):
+        if isinstance(node, ast.comprehension) and isinstance(root, ast.Name) and dotted(node.target) == root.id:
+            root = base(node.iter)  # `[label.tolist() for label in labels]`
     if not isinstance(root, ast.Name) or not isinstance(training.loop, ast.For) or site.scope is not training.scope:
         return False
     if root.id not in {name for name, _ in targets(training.loop.target)}:
         return False
     return not any(
-        bind.stmt is not training.loop and bind.stmt.lineno > training.loop.lineno
+        bind.stmt is not training.loop and training.loop.lineno < bind.stmt.lineno < site.line
         for bind in site.scope.binds.get(root.id, [])
     )
 
@@ -257,11 +266,17 @@ def read(value: ast.expr | None) -> bool:
     return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
 
 
+def header(loop: Loop) -> ast.expr:
+    """What a loop runs over, or tests."""
+    return loop.test if isinstance(loop, ast.While) else loop.iter
+
+
 def elsewhere(view: View, site: Site, training: Training) -> bool:
     """Whether the call is not on the training's way: evaluation inside it, an inner loop over parameters, no graph."""
     nest = loops(site.stmt, site.module)
     shielded = any(turns_off_gradients(item) for item in withs(site.stmt, site.module))
-    if shielded and nest[:1] != [training.loop] and (nest or site.scope is training.scope):
+    over_data = any(view.kinds.is_loader(view.kinds.iterated(header(loop), site.scope), site.scope) for loop in nest)
+    if shielded and nest[:1] != [training.loop] and (over_data or site.scope is training.scope):
         return True  # not a score of the step itself, in a function of its own
     if site.scope.name in (
         "state_dict",
