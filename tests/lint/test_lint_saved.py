@@ -105,3 +105,79 @@ def test_names_that_a_loader_elsewhere_takes_off_are_in_the_file_all_the_same(tm
     (tmp_path / "loading.py").write_text(LOADING)
     (tmp_path / "train.py").write_text(TRAIN.format(save=save))
     assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS014", ""))) is told
+
+
+OBJECTS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, local_rank, rank):
+    dist.init_process_group("nccl")
+    old = torch.load("old.pt", map_location="cpu", weights_only=True)
+    old = {{k.replace("module.", ""): v for k, v in old.items()}}
+    model.load_state_dict(old)
+    model.to(local_rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = DDP(model, device_ids=[local_rank])
+    wrapped(torch.ones(1)).sum().backward()
+    optimizer.step()
+    for name in os.listdir("."):
+        print(name) if rank == 0 else None
+    dist.barrier()
+    if rank == 0:
+        {save}
+    dist.destroy_process_group()
+"""
+PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n        "
+
+
+@pytest.mark.parametrize(
+    ("save", "told"),
+    [
+        # the wrapper itself
+        ("torch.save(wrapped, 'model.pt')", True),
+        ("state = {'net': wrapped, 'epoch': 1}\n        torch.save(state, 'model.pt')", True),
+        ("torch.save({'net': wrapped}, 'model.pt')", True),
+        ("torch.save(model, 'model.pt')", False),
+        ("torch.save(wrapped.module, 'model.pt')", False),
+        ("torch.save({'epoch': 1}, 'model.pt')", False),
+        # a name for the plain model, which is not saved, and names that were taken off far above
+        (PLAIN + "torch.save(wrapped.state_dict(), 'model.pt')", True),
+        (PLAIN + "torch.save(plain.state_dict(), 'model.pt')", False),
+        ("if not hasattr(wrapped, 'module'):\n            torch.save(wrapped.state_dict(), 'model.pt')", False),
+    ],
+)
+def test_the_wrapper_itself_and_names_beside_it(save, told):
+    assert bool(lines(OBJECTS.format(save=save))) is told
+
+
+HOROVOD = """
+import torch
+import horovod.torch as hvd
+
+def main(model, loader):
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    {save}
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "told"),
+    [
+        ("torch.save(model.state_dict(), 'model.pt')", True),
+        ("torch.save({'epoch': 1}, 'model.pt')", True),
+        ("if len(loader): torch.save(model.state_dict(), 'model.pt')", True),
+        ("if hvd.rank() == 0: torch.save(model.state_dict(), 'model.pt')", False),
+        ("torch.save(model.state_dict(), f'model-{hvd.rank()}.pt')", False),
+        ("print(model.state_dict())", False),
+    ],
+)
+def test_horovods_processes_write_one_file(save, told):
+    assert bool(lines(HOROVOD.format(save=save))) is told

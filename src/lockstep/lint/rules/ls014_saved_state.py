@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, written
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -17,6 +18,7 @@ __all__ = ["RULE"]
 SAVES = re.compile(r"^save(_on_master|_checkpoint|_model|_state|_ckpt|_file)?$|^(torch_)?save$")
 # What takes the wrapper's names off.
 STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix")
+NEAR = 10
 ACCELERATE = "Accelerate"
 # A test of the rank, which says nothing of the wrapper.
 RANKS = re.compile(r"not (args\.)?distributed or ")
@@ -26,7 +28,7 @@ OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 def check(view: View) -> Iterator[Found]:
     """Looks at what is saved, by whom, and who reads it when."""
     for site in view.sites("state_dict"):
-        if not any(view.effects.mentioned_in(site.scope, word) for word in STRIPS) and saved(view, site):
+        if not stripped(view, site) and saved(view, site):
             kind = wrapper(view, site)
             if kind:
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
@@ -34,6 +36,10 @@ def check(view: View) -> Iterator[Found]:
                     site,
                     f"saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()",
                 )
+    for site in view.sites("save"):
+        kind = whole(view, site)
+        if kind:
+            yield at(site, f"saves the {kind} wrapper itself, which only such a program can load: save model.module")
     for site in view.sites("save", "save_file", "save_pretrained"):
         path = written(view, site)
         if path is not None and by_all(view, site, path):
@@ -73,6 +79,30 @@ def handed_over(view: View, site: Site) -> bool:
     )
 
 
+def stripped(view: View, site: Site) -> bool:
+    """Whether the code around a call takes the wrapper's names off."""
+    around = view.module.lines[max(0, site.line - NEAR) : site.line + NEAR]
+    return any(word in line for line in around for word in STRIPS)
+
+
+def whole(view: View, site: Site) -> str:
+    """The wrapper that `torch.save` is given as an object, by itself or in a dictionary."""
+    if view.full(site) != "torch.save" or not site.call.args or guarded_by_type(view, site):
+        return ""
+    for origin in view.origins.of(site.call.args[0], site.scope):
+        values = origin.node.values if isinstance(origin.node, ast.Dict) else []
+        for value, home in ((site.call.args[0], site.scope), *((value, origin.scope) for value in values)):
+            kinds = {kind for kind, _, _ in view.wrappers.wrapped(value, home)} if dotted(value) else set()
+            if kinds & {"ddp", "dp"} and not taken_out(view, value, home):
+                return "DDP" if "ddp" in kinds else "DataParallel"
+    return ""
+
+
+def taken_out(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a name stands for the plain model, taken out of the wrapper where there is one."""
+    return any(isinstance(o.node, ast.Attribute) and o.node.attr == "module" for o in view.origins.of(node, scope))
+
+
 def wrapper(view: View, site: Site) -> str:
     """The wrapper, DDP or DataParallel, that the state is taken from."""
     if (
@@ -86,11 +116,8 @@ def wrapper(view: View, site: Site) -> str:
     kinds = {kind for kind, _, _ in view.wrappers.wrapped(site.receiver, site.scope)}
     if "fsdp" in kinds or guarded_by_type(view, site):
         return ""
-    if any(
-        isinstance(o.node, ast.Attribute) and o.node.attr == "module"
-        for o in view.origins.of(site.receiver, site.scope)
-    ):
-        return ""  # a name for the plain model, taken out of the wrapper where there is one
+    if taken_out(view, site.receiver, site.scope):
+        return ""
     return "DDP" if "ddp" in kinds else "DataParallel" if "dp" in kinds else ""
 
 
@@ -119,8 +146,10 @@ def puts(stmt: ast.stmt, key: str) -> bool:
 
 def guarded_by_type(view: View, site: Site) -> bool:
     """Whether a test on the wrapper decides, in a statement or a conditional expression."""
-    text = view.module.lines
-    around = "\n".join(text[max(0, site.line - 6) : site.line + 1])
+    name = re.escape(dotted(site.receiver) or "")
+    lines = view.module.lines[max(0, site.line - 6) : site.line + 1]
+    other = re.compile(rf"\s*(?!{name} =)[\w.]+ = .*(\.module if|module else)") if name else None
+    around = "\n".join(line for line in lines if other is None or not other.match(line))  # not a name for the plain one
     around = RANKS.sub("", around)
     return any(
         word in around
@@ -157,16 +186,6 @@ def within(inner: ast.expr, outer: ast.Call) -> bool:
     )
 
 
-def written(view: View, site: Site) -> ast.expr | None:
-    """The path that a call saves a model or a checkpoint to."""
-    full = view.full(site)
-    if full in ("torch.save", "torch.jit.save", "safetensors.torch.save_file"):
-        return argument(site.call, 1, "f" if full.startswith("torch") else "filename")
-    if site.name == "save_pretrained" and keyword(site.call, "is_main_process") is None:
-        return argument(site.call, 0, "save_directory") if view.kinds.is_model(site.receiver, site.scope) else None
-    return None
-
-
 def by_all(view: View, site: Site, path: ast.expr) -> bool:
     """Whether all ranks certainly write the same file: a wrapped model's training, no guard on any way here."""
     if not by_every_rank(view, site) or view.ranks.chosen(site):
@@ -189,7 +208,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
     if not accelerates(view):
-        return replicated(view) and view.ranks.every(site.stmt, site.scope)
+        return ("horovod" in view.frameworks or replicated(view)) and view.ranks.every(site.stmt, site.scope)
     ranks = view.ranks
     return not (
         ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
@@ -242,40 +261,6 @@ def unwaited(view: View) -> Iterator[Found]:
                 yield at(
                     load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
                 )
-
-
-def makes_file(view: View, site: Site) -> ast.expr | None:
-    """The path of a file or data set that a call writes."""
-    path = written(view, site)
-    if path is not None:
-        return path
-    full = view.full(site)
-    if full in ("numpy.save", "numpy.savez") or site.name in ("save_to_disk", "to_csv", "to_parquet", "to_pickle"):
-        return argument(site.call, 0, "file")
-    if full in ("shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename"):
-        return argument(site.call, 1, "dst")
-    if full == "shutil.unpack_archive":
-        return argument(site.call, 1, "extract_dir")
-    mode = constant(argument(site.call, 1, "mode"))
-    opens = isinstance(site.call.func, ast.Name) and site.name == "open" and isinstance(mode, str) and mode[:1] in "wx"
-    return site.call.args[0] if opens and site.call.args else None
-
-
-def reads_file(view: View, site: Site) -> ast.expr | None:
-    """The path of a file or data set that a call reads."""
-    full = view.full(site)
-    readers = ("torch.load", "numpy.load", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet", "os.listdir")
-    if full in readers or site.name in ("load_from_disk", "load_file") or full.endswith("ImageFolder"):
-        return site.call.args[0] if site.call.args else None
-    mode = argument(site.call, 1, "mode")
-    opens = isinstance(site.call.func, ast.Name) and site.name == "open"
-    reads = mode is None or str(constant(mode))[:1] == "r"
-    return site.call.args[0] if opens and reads and site.call.args else None
-
-
-def same_path(view: View, save: Site, load: Site) -> bool:
-    path, read = makes_file(view, save), reads_file(view, load)
-    return path is not None and read is not None and ast.dump(path) == ast.dump(read) and base(path) is not None
 
 
 def waits(view: View, scope: Scope, save: Site, load: Site) -> bool:

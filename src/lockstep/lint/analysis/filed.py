@@ -1,0 +1,53 @@
+"""The files that a script writes and reads: models, checkpoints and data."""
+
+import ast
+
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.nodes import argument, base, constant, keyword
+from lockstep.lint.analysis.view import View
+
+__all__ = ["makes_file", "reads_file", "same_path", "written"]
+
+
+def written(view: View, site: Site) -> ast.expr | None:
+    """The path that a call saves a model or a checkpoint to."""
+    full = view.full(site)
+    if full in ("torch.save", "torch.jit.save", "safetensors.torch.save_file"):
+        return argument(site.call, 1, "f" if full.startswith("torch") else "filename")
+    if site.name == "save_pretrained" and keyword(site.call, "is_main_process") is None:
+        return argument(site.call, 0, "save_directory") if view.kinds.is_model(site.receiver, site.scope) else None
+    return None
+
+
+def makes_file(view: View, site: Site) -> ast.expr | None:
+    """The path of a file or data set that a call writes."""
+    path = written(view, site)
+    if path is not None:
+        return path
+    full = view.full(site)
+    if full in ("numpy.save", "numpy.savez") or site.name in ("save_to_disk", "to_csv", "to_parquet", "to_pickle"):
+        return argument(site.call, 0, "file")
+    if full in ("shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename"):
+        return argument(site.call, 1, "dst")
+    if full == "shutil.unpack_archive":
+        return argument(site.call, 1, "extract_dir")
+    mode = constant(argument(site.call, 1, "mode"))
+    opens = isinstance(site.call.func, ast.Name) and site.name == "open" and isinstance(mode, str) and mode[:1] in "wx"
+    return site.call.args[0] if opens and site.call.args else None
+
+
+def reads_file(view: View, site: Site) -> ast.expr | None:
+    """The path of a file or data set that a call reads."""
+    full = view.full(site)
+    readers = ("torch.load", "numpy.load", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet", "os.listdir")
+    if full in readers or site.name in ("load_from_disk", "load_file") or full.endswith("ImageFolder"):
+        return site.call.args[0] if site.call.args else None
+    mode = argument(site.call, 1, "mode")
+    opens = isinstance(site.call.func, ast.Name) and site.name == "open"
+    reads = mode is None or str(constant(mode))[:1] == "r"
+    return site.call.args[0] if opens and reads and site.call.args else None
+
+
+def same_path(view: View, save: Site, load: Site) -> bool:
+    path, read = makes_file(view, save), reads_file(view, load)
+    return path is not None and read is not None and ast.dump(path) == ast.dump(read) and base(path) is not None
