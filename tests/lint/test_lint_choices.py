@@ -159,6 +159,7 @@ def train(model, loader, optimizer, args):
         ("if args.type == 'fp16':\n        dtype = torch.float16\n    else:\n        dtype = torch.bfloat16", True),
         ("dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}[args.type]", False),
         ("dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16", False),
+        ("dtype = torch.bfloat16 if args.new else (\n        torch.float16 if args.gpu else torch.float32)", False),
         ("dtype = torch.bfloat16", False),
         ("dtype = args.dtype", False),
     ],
@@ -214,3 +215,33 @@ def test_a_dataset_of_another_file(tmp_path, change, found):
     (tmp_path / "train.py").write_text(LOADED.format(**USUAL | change))
     findings = check_paths([str(tmp_path / "train.py")], configure({}, "LS034", ""))
     assert [f.rule for f in findings] == ["LS034"] * found
+
+
+WRAPPED = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(local_rank, fast):
+    model = nn.Linear(2, 2)
+    {moved}
+    raw = model
+    wanted = torch.compile(raw) if fast else raw
+    {again}
+    return DDP(wanted, device_ids=[local_rank])
+"""
+
+
+@pytest.mark.parametrize(
+    ("moved", "again", "found"),
+    [
+        ("model.to(local_rank)", "pass", False),
+        ("pass", "raw.cuda(local_rank)", False),
+        ("model = model.to(local_rank)", "pass", False),
+        ("pass", "pass", True),
+        ("nn.Linear(2, 2).to(local_rank)", "pass", True),
+        ("batch = fast.to(local_rank)", "pass", True),
+    ],
+)
+def test_a_model_that_is_moved_by_another_name(moved, again, found):
+    assert told(WRAPPED.format(moved=moved, again=again), "LS002") is found

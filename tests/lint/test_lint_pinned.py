@@ -60,6 +60,9 @@ def test_where_memory_is_pinned(change, told):
     ("change", "told"),
     [
         ({"move": "images = Variable(images).cuda()"}, True),
+        ({"move": "images = images.to(torch.int32)"}, False),
+        ({"move": "images = images.to(torch.uint8)"}, False),
+        ({"move": "images = images.to(torch.bfloat16)"}, False),
         ({"move": "images = Variable(images.cuda(non_blocking=True))"}, False),
         ({"move": "images = tree_map(lambda x: x.to(device), images)"}, True),
         ({"move": "images = tree_map(lambda x: x.to(device, non_blocking=True), images)"}, False),

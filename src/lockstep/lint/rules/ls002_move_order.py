@@ -21,7 +21,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         inner = view.wrappers.inner(site.call)
         name = dotted(inner)
-        if name is None or moved_before(view, site, name):
+        if name is None or moved_before(view, site, name) or moved_as_another(view, site):
             continue
         if not made_here(view, inner, site.scope):
             continue
@@ -62,6 +62,16 @@ def moved_before(view: View, site: Site, name: str) -> bool:
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES
         for b in bind
         for node in walk(b.value)  # type: ignore[arg-type]
+    )
+
+
+def moved_as_another(view: View, site: Site) -> bool:
+    """Whether the model was moved before by another of its names (`raw = model`, `torch.compile(raw)`)."""
+    made = {call for call, _, _ in view.origins.calls_of(view.wrappers.inner(site.call), site.scope)}
+    return any(
+        made & {call for call, _, _ in view.origins.calls_of(move.receiver, move.scope)}
+        for move in site.scope.sites
+        if move.name in MOVES and move.line <= site.line and isinstance(move.receiver, ast.Name)
     )
 
 

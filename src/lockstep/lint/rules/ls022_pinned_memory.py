@@ -33,6 +33,7 @@ MOVES = ("to", "cuda")
 # What gives the parts of a batch.
 PARTS = ("items", "values")
 PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
+TYPE = re.compile(r"^b?(float|u?int)\d*$")
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
 
@@ -257,9 +258,7 @@ def moves_device(call: ast.Call) -> bool:
     if first is None:
         return False
     words = [*idents(first), *(text for text in strings(first))]
-    return not any(
-        word in ("float", "float32", "long", "int64", "half", "float16", "bfloat16", "dtype", "cpu") for word in words
-    )
+    return not any(word in ("cpu", "dtype", "half", "long", "double", "bool") or TYPE.match(word) for word in words)
 
 
 def over_batches(view: View, loop: ast.For, site: Site) -> bool:

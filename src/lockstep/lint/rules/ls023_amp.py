@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, dotted, is_true, keyword
+from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Edit, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
@@ -84,10 +84,10 @@ def kinds(view: View, site: Site) -> set[str]:
 
 def by_device(view: View, site: Site) -> bool:
     """Whether one expression chooses between float16 and bfloat16 (`bfloat16 if is_bf16_supported() else float16`)."""
-    lines: dict[int, set[str]] = {}
-    for origin in view.origins.of(keyword(site.call, "dtype"), site.scope):
-        lines.setdefault(origin.node.lineno, set()).add(name_of_type(origin.node, origin.scope, view))
-    return any({"float16", "bfloat16"} <= found for found in lines.values())
+    given = keyword(site.call, "dtype")
+    binds = view.origins.binds(dotted(given) or "", site.scope, site.line) if given is not None else []
+    choices = [value for value in (given, *(bind.value for bind, _ in binds)) if value is not None]
+    return any({"bfloat16", "float16"} <= set(idents(value)) for value in choices)
 
 
 def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:
