@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import dotted, idents, last, walk
+from lockstep.lint.analysis.nodes import argument, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
 
 __all__ = ["left_out"]
@@ -16,6 +16,8 @@ LAYERS = re.compile(
     r"^torch\.nn\.(Linear|Bilinear|(Lazy)?Conv(Transpose)?[123]d|Embedding(Bag)?|LayerNorm|RMSNorm|BatchNorm[123]d|GroupNorm|"
     r"LSTM|GRU|RNN|LSTMCell|GRUCell|MultiheadAttention|Transformer\w*)$"
 )
+# What copies the layer that it is given, and the name of that argument.
+STACKS = {"TransformerEncoder": "encoder_layer", "TransformerDecoder": "decoder_layer"}
 CHANCE = {"rand", "random", "randint", "randn", "uniform", "bernoulli", "choice", "item", "any", "all"}
 # A forward that reaches its layers by other ways than their names.
 OTHER_WAYS = {
@@ -39,8 +41,9 @@ def left_out(view: View, owner: Scope) -> tuple[str, int, bool] | None:
     if any(True for _ in view.names.parents(owner)) or OTHER_WAYS & set(idents(owner.node)):
         return None
     elsewhere = {name for method in owner.defs.values() if method not in (init, forward) for name in _own(method.node)}
+    copied = list(copies(view, init))
     for name, line in layers(view, init):
-        if name in elsewhere or sum(1 for other in _own(init.node) if other == name) > 1:
+        if name in elsewhere or sum(1 for other in _own(init.node) if other == name) - copied.count(name) > 1:
             continue  # another method may use it; a layer that is named twice is tied, frozen or listed
         uses = [stmt for stmt in forward.stmts if any(name == other for part in _parts(stmt) for other in _own(part))]
         if not uses and name not in outside(view, owner):
@@ -50,6 +53,14 @@ def left_out(view: View, owner: Scope) -> tuple[str, int, bool] | None:
         if uses and all(by_chance(stmt, forward) for stmt in uses) and not both_arms(uses, forward):
             return name, uses[0].lineno, False
     return None
+
+
+def copies(view: View, init: Scope) -> Iterator[str]:
+    """The attributes that a torch.nn.TransformerEncoder or -Decoder is made from, which takes copies of its layer."""
+    for site in init.sites:
+        if site.name in STACKS and view.full(site) == f"torch.nn.{site.name}":
+            given = argument(site.call, 0, STACKS[site.name])
+            yield from _own(given) if given is not None else ()
 
 
 def layers(view: View, init: Scope) -> Iterator[tuple[str, int]]:
