@@ -152,3 +152,37 @@ def test_a_helper_named_like_torchs_that_nothing_calls(tmp_path, use, expected):
     text = "import helper\n" + script(before=use).replace("def seed_all(seed):\n    torch.manual_seed(seed)\n", "")
     (tmp_path / "train.py").write_text(text)
     assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS008", ""))) is expected
+
+
+FACTORY = """
+import torch
+
+def get_gan(device):
+    return torch.nn.Linear(2, 2).to(device), torch.nn.Linear(2, 2).to(device)
+
+def get_size(device):
+    return 3
+
+def train(loader, device):
+    {seed}
+    {made}
+    optimizer = torch.optim.Adam(d_net.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        d_net(x).sum().backward()
+        optimizer.step()
+
+train([], "cpu")
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "made", "expected"),
+    [
+        ("pass", "d_net, g_net = get_gan(device)", True),
+        ("torch.manual_seed(0)", "d_net, g_net = get_gan(device)", False),
+        ("pass", "size = get_size(device); d_net = device", False),
+    ],
+)
+def test_a_function_that_builds_makes_a_model(seed, made, expected):
+    assert told(FACTORY.format(seed=seed, made=made)) is expected

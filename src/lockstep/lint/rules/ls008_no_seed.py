@@ -18,6 +18,7 @@ __all__ = ["RULE"]
 SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
 # What says how a model is made is none.
 SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt", re.IGNORECASE)
+BUILDS = Words(r"^(get|build|make|create|init|setup)_")
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
 
@@ -158,7 +159,10 @@ def makes(view: View, site: Site) -> bool:
     owner = view.names.definition(site.call.func, site.scope)
     if owner is not None:
         return (
-            (owner.kind == "class" and view.kinds.is_module_class(owner)) or "model" in site.name or "net" in site.name
+            (owner.kind == "class" and view.kinds.is_module_class(owner))
+            or "model" in site.name
+            or "net" in site.name
+            or (owner.kind == "function" and BUILDS.search(site.name))
         )
     if isinstance(site.call.func, ast.Call | ast.Subscript):
         return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`

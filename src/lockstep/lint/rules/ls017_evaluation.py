@@ -84,7 +84,7 @@ def evaluates(view: View, site: Site) -> bool:
     if not held_out and not tests_by_name(view, scope, bool(nest)) and not set_to_eval(site):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
-    if any(map(view.steps.backwards, region)):
+    if view.trainings.trains(region):
         return False
     return without_graph(view, site) is True or not any(s.name in ("zero_grad", "grad") for s in region)
 

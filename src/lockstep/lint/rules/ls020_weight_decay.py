@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -12,18 +12,35 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 DECAYING = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Lion", "ZeroRedundancyOptimizer"}
+MAKERS = ("torch.optim", "transformers", "torch.distributed.optim")
+# An optimizer's own way to leave biases and norms out.
+SPARES = Words(r"filter|exclude|skip|no_decay|bias|norm")
 SORTED_OUT = ("no_decay", "bias", "ndim", ".dim()", "len(p.shape)", "norm")
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the optimizers that decay all parameters alike."""
-    for site in view.sites(*DECAYING):
+    for site in view.sites():
         full = view.full(site)
-        if not full.startswith(("torch.optim", "transformers", "torch.distributed.optim")) and full:
+        if site.name not in DECAYING and not other_optimizer(view, site):
+            continue
+        if site.name in DECAYING and full and not full.startswith(MAKERS):
             continue
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
         if parameters is not None and decays(site, full) and alike(view, parameters, site.scope):
             yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
+
+
+def other_optimizer(view: View, site: Site) -> bool:
+    """Whether a call makes an optimizer of another library, or of a class that is looked up, for a model."""
+    if keyword(site.call, "weight_decay") is None or not site.call.args:
+        return False
+    if any(SPARES.search(item.arg or "") for item in site.call.keywords):
+        return False
+    if not any(isinstance(n, ast.Call) and last(n) == "parameters" for n in walk(site.call.args[0])):
+        return False
+    made = view.names.definition(site.call.func, site.scope)
+    return made is None or made.kind == "class"
 
 
 def decays(site: Site, full: str) -> bool:
@@ -48,7 +65,23 @@ def alike(view: View, node: ast.expr, scope: Scope) -> bool:
         values = [(b.value, home) for b, home in view.origins.binds(key, scope, node.lineno) if b.value is not None]
     if len(values) == 1 and ast.unparse(values[0][0]) in ("[]", "list()"):
         return filled_alike(key or "", values[0][1])
-    return bool(values) and all(same_decay(value) for value, _ in values)
+    return bool(values) and all(same_decay(value) or decaying_groups(view, value, home) for value, home in values)
+
+
+def decaying_groups(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether groups are written out that all decay, by the optimizer's rate or one of their own."""
+    if not isinstance(value, ast.List) or not value.elts:
+        return False
+    rates = []
+    for group in value.elts:
+        if not isinstance(group, ast.Dict) or any(key is None for key in group.keys):
+            return False
+        pairs = {constant(key): rate for key, rate in zip(group.keys, group.values, strict=True)}
+        rates.append(pairs.get("weight_decay"))
+    if all(rate is None for rate in rates):
+        return True
+    sorts = any(view.effects.mentioned_in(scope, word) for word in SORTED_OUT if word != "norm")  # of gradients
+    return not sorts and all(rate is None or constant(rate) not in (0, 0.0) for rate in rates)
 
 
 def filled_alike(key: str, scope: Scope) -> bool:

@@ -1,0 +1,59 @@
+"""LS020: optimizers of other libraries, and groups that all decay."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+SCRIPT = """
+import torch
+import torch_optimizer
+from lion_pytorch import Lion
+from transformers.optimization import Adafactor
+
+OPTIMIZERS = {{"lamb": torch_optimizer.Lamb, "adam": torch.optim.Adam}}
+
+def scores(parameters, weight_decay):
+    return [weight_decay for _ in parameters]
+
+def make(model, name, rate):
+    optimizer_class = OPTIMIZERS[name]
+    backbone = [p for n, p in model.named_parameters() if "backbone" in n]
+    head = [p for n, p in model.named_parameters() if "backbone" not in n]
+    {before}
+    optimizer = {make}
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return optimizer
+"""
+BIASES = "biases = [p for n, p in model.named_parameters() if 'bias' in n]"
+
+
+def script(make, before="pass"):
+    return SCRIPT.format(make=make, before=before)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        # other optimizers
+        (script("Adafactor(model.parameters(), weight_decay=rate)"), True),
+        (script("optimizer_class(model.parameters(), weight_decay=rate)"), True),
+        (script("OPTIMIZERS[name](filter(lambda p: p.requires_grad, model.parameters()), weight_decay=0.1)"), True),
+        (script("Adafactor(model.parameters())"), False),
+        (script("optimizer_class(model.parameters(), weight_decay=0)"), False),
+        (script("torch_optimizer.LARS(model.parameters(), weight_decay=0.1, weight_decay_filter=True)"), False),
+        (script("scores(model.parameters(), weight_decay=0.1)"), False),
+        # groups
+        (script("torch.optim.SGD([{'params': backbone, 'lr': 0.1}, {'params': head}], weight_decay=rate)"), True),
+        (script("torch.optim.AdamW([{'params': backbone, 'weight_decay': rate}, {'params': head}])"), True),
+        (
+            script("torch.optim.SGD([{'params': biases, 'lr': 0.1}, {'params': head}], weight_decay=rate)", BIASES),
+            True,
+        ),
+        (script("torch.optim.AdamW([{'params': backbone, 'weight_decay': 0.0}, {'params': head}])"), False),
+        (script("torch.optim.AdamW([{'params': biases, 'weight_decay': rate}, {'params': head}])", BIASES), False),
+        (script("torch.optim.SGD([{'params': backbone}, {'params': head}])"), False),
+    ],
+)
+def test_what_decays_alike(text, told):
+    assert bool(check_text(text, configure({}, "LS020", ""))) is told
