@@ -14,6 +14,7 @@ __all__ = ["Programs"]
 
 STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
@@ -34,12 +35,13 @@ class Programs:
         if LAUNCHED.search(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
-            return "horovod" in module.text and any(self.horovod(site) for site in module.sites("init"))
+            starts = any(package in module.text for package in ("horovod", "smdistributed"))
+            return starts and any(self.initiates(site) for site in module.sites("init"))
         return any(True for _ in module.sites(*STARTS)) or any(self.wraps(site) for site in module.sites())
 
-    def horovod(self, site: Site) -> bool:
-        """Whether a call starts Horovod."""
-        return self.calls.names.qualify(site.call.func, site.scope) == "horovod.torch.init"
+    def initiates(self, site: Site) -> bool:
+        """Whether a call starts Horovod, or SageMaker's model parallelism."""
+        return self.calls.names.qualify(site.call.func, site.scope) in INITS
 
     def deepspeed(self, site: Site) -> bool:
         """Whether a call hands the model to DeepSpeed."""
@@ -71,6 +73,7 @@ class Programs:
             function
             for member in self.project.family(module)
             for site in member.sites(*SPAWNS)
+            if not self.idle(site.scope)
             for function in (*self.calls.runs(site), *self.handed(site))
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
@@ -83,6 +86,18 @@ class Programs:
                     found = self.calls.names.definition(passed(caller, site.scope, value.id), caller.scope)
                     if found is not None and found.kind == "function":
                         yield found
+
+    @kept
+    def idle(self, scope: Scope) -> bool:
+        """Whether nothing in sight ever runs a function: no call, no mention of its name, no start of its own."""
+        name = scope.name
+        if scope.kind != "function" or name == "main" or name.startswith("__") or scope.decorators:
+            return False
+        if name.startswith("on_") and scope.owner is not None and any(self.calls.names.bases_of(scope.owner)):
+            return False  # a hook, which what drives the class calls
+        if scope.named("init_process_group") or self.calls.callers(scope):
+            return False
+        return sum(member.words[name] for member in self.project.users(scope.module)) == 1
 
     @kept
     def methods(self, module: Module) -> dict[str, list[Scope]]:

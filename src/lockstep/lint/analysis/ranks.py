@@ -66,16 +66,6 @@ class Ranks:
         """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
-    @kept
-    def idle(self, scope: Scope) -> bool:
-        """Whether nothing in sight ever runs a function: no call, no mention of its name, no start of its own."""
-        name = scope.name
-        if scope.kind != "function" or name == "main" or name.startswith("__") or scope.decorators:
-            return False
-        if scope.named("init_process_group") or self.calls.callers(scope):
-            return False
-        return sum(member.words[name] for member in self.calls.project.users(scope.module)) == 1
-
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""
         return any(

@@ -7,7 +7,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Module, Scope
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings
+from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
 
@@ -210,12 +210,26 @@ class RankTests:
         if isinstance(node, ast.BinOp):
             return self.is_rank(node.left, scope)
         if says_rank(node):
-            return True
+            return not self.left_out(node, scope)
         key = dotted(node)
         if not isinstance(node, ast.Name | ast.Attribute) or key is None:
             return False
         values = [value for value, _ in self.calls.values(key, scope)]
         return (bool(values) and all(map(is_call_for_rank, values))) or self.numbers(key, scope)
+
+    def left_out(self, node: ast.AST, scope: Scope) -> bool:
+        """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
+        (`def make_logger(name, rank=0)`).
+        """
+        if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        return bool(callers) and all(
+            self.calls.target(site.call, site.scope) is scope
+            and not has_star(site.call)
+            and passed(site, scope, node.id) is None
+            for site in callers
+        )
 
     def numbers(self, key: str, scope: Scope) -> bool:
         """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""

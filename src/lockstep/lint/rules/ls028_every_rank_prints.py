@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Module, Site
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -65,12 +65,12 @@ def check(view: View) -> Iterator[Found]:
     if view.effects.mentioned(view.module, *QUIET) or view.hidden(HUSHES):
         return
     prefixed_logs = logs_with_rank(view)
-    levelled = any(by_rank(s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
+    levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
         if not what or not everywhere(view, site) or failing(view, site):
             continue
-        if view.ranks.chosen(site) or view.ranks.idle(site.scope) or (what == "log" and levelled):
+        if view.ranks.chosen(site) or view.ranks.programs.idle(site.scope) or (what == "log" and levelled):
             continue
         if what in ("print", "log") and (prefixed(site) or (what == "log" and prefixed_logs)):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
@@ -92,7 +92,7 @@ def under_accelerate(module: Module) -> bool:
 
 def everywhere(view: View, site: Site) -> bool:
     """Whether every process makes a call."""
-    if not under_accelerate(site.module):
+    if not (under_accelerate(view.module) or under_accelerate(site.module)):
         return view.ranks.every(site.stmt, site.scope)
     ranks = view.ranks
     return not (
@@ -111,9 +111,8 @@ def speaks(view: View, site: Site) -> str:
         return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
-    if site.name == "debug" and not (loguru(view, site) or view.effects.mentioned(view.module, "logging.DEBUG")):
-        return ""
-    if site.name in ("info", "warning", "debug") and isinstance(site.call.func, ast.Attribute):
+    shown = site.name in ("info", "warning") or (site.name == "debug" and (loguru(view, site) or debugs(view, site)))
+    if shown and isinstance(site.call.func, ast.Attribute):
         receiver = site.receiver
         name = getattr(receiver, "id", getattr(receiver, "attr", ""))
         return (
@@ -184,7 +183,14 @@ def loguru(view: View, site: Site) -> bool:
     if not found:
         return True
     shown = any(s.name == "add" for s in found) and (site.name != "debug" or any(map(shows_debug, found)))
-    return shown and not any(by_rank(s) or view.ranks.main_only(s.stmt, s.scope) for s in found)
+    return shown and not any(by_rank(view, s) or view.ranks.main_only(s.stmt, s.scope) for s in found)
+
+
+def debugs(view: View, site: Site) -> bool:
+    """Whether the logger of a call, or logging as a whole, is set to write debug lines."""
+    levels = [s.call for s in view.sites("setLevel") if dotted(s.receiver) == dotted(site.receiver)]
+    levels += [s.call for member in view.project.family(view.module) for s in member.sites("basicConfig")]
+    return any(last(argument(call, 0, "level")) == "DEBUG" for call in levels)
 
 
 def shows_debug(site: Site) -> bool:
@@ -205,7 +211,7 @@ def plain_logging(view: View) -> bool:
     found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
     if not found:
         return any(map(by_hydra, members))
-    return all(everywhere(view, s) and not by_rank(s) for s in found)
+    return all(everywhere(view, s) and not by_rank(view, s) for s in found)
 
 
 def by_hydra(module: Module) -> bool:
@@ -217,7 +223,7 @@ def by_hydra(module: Module) -> bool:
     )
 
 
-def by_rank(site: Site) -> bool:
+def by_rank(view: View, site: Site) -> bool:
     """Whether logging is set up by the rank: in what the function gives to logging, in the values that this is made
     from, or in a test around it; a format that names the rank is not.
     """
@@ -231,6 +237,7 @@ def by_rank(site: Site) -> bool:
     for bind in (bind for name in names for bind in scope.binds.get(name, [])):
         asked += [bind.stmt, *(guard.test for guard in guards(bind.stmt, scope.module))]
     nodes = [node for part in asked for node in walk(part) if id(node) not in formats]
+    nodes = [node for node in nodes if not view.ranks.tests.left_out(node, scope)]
     words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
     return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
 
