@@ -21,9 +21,9 @@ SORTED_OUT = ("no_decay", "bias", "ndim", ".dim()", "len(p.shape)", "norm")
 def check(view: View) -> Iterator[Found]:
     """Looks at the optimizers that decay all parameters alike."""
     for site in view.sites():
-        full = view.full(site)
         if site.name not in DECAYING and not other_optimizer(view, site):
             continue
+        full = view.full(site)
         if site.name in DECAYING and full and not full.startswith(MAKERS):
             continue
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
