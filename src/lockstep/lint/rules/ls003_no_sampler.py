@@ -4,8 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.drafts import sampler_given
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import has_star, idents, is_true, keyword, strings
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -23,7 +25,7 @@ DIVIDED = re.compile(
 def check(view: View) -> Iterator[Found]:
     """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
     for site in view.sites("DataLoader"):
-        if is_true(keyword(site.call, "shuffle")) and samples(keyword(site.call, "sampler")):
+        if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
     for site in view.sites("DataLoader"):
         if not view.ranks.every(site.stmt, site.scope) or divided(view, site):
@@ -36,9 +38,15 @@ def check(view: View) -> Iterator[Found]:
             )
 
 
-def samples(value: ast.expr | None) -> bool:
-    """Whether a sampler argument certainly is a sampler."""
-    return isinstance(value, ast.Call)
+def samples(view: View, site: Site) -> bool:
+    """Whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
+    value = keyword(site.call, "sampler")
+    if isinstance(value, ast.Call):
+        return True
+    if value is None or (isinstance(value, ast.Name) and value.id in site.scope.params):
+        return False
+    asked = any(set(idents(guard.test)) & set(idents(value)) for guard in guards(site.stmt, site.module))
+    return not asked and any("sampler" in full.lower() for _, _, full in view.origins.calls_of(value, site.scope))
 
 
 def trains_wrapped(view: View, training: Training) -> bool:
@@ -81,8 +89,8 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 def feeds(view: View, site: Site, training: Training) -> bool:
     """Whether the training loop certainly runs over this loader."""
     header = training.loop.iter if isinstance(training.loop, ast.For) else None
-    if header is None:
-        return False
+    if header is None or EVALUATION.search(training.scope.name):
+        return False  # `evaluate` may call the method that trains, and tell it not to
     made = view.kinds.loader_call(view.kinds.iterated(header, training.scope), training.scope)
     return made is not None and made[0] is site.call
 

@@ -94,13 +94,17 @@ def restarts(view: View, scope: Scope) -> bool:
 
 
 def from_helper(view: View, site: Site) -> bool:
-    """Whether a call has a function of another file make a DistributedSampler for training."""
+    """Whether a call has a function of another file make a DistributedSampler for training, or a loader with one."""
     function = view.calls.target(site.call, site.scope)
-    if function is None or function.module is view.module or function.owner is not None or "sampler" not in site.name:
+    if function is None or function.module is view.module or function.owner is not None:
         return False
-    made = [s for value in function.returns() for s in function.named("DistributedSampler") if s.call is value]
-    fixed = constant(keyword(site.call, "shuffle")) is False
-    return bool(made) and not fixed and trains(view, site)
+    if constant(keyword(site.call, "shuffle")) is False or not trains(view, site):
+        return False
+    made = [s for s in function.named("DistributedSampler") if trains(view, s)]
+    if "sampler" in site.name:
+        return any(s.call is value for value in function.returns() for s in made)
+    loads = [s for s in function.named("DataLoader") if view.full(s).endswith("DataLoader")]
+    return bool(made and loads) and view.ranks.every(site.stmt, site.scope)
 
 
 def trains(view: View, site: Site) -> bool:
@@ -114,9 +118,9 @@ def trains(view: View, site: Site) -> bool:
         if bind.value is not None and holds(bind.value, site.call)
     ]
     data = site.call.args[0] if site.call.args else keyword(site.call, "dataset")
-    names += [dotted(data) or ""]
-    names.append(site.scope.name)
-    return not any(EVALUATION.search(name.split(".")[-1]) for name in names)
+    given = [dotted(data) or "", site.scope.name]
+    held = [EVALUATION.search(name.split(".")[-1]) for name in names]
+    return not (held and all(held)) and not any(EVALUATION.search(name.split(".")[-1]) for name in given)
 
 
 def holds(value: ast.expr, call: ast.Call) -> bool:

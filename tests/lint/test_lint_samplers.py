@@ -1,0 +1,100 @@
+"""LS003 and LS004: samplers and loaders of another file, samplers by name, evaluations that call what trains."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_paths, check_text
+
+STEP = "            loss = model(x.to('cuda')).sum()\n            optimizer.zero_grad()\n            loss.backward()\n"
+STEP += "            optimizer.step()\n"
+DATA = "from torch.utils.data import DataLoader, DistributedSampler\n\ndef make({params}):\n{body}"
+RUN = (
+    """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from data import make
+
+def main(args, model, optimizer, train_set, val_set):
+    dist.init_process_group('nccl')
+    model = DistributedDataParallel(model)
+    {loaders}
+    for epoch in range(args.epochs):
+        {extra}
+        for x in {loop}:
+"""
+    + STEP
+)
+BOTH = "    sampler = DistributedSampler(data)\n    held = DataLoader(other)\n"
+BOTH += "    return DataLoader(data, sampler=sampler), held\n"
+ONE = "    return DataLoader(data, sampler=DistributedSampler(data) if shared else None)\n"
+FIXED = "    return DataLoader(data, sampler=DistributedSampler(data, shuffle=False))\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "loaders", "loop", "extra", "number"),
+    [
+        (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "pass", 1),
+        (ONE, "loader = make(train_set, shared=True)", "loader", "pass", 1),
+        (ONE, "loader = make(train_set, shared=True)", "(tqdm(loader) if args.bar else loader)", "pass", 1),
+        (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "loader.sampler.set_epoch(epoch)", 0),
+        (FIXED, "loader = make(train_set)", "loader", "pass", 0),
+        (ONE, "val_loader = make(val_set, shared=True)", "args.data", "pass", 0),
+        (ONE, "loader = make(train_set) if dist.get_rank() == 0 else None", "args.data", "pass", 1),
+        ("    return DataLoader(data)\n", "loader = make(train_set)", "loader", "pass", 0),
+    ],
+)
+def test_set_epoch_of_a_loader_that_another_file_makes(tmp_path, body, loaders, loop, extra, number):
+    (tmp_path / "data.py").write_text(DATA.format(params="data, other=None, shared=False", body=body))
+    (tmp_path / "run.py").write_text(RUN.format(loaders=loaders, loop=loop, extra=extra))
+    found = check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))
+    assert len(found) == number
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("sampler = RandomSampler(data) if args.random else None", 1),
+        ("sampler = WeightedRandomSampler(weights, 10)", 1),
+        ("sampler = None\n    if args.even:\n        sampler = EvenSampler(data)", 1),
+        ("sampler = None", 0),
+        ("sampler = args.sampler", 0),
+        ("sampler = RandomSampler(data)\n    if sampler is not None:\n        return None", 0),
+    ],
+)
+def test_a_sampler_that_a_name_holds_beside_shuffle(line, number):
+    start = (
+        "from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler\nfrom mine import EvenSampler\n"
+    )
+    body = f"\ndef main(args, data, weights):\n    {line}\n    return DataLoader(data, shuffle=True, sampler=sampler)\n"
+    assert len(check_text(start + body, configure({}, "LS003", ""))) == number
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("fit", 1), ("run_epoch", 1), ("one_pass", 1), ("evaluate", 0), ("validate", 0), ("test", 0)]
+)
+def test_an_evaluation_that_calls_the_method_that_trains(name, number):
+    text = f"""
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10
+
+class Model:
+    def __init__(self, net, rank):
+        self.net = DistributedDataParallel(net, device_ids=[rank])
+
+    def update(self, x, training=True):
+        loss = self.net(x).sum()
+        if training:
+            loss.backward()
+
+def {name}(net, rank):
+    dist.init_process_group('nccl')
+    model = Model(net, rank)
+    for x, y in DataLoader(CIFAR10('data'), batch_size=16):
+        model.update(x, training=False)
+
+if __name__ == '__main__':
+    {name}(make(), 0)
+"""
+    assert len(check_text(text, configure({}, "LS003", ""))) == number
