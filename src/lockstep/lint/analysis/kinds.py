@@ -123,14 +123,16 @@ class Kinds:
         """Whether a loop's header runs over a loader of a rank's own part of the data: with a distributed sampler, or
         over what was divided by hand.
         """
-        made = self.loader_call(self.iterated(node, scope), scope)
-        if made is None:
-            return False
-        sampler = keyword(made[0], "sampler")
-        if any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, made[1])):
+        calls = self.origins.calls_of(self.iterated(node, scope), scope)
+        return any(full.endswith("DataLoader") and self.gives_shard(call, home) for call, home, full in calls)
+
+    def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
+        """Whether a loader is given a rank's own part of the data."""
+        sampler = keyword(made, "sampler")
+        if any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, scope)):
             return True
-        given = [value for value in (argument(made[0], 0, "dataset"), sampler) if value is not None]
-        return any(self.is_part(value, made[1], 0) for value in given)
+        given = [value for value in (argument(made, 0, "dataset"), sampler) if value is not None]
+        return any(self.is_part(value, scope, 0) for value in given)
 
     def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
         """Whether a data set or a sampler is made of a rank's own part of something."""

@@ -240,7 +240,7 @@ class _Walk:
                 return
             target = self.origins.calls.target(value, home)
             for pair in returned(target, (value, home)) if target is not None else ():
-                if target is not None and isinstance(pair, ast.Tuple):
+                if target is not None and isinstance(pair, ast.Tuple | ast.List):
                     yield from ((element, target) for element in element_of(pair, bind.path))
             return
         yield from ((element, home) for element in element_of(value, bind.path))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.nodes import keyword
 
 __all__ = ["divides", "parts"]
 
@@ -18,6 +19,7 @@ PART = re.compile(
     rf"|\[{RANK}::|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
     rf"|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
 )
+SHARD = re.compile(rf"\bshard_id={RANK}")
 SLICE = re.compile(rf"\[\s*{RANK}\s*::")
 
 
@@ -43,6 +45,9 @@ def _parts(module: Module) -> Iterator[str]:
             text = ast.unparse(site.stmt)
             if PART.search(text):
                 yield text
+    if "shard_id" in module.text:
+        texts = (ast.unparse(site.stmt) for site in module.sites() if keyword(site.call, "shard_id") is not None)
+        yield from (text for text in texts if SHARD.search(text))
     for found in SLICE.finditer(module.text):
         start = module.text.rfind("\n", 0, found.start()) + 1
         yield module.text[start : found.end()]

@@ -25,6 +25,10 @@ EXCHANGE = Words(
 # What an average of a score is called.
 SCORE = Words(r"loss|acc|top_?\d|prec|correct|meter|iou|dice|psnr|error", re.IGNORECASE)
 
+# What says that a statement is about held-out data, as text (`create_pipeline(valdir, is_training=False)`).
+HELD = re.compile(r"(?<![a-z])(val|test|eval)", re.IGNORECASE)
+# What makes one list of the ranks' lists.
+JOINS = {"cat", "concat", "concatenate", "extend", "chain", "from_iterable"}
 
 MAX_CALLERS = 20
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
@@ -41,7 +45,7 @@ def check(view: View) -> Iterator[Found]:
     if not samplers and not by_hand:
         return
     yield from unshared(view)
-    said = any(map(shards, samplers)) or any("train" not in text for text in by_hand)
+    said = any(map(shards, samplers)) or any("train" not in text or HELD.search(text) for text in by_hand)
     for scope in view.scopes:
         for site in scope.sites if scope.kind == "function" else ():
             if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
@@ -158,7 +162,11 @@ def averages(view: View, site: Site) -> bool:
         ) or divided_after(site)
     if site.name in ("all_gather", "gather", "all_gather_object") and view.full(site).startswith("torch.distributed"):
         return mean_after(site)
-    return horovod_mean(view, site) or any(mean_of(view, function) for function in view.calls.runs(site))
+    return (
+        horovod_mean(view, site)
+        or mean_gathered(view, site)
+        or any(mean_of(view, function) for function in view.calls.runs(site))
+    )
 
 
 def horovod_mean(view: View, site: Site) -> bool:
@@ -167,6 +175,17 @@ def horovod_mean(view: View, site: Site) -> bool:
         return False
     summed = any(last(value) == "Sum" for value in (*site.call.args, *(k.value for k in site.call.keywords)))
     return not summed and constant(argument(site.call, 1, "average")) is not False
+
+
+def mean_gathered(view: View, site: Site) -> bool:
+    """Whether a call is the mean of what a function of the project has gathered (`mean(gather(loss))`)."""
+    inner = site.call.args[0] if site.name in ("mean", "fmean") and site.call.args else None
+    function = view.calls.target(inner, site.scope) if isinstance(inner, ast.Call) else None
+    if function is None:
+        return False
+    found = [*function.named("all_gather_object"), *function.named("all_gather")]
+    gathers = any(view.full(s).startswith("torch.distributed") for s in found)
+    return gathers and not any(s.name in JOINS for s in function.sites)
 
 
 def mean_after(site: Site) -> bool:
@@ -230,7 +249,7 @@ def divided_after(site: Site) -> bool:
             and is_count(stmt.value)
         ):
             return True
-        for node in walk(stmt) if isinstance(stmt, ast.Assign | ast.Return) else ():
+        for node in walk(stmt) if isinstance(stmt, ast.Assign | ast.Return | ast.Expr) else ():
             if (
                 isinstance(node, ast.BinOp)
                 and isinstance(node.op, ast.Div)
