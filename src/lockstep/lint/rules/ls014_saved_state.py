@@ -208,7 +208,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
     if not accelerates(view):
-        return ("horovod" in view.frameworks or replicated(view)) and view.ranks.every(site.stmt, site.scope)
+        return view.ranks.every(site.stmt, site.scope) and ("horovod" in view.frameworks or replicated(view))
     ranks = view.ranks
     return not (
         ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
