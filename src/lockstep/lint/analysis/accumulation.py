@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Guard, above, apart, guards
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -27,8 +28,13 @@ class Accumulation:
     guard: Guard | None
 
 
-def accumulations(view: View) -> Iterator[Accumulation]:
+@kept
+def accumulations(view: View) -> tuple[Accumulation, ...]:
     """The accumulating loops of a file, and the functions that an Engine of ignite runs in every step."""
+    return tuple(_accumulations(view))
+
+
+def _accumulations(view: View) -> Iterator[Accumulation]:
     engines = (training for training in view.trainings.engines(view.module) if training.module is view.module)
     for training in (*view.training, *engines):
         if training.micro is not None:

@@ -223,6 +223,8 @@ def maps(view: View, scope: Scope) -> bool:
     """Whether a function is handed, with a training loader, to a class of the project that is run over in its place
     (`Prepared(train_loader, prepare)`).
     """
+    if not view.effects.mentioned(view.module, "__iter__"):
+        return False
     for site in scope.module.sites():
         given = [*site.call.args, *(item.value for item in site.call.keywords)]
         if not any(isinstance(value, ast.Name) and value.id == scope.name for value in given):
