@@ -194,6 +194,29 @@ def test_a_run_against_its_own_resume(one, two, tmp_path):
         assert (found.step, found.other, found.stage, found.cause) == (step, step - 3, stage, cause), str(found)
 
 
+def test_a_start_that_begins_anew_replaces_what_was_before(one, two):
+    """Of two starts that begin with the same weights the second is the run, also where the first went further."""
+    for steps, starts in ((3, [3, 6]), (6, [6, 6])):
+        two(name=f"anew{steps}", steps=steps)
+        again = two(name=f"anew{steps}")
+        assert [part.count for part in again.parts] == starts
+        for pair in ((one(), again), (again, one())):
+            verdict = judged(*pair)
+            assert (verdict.finding, verdict.judged, verdict.unproven) == (None, 6, ""), str(verdict)
+    two("other-rate", name="cured")
+    assert judged(one(), two(name="cured")).finding is None
+    found = judged(one(), two("other-rate", name="cured")).finding
+    assert (found.step, found.cause, found.rank) == (3, "rank-rate", 1)
+
+
+def test_a_start_goes_on_behind_the_step_whose_weights_it_begins_with(one, two, tmp_path):
+    saved = str(tmp_path / "saved.pt")
+    run(plainly, 1, "", {"steps": 3, "saved": saved})
+    two(name="resumed", world=1, steps=5)  # two steps that the checkpoint knows nothing of
+    verdict = judged(one(), two(name="resumed", world=1, begin=3, saved=saved))
+    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 6, 6)
+
+
 def test_what_a_kill_left_is_compared_as_far_as_it_goes(one, two):
     cut = two(name="cut")
     file = next(path for path in sorted(Path(cut.name).glob("rank00001*")))
@@ -227,7 +250,7 @@ def test_the_files_of_two_nodes_are_put_together(two, tmp_path):
     whole = read(nodes[0])
     assert [sorted(part.ranks) for part in whole.parts] == [[0, 1], [0, 1]]
     verdict = judged(read(shared), whole)
-    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 12, 12)
+    assert (verdict.finding, verdict.bits, verdict.judged) == (None, 6, 6)  # the second start began anew
 
 
 def test_a_command_that_failed_is_compared_as_far_as_it_goes(one, two):

@@ -91,8 +91,8 @@ def paired(one: Run, two: Run) -> Pair:
     if max(begins):
         return Pair(first, second, begins[1] - begins[0])
     shift = _begin(second.spots[0], first.spots)
-    if not shift:
-        shift = -_begin(first.spots[0], second.spots)
+    if shift is None:
+        shift = -(_begin(first.spots[0], second.spots) or 0)
     return Pair(first, second, shift)
 
 
@@ -100,11 +100,9 @@ def _side(run: Run) -> Side:
     spots: list[Spot] = []
     for part in run.parts:
         fresh = [Spot(part, at) for at in range(part.count)]
-        if spots and fresh:
-            at = _begin(fresh[0], spots) or len(spots)
-            spots = [*spots[:at], Spot(part, 0, True), *fresh[1:]]
-        else:
-            spots += fresh
+        at = _begin(fresh[0], spots) if spots else 0
+        first = Spot(part, 0, begins=at != 0)  # one that begins anew is no resume
+        spots = [*spots[:at], first, *fresh[1:]]
     last = run.parts[-1]
     ended = all(rank.end is not None and not rank.full for rank in last.ranks.values())
     window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
@@ -127,25 +125,25 @@ def _windowed(rank: Rank) -> bool:
     return bool(rank.steps[0]["k"]) or made > last["k"] + 1 + last.get("again", 0)
 
 
-def _begin(spot: Spot, steps: list[Spot]) -> int:
-    """How many of `steps` were made when the weights were those that `spot` begins with; 0 where it is not seen."""
-    mine = spot.tensors("initial")
-    if not mine:
+def _begin(spot: Spot, steps: list[Spot]) -> int | None:
+    """How many of `steps` were made when the weights were those that `spot` begins with; None where it is not seen."""
+    mine, last = spot.tensors("initial"), steps[0].tensors("initial")
+    if not mine or not last:
+        return None
+    if _equal(mine, last):
         return 0
-    before = steps[0].tensors("initial")
-    if _equal(mine, before):
-        return 0
-    best, near, way = 0, apart(mine, before)[0], math.inf
-    last = before
+    best, near, way = 0, apart(mine, last)[0], 0.0
     for count, step in enumerate(steps, 1):
         after = {**last, **step.tensors("weights")}
         if _equal(mine, after):
             return count
         far = apart(mine, after)[0]
+        if far < near or count == 1:  # the first step's own way is also what nearness to the begin is held against
+            way = apart(last, after)[0]
         if far < near:
-            best, near, way = count, far, apart(last, after)[0]
+            best, near = count, far
         last = after
-    return best if near <= _NEAR * way and math.isfinite(near) else 0
+    return best if near <= _NEAR * way else None
 
 
 def _equal(one: dict[str, Whole], two: dict[str, Whole]) -> bool:
