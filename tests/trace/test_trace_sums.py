@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from lockstep.trace.names import WHOLE
-from lockstep.trace.samples import digested, outcomes
-from lockstep.trace.sums import SKETCH, WIDTH, Place, summed
+from lockstep.trace.pooled import SLOTS, Pool, Slots, put_digests
+from lockstep.trace.samples import Batch, outcomes, outputs
+from lockstep.trace.samples import digested as digested_together
+from lockstep.trace.sums import SKETCH, WIDTH, Place, plain, summed
+
+
+def digested(data):
+    return digested_together([Batch(data)])
+
+
+def put(into, key, tensor, form="bytes"):
+    into[key] = tensor.clone()
 
 
 def numbers(rows):
@@ -81,23 +91,67 @@ def test_a_sample_has_its_digest_in_any_batch():
     }
     left = {name: value[1:2].roll(3, 1) for name, value in wide.items()}
     alone = {name: value[1:2, :4] for name, value in wide.items()}
-    every = digested(wide)
-    assert every.size == 4
-    assert len(set(every.samples.tolist())) == 4
-    assert digested(alone).samples[0] == every.samples[1]
-    assert digested(left).samples[0] == every.samples[1]
-    assert digested({**alone, "labels": alone["labels"] + 1}).samples[0] != every.samples[1]
-    assert [count.tolist() for count in every.counts][2] == [25, 21]  # labels: all, and without each sample's first
+    every = digested(wide).samples[0]
+    assert len(every) == 4
+    assert len(set(every.tolist())) == 4
+    assert digested(alone).samples[0] == every[1]
+    assert digested(left).samples[0] == every[1]
+    assert digested({**alone, "labels": alone["labels"] + 1}).samples[0] != every[1]
+    # input_ids, attention_mask, labels: all, and without each sample's first
+    assert digested(wide).counts[0, 2].tolist() == [25, 21]
 
 
 def test_batches_of_many_kinds_are_cut():
     pictures = torch.rand(3, 3, 90, 90)
-    batch = digested((pictures, torch.arange(3), ["a", "b", "c"]))
+    batch = Batch((pictures, torch.arange(3), ["a", "b", "c"]))
     assert batch.size == 3
-    assert len(set(batch.samples.tolist())) == 3
-    assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples[0] == batch.samples[1]
-    assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples[0] != batch.samples[1]
-    assert digested({"n": 3}).samples is not None
-    assert digested(None).size == 0
-    assert outcomes({"loss": torch.tensor(1.0), "logits": torch.ones(3, 2)}, 3)[1] == 2
-    assert outcomes(torch.tensor(1.0), 3) is None
+    samples = digested_together([batch]).samples[0]
+    assert len(set(samples.tolist())) == 3
+    assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples[0] == samples[1]
+    assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples[0] != samples[1]
+    assert digested({"n": 3}).samples.shape == (1, 1)
+    assert digested({"n": 3}).samples != digested({"n": 4}).samples
+    assert Batch(None).size == 0
+    empty = digested((torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)))
+    assert (empty.samples.shape, empty.counts.tolist()) == ((1, 0), [[[0, 0]]])
+    rows = outputs({"loss": torch.tensor(1.0), "logits": torch.ones(3, 2)}, 3)
+    assert [row.shape for row in rows] == [(3, 2)]
+    assert outcomes(rows).shape == (3, 2)
+    assert outputs(torch.tensor(1.0), 3) == []
+
+
+def test_what_waits_for_other_steps_is_what_it_was_when_it_was_taken():
+    """Tensors and batches that are changed afterwards, of several shapes and kinds, more often than there are slots."""
+    make = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(shape, generator=make) for shape in ((300, 7), (256,), (), (0, 3))]
+    tensors += [torch.randn(5, 3, generator=make).t(), torch.randn(9, generator=make).bfloat16()]
+    tensors += [torch.randn(700, generator=make, dtype=torch.float64), torch.tensor(3), torch.tensor([True, False])]
+    places = [WHOLE, Place(100), Place(-1), *[WHOLE] * 6]
+    assert Slots.suit(tensors, places)
+    assert not Slots.suit([torch.zeros(1 << 19)], [WHOLE])
+    slots = Slots([plain(*each) for each in zip(tensors, places, strict=True)], places)
+    pool, found, expected = Pool(put), [], []
+    for step in range(SLOTS + 3):
+        for tensor in tensors:
+            tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(1)
+        ids = torch.randint(1, 90, (4, 7), generator=make)
+        batch = {"input_ids": ids, "attention_mask": (ids > 20).long(), "labels": ids.where(ids > 50, -100)}
+        rows = [torch.randn(4, 5, generator=make), torch.randn(4, 3 + step % 2, generator=make)]
+        now, alone = [[0, None], [1, None], {}, {}], {"out": outcomes(rows)}
+        put_digests(put, alone, digested(batch))
+        expected.append((summed(list(zip(tensors, places, strict=True))), alone))
+        pool.sums(slots, tensors, [(now[0], 0, 4), (now[1], 4, 9)])
+        assert pool.batch(now[2], Batch(batch))
+        assert pool.output(now[3], rows)
+        for changed in (*batch.values(), *rows):
+            changed.zero_()
+        found.append(now)
+    pool.finish()
+    for (one, two, batch, output), (sums, alone) in zip(found, expected, strict=True):
+        digests, values = numbers(torch.cat([one[1], two[1]]))
+        assert torch.equal(digests, sums[:, 0])
+        torch.testing.assert_close(values, numbers(sums)[1], rtol=1e-6, atol=1e-4)
+        assert batch.keys() == {"s", "leaf", "c"}
+        assert all(torch.equal(value, {**batch, **output}[name]) for name, value in alone.items())
+    assert not pool.batch({}, Batch((torch.ones(3, 1 << 16),)))
+    assert not pool.batch({}, Batch((torch.ones(3, 2), ["a", "b", "c"])))

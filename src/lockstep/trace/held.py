@@ -5,7 +5,7 @@ read.put(record, "loss", loss, "numbers")   # on the host at once where it is th
 read.finish()                               # the rest of them: waits for their devices once
 """
 
-import base64
+import binascii
 import ctypes
 from array import array
 from typing import Any
@@ -30,6 +30,9 @@ class Reading:
         Args:
             form: "bytes": base64 of its 64-bit words; "numbers": a list of them.
         """
+        if tensor.device.type == "cpu" and form == "numbers":
+            into[key] = tensor.reshape(-1).tolist()
+            return
         if tensor.dtype not in _CODES:
             tensor = tensor.double() if tensor.is_floating_point() else tensor.long()
         if tensor.device.type == "cpu":
@@ -37,6 +40,11 @@ class Reading:
         else:
             into[key] = None
             self._waiting.append((into, key, tensor.detach().reshape(-1).clone(), form))
+
+    @property
+    def waits(self) -> bool:
+        """Whether `finish` would wait for a device."""
+        return bool(self._waiting)
 
     def finish(self) -> None:
         """Fills in what is waited for."""
@@ -56,4 +64,4 @@ def _written(tensor: Tensor, form: str) -> Any:
     raw = ctypes.string_at(tensor.data_ptr(), 8 * count) if count else b""
     if form == "numbers":
         return array(_CODES[tensor.dtype], raw).tolist()
-    return base64.b64encode(raw).decode()  # little-endian machines
+    return binascii.b2a_base64(raw, newline=False).decode()  # little-endian machines

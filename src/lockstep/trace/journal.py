@@ -2,7 +2,7 @@
 
 journal = Journal(Options.read())
 journal.record["loss"].append(...); journal.sums({"grad": [("layers.0.weight", tensor, WHOLE)]})
-journal.ended()         # the step's record is read and written, the next one begins
+journal.ended()         # the step's record is read and written, at once or with those of the next few; the next begins
 
 Passes and Updates fill it. Whatever goes wrong in here is said once and ends the recording, never the script.
 """
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.trace.held import Reading
+from lockstep.trace.pooled import SLOTS, Pool, Slots
 from lockstep.trace.sums import WIDTH, Place, Plan, plain
 from lockstep.trace.writing import Writer, header, place, written
 
@@ -28,6 +30,9 @@ __all__ = ["Entry", "Journal", "Options", "quiet"]
 _LAYOUTS = 32  # that are kept
 _FIRST = 3  # steps of a process in which everything is digested
 _SELDOM = 10  # steps between two of those after them
+_WAIT = 0.02  # seconds that a step's record may wait for those behind it
+
+_NOTHING = contextlib.nullcontext()
 
 P = ParamSpec("P")
 Entry = tuple[str, Tensor, Place]  # name, local tensor, its place in the whole
@@ -63,7 +68,8 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
             return
         journal.busy = True
         try:
-            with torch.no_grad():
+            # An evaluation's tensors could not be written to afterwards: scratch memory would be among them.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING, torch.no_grad():
                 method(*args, **kwargs)
         except Exception as error:
             journal.fail(error)
@@ -80,10 +86,12 @@ class _Layout:
     Attributes:
         tables: kind -> number of the table that has their names.
         plans: for each device which of the tensors lie there, and how they are summed.
+        slots: where they wait instead, where they are few.
     """
 
     tables: dict[str, int]
     plans: list[tuple[list[int], Plan]]
+    slots: Slots | None
 
 
 class Journal:
@@ -102,6 +110,9 @@ class Journal:
         self.step = 0
         self.record = _fresh()
         self.reading = Reading()
+        self.pool = Pool(self.reading.put)
+        self._ready: list[dict[str, Any]] = []  # records that wait
+        self._due = 0.0
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -124,39 +135,53 @@ class Journal:
         """The number of what happens now, within the step."""
         ticks: int = self.record["ticks"] + 1
         self.record["ticks"] = ticks
+        if self._ready and time.monotonic() > self._due:
+            self._flush()
         return ticks
 
     def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
         """Puts [number of the table, sums] of named tensors into the record, for each kind; all are summed at once."""
         entries = [entry for each in kinds.values() for entry in each]
+        locals_ = [local for _, local, _ in entries]
         key = (
             *((kind, len(each)) for kind, each in kinds.items()),
-            *[(name, at, local.numel(), local.dtype, local.device) for name, local, at in entries],
+            *[(name, at, local.shape, local.dtype, local.device, local.layout) for name, local, at in entries],
         )
-        plains = [plain(local, at) for _, local, at in entries]
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
+                self.pool.finish()
                 self._layouts.clear()
-            layout = self._layouts[key] = self._layout(kinds, entries, plains)
+            layout = self._layouts[key] = self._layout(kinds, entries)
+        into, end = [], 0
+        for kind, each in kinds.items():
+            self.record[kind] = found = [layout.tables[kind], None] if each else []
+            begin, end = end, end + len(each)
+            if each:
+                into.append((found, begin, end))
+        if layout.slots is not None:
+            self.pool.sums(layout.slots, locals_, into)
+            return
+        plains = [plain(local, at) for _, local, at in entries]
         if len(layout.plans) == 1:
             rows = layout.plans[0][1].run(plains)
         else:
             rows = torch.zeros(len(entries), WIDTH, dtype=torch.int64)
             for here, plan in layout.plans:
                 rows[torch.tensor(here)] = plan.run([plains[index] for index in here]).cpu()  # waits for the device
-        parts = rows.split_with_sizes([len(each) for each in kinds.values()])
-        for (kind, each), part in zip(kinds.items(), parts, strict=True):
-            self.record[kind] = found = [layout.tables[kind], None] if each else []
-            if each:
-                self.reading.put(found, 1, part)
+        for found, begin, end in into:
+            self.reading.put(found, 1, rows[begin:end])
 
-    def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry], plains: list[Tensor]) -> _Layout:
-        places, plans = [at for _, _, at in entries], []
+    def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
+        plains, places = [plain(local, at) for _, local, at in entries], [at for _, _, at in entries]
+        tables = {kind: self._table(each) for kind, each in kinds.items() if each}
+        if entries and Slots.suit([local for _, local, _ in entries], places):
+            return _Layout(tables, [], Slots(plains, places))
+        plans = []
         for device in dict.fromkeys(tensor.device for tensor in plains):
             here = [index for index, tensor in enumerate(plains) if tensor.device == device]
             plans.append((here, Plan([plains[index] for index in here], [places[index] for index in here])))
-        return _Layout({kind: self._table(each) for kind, each in kinds.items() if each}, plans)
+        return _Layout(tables, plans, None)
 
     def _table(self, entries: list[Entry]) -> int:
         """The number of the table with these names, which is written once."""
@@ -176,9 +201,21 @@ class Journal:
     def ended(self) -> None:
         """The step is over: its record is written, where it is one that is, and the next begins."""
         if self.within():
-            self._write({"t": "step", "k": self.step, **self.record})
+            self._ready.append({"t": "step", "k": self.step, **self.record, "rank": place()[0]})
+            now = time.monotonic()
+            if len(self._ready) >= SLOTS or now > self._due or self.step < _FIRST or self.reading.waits:
+                self._flush()
         self.step += 1
         self.forget()
+
+    def _flush(self) -> None:
+        """Writes the records that wait."""
+        ready, self._ready = self._ready, []
+        self.pool.finish()
+        self.reading.finish()
+        for record in ready:
+            self._put(record)
+        self._due = time.monotonic() + _WAIT
 
     def forget(self) -> None:
         """What the record holds was no step's."""
@@ -186,8 +223,9 @@ class Journal:
 
     def close(self) -> None:
         """The process ends: what came after the last step is written."""
+        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0]})
         if self._writer is not None or self.record["fwd"]:
-            self._write({"t": "end", "k": self.step, **self.record})
+            self._flush()
 
     def fail(self, error: Exception) -> None:
         """Ends the recording, in one line."""
@@ -197,15 +235,14 @@ class Journal:
             print(f"lockstep trace: recording ended at step {self.step}: {said}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
-        self.record, self.reading = _fresh(), Reading()  # what was held is let go
+        with contextlib.suppress(Exception):  # steps that had ended
+            self._flush()
+        self.forget()  # what was held is let go
+        self.reading = Reading()
+        self.pool = Pool(self.reading.put)
         if self._writer is not None:
             with contextlib.suppress(OSError):  # a disk may be full
                 self._writer.put({"t": "failed", "k": self.step, "error": said})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.reading.finish()
-        record["rank"] = place()[0]
-        self._put(record)
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.trace.journal import Journal, quiet
 from lockstep.trace.names import Names, is_wrapper, piece
-from lockstep.trace.samples import Batch, digested, outcomes
+from lockstep.trace.pooled import put_digests
+from lockstep.trace.samples import Batch, digested, outcomes, outputs
 from lockstep.trace.states import state_digests
 from lockstep.trace.sums import summed
 
@@ -50,19 +51,15 @@ class Passes:
         if isinstance(indices, list):
             with contextlib.suppress(TypeError):  # keys of another kind
                 record["i"] = [operator.index(index) for index in indices]
-        self._put_batch(record, digested(data))
+        self._put_batch(record, Batch(data))
         self.journal.record["loads"].append(record)
 
     def _put_batch(self, record: dict[str, Any], batch: Batch) -> None:
-        put = self.journal.reading.put
         record["n"] = batch.size
-        if batch.samples is not None:
-            put(record, "s", batch.samples)
-        if batch.leaves:
-            put(record, "leaf", _together([leaf.reshape(1) for leaf in batch.leaves]))
-        if batch.counts:
-            put(record, "c", _together(batch.counts), "numbers")
+        if batch.names:
             record["cn"] = batch.names
+        if not self.journal.pool.batch(record, batch):
+            put_digests(self.journal.reading.put, record, digested([batch]))
 
     @quiet
     def entering(self, module: nn.Module, grad: bool) -> None:
@@ -106,12 +103,13 @@ class Passes:
         record, self._entered = self._entered, {}
         if module is None or not record:
             return
-        batch = digested((*args, kwargs) if kwargs else args)
+        batch = Batch((*args, kwargs) if kwargs else args)
         self._put_batch(record, batch)
-        found = outcomes(output, batch.size)
-        if found is not None:
-            self.journal.reading.put(record, "out", found[0])
-            record["w"] = found[1]
+        rows = outputs(output, batch.size)
+        if rows:
+            record["w"] = sum(row.shape[1] for row in rows)
+            if not self.journal.pool.output(record, rows):
+                self.journal.reading.put(record, "out", outcomes(rows))
         if record["train"]:
             record["rng"].append(state_digests(self._names.generators(module, self.journal.thorough)))
         self.journal.record["fwd"].append(record)
@@ -125,7 +123,7 @@ class Passes:
             total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)
             record = {"at": self.journal.tick(), "v": None}
             if total is not None:
-                self.journal.reading.put(record, "v", total.double(), "numbers")
+                self.journal.reading.put(record, "v", total, "numbers")
             self.journal.record["loss"].append(record)
 
     @quiet
@@ -136,9 +134,5 @@ class Passes:
             event = [self.journal.tick(), kind, *values]
             for index, value in enumerate(event):
                 if isinstance(value, Tensor):
-                    self.journal.reading.put(event, index, value.double(), "numbers")
+                    self.journal.reading.put(event, index, value, "numbers")
             events.append(event)
-
-
-def _together(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])

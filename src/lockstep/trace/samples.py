@@ -1,6 +1,7 @@
 """Digests of batches, sample by sample, and of what a model makes of each.
 
-batch = digested({"input_ids": ids, "labels": labels})      # batch.size, batch.samples int64 [size], batch.leaves, ...
+batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, what of it is looked at
+digests = digested([batch])                             # digests.samples int64 [1, size], digests.leaves, ...
 
 A batch is cut along the first dimension that most of its tensors share. What a padding adds changes nothing: zeros and
 -100 add nothing to a digest, and where there is an `attention_mask` only what it shows counts, by its place among that.
@@ -9,8 +10,8 @@ So the same sample has the same digest in a batch of eight and in one of four.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lockstep.trace.sums import mixed
 
-__all__ = ["Batch", "digested", "leaves", "outcomes"]
+__all__ = ["Batch", "Digests", "digested", "leaves", "outcomes", "outputs"]
 
 _WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
 _OUT = 4096  # elements of a sample's output that count
@@ -27,24 +28,43 @@ _IGNORED = -100  # label that losses leave out
 _SEQUENCES, _PLAIN = (list, tuple), (str, int, float, bytes)
 
 
-@dataclass
 class Batch:
-    """What is kept of a batch; tensors are on its device, so that nothing waits.
+    """A batch, cut into samples.
 
     Attributes:
         size: samples; 0 where it cannot be cut.
-        samples: int64 [size], or [1] of the whole where it cannot be cut.
-        leaves: int64 [tensors], the sum over the samples of each tensor's digests.
-        counts: int64 [integer tensors, 2]: elements that are not -100, and those of them behind the first of each
-            sample.
-        names: of the integer tensors.
+        leaves: (path, value) of what has a row or an item for each sample: tensors and lists.
+        others: where there is none of these, what else there is but tensors.
+        mask: place of the attention mask among the leaves; -1: none.
+        names: paths of the integer tensors.
     """
 
-    size: int = 0
+    def __init__(self, data: Any) -> None:
+        found = [(path, _tensor(value)) for path, value in leaves(data)]
+        sizes = Counter(size for _, value in found if (size := _length(value)) >= 0)
+        self.size = sizes.most_common(1)[0][0] if sizes else 0
+        self.leaves = [(path, value) for path, value in found if sizes and _length(value) == self.size]
+        self.others = [] if self.leaves else [value for _, value in found if not isinstance(value, Tensor)]
+        tensors = [(place, path, value) for place, (path, value) in enumerate(self.leaves) if isinstance(value, Tensor)]
+        self.names = [path for _, path, value in tensors if _is_whole(value)]
+        masks = (place for place, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
+        self.mask = next(masks, -1)
+
+
+@dataclass
+class Digests:
+    """What is kept of batches with the same leaves; tensors are on their device, so that nothing waits.
+
+    Attributes:
+        samples: int64 [batches, size], or [batches, 1] of the whole where they cannot be cut.
+        leaves: int64 [batches, tensors], the sum over the samples of each tensor's digests.
+        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those of them behind the first of
+            each sample.
+    """
+
     samples: Tensor | None = None
-    leaves: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    leaves: Tensor | None = None
+    counts: Tensor | None = None
 
 
 def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -66,59 +86,70 @@ def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any
         yield path, data
 
 
-def digested(data: Any) -> Batch:
-    """What is kept of a batch."""
-    found = [(path, _tensor(value)) for path, value in leaves(data)]
-    tensors = [(path, value) for path, value in found if isinstance(value, Tensor) and not value.is_meta]
-    sizes = Counter(int(value.shape[0]) for _, value in tensors if value.ndim)
-    sizes.update(len(value) for _, value in found if isinstance(value, list))
-    size = sizes.most_common(1)[0][0] if sizes else 0
-    mask = next((value for path, value in tensors if path.endswith("attention_mask") and value.ndim == 2), None)
-    batch, total, place = Batch(size), None, 0
-    for path, value in found:
-        each: Tensor | None = None
-        if isinstance(value, Tensor) and not value.is_meta and value.ndim and value.shape[0] == size:
+def digested(batches: Sequence[Batch]) -> Digests:
+    """What is kept of batches whose leaves have the same shapes; with lists or with others among them, of one."""
+    first, times = batches[0], len(batches)
+    merged = [
+        first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
+        for place in range(len(first.leaves))
+    ]
+    mask = merged[first.mask] if first.mask >= 0 else None
+    total: Tensor | None = None
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    for place, value in enumerate(merged, 1):
+        if isinstance(value, Tensor):
             rows, kept = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1), None
-            if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
+            if _is_whole(value):
                 kept = rows != _IGNORED
-                columns = kept.sum(0)
-                batch.counts.append(torch.stack([columns.sum(), columns[1:].sum()]))
-                batch.names.append(path)
+                columns = kept.reshape(times, first.size, kept.shape[1]).sum(1)
+                counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
             words = _words(rows, kept)
             masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
             each = _of_words(words, mask if masked else None, value.ndim > 2)
-            batch.leaves.append(each.sum())
-        elif isinstance(value, list) and len(value) == size:
+            sums.append(each.view(times, first.size).sum(1))
+        else:
             each = torch.tensor([_of_text(item) for item in value], dtype=torch.int64)
-        if each is not None:
-            place += 1
-            total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
-    if total is None:
-        texts = [torch.tensor([_of_text(value)]) for _, value in found if not isinstance(value, Tensor)]
-        total = torch.stack(texts).sum(0) if texts else None
-    batch.samples = None if total is None else mixed(total)
-    return batch
+        total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
+    if total is None and first.others:
+        total = torch.tensor([_of_text(value) for value in first.others]).sum(0, keepdim=True)
+    return Digests(
+        None if total is None else mixed(total).view(times, first.size if merged else 1),
+        _together(sums),
+        _together(counts),
+    )
 
 
-def outcomes(output: Any, size: int) -> tuple[Tensor, int] | None:
-    """Of each sample a signed sum and the sum of squares of the first tensors of an output that have a row for each.
+def _together(parts: list[Tensor]) -> Tensor | None:
+    return torch.stack([part.to(parts[0].device) for part in parts], dim=1) if parts else None
 
-    Returns:
-        (float64 [size, 2], elements of a sample), or None where no tensor has `size` rows.
-    """
+
+def outputs(output: Any, size: int) -> list[Tensor]:
+    """[size, elements] of the first tensors of an output that have a row for each sample; empty where none has."""
     values = [value for _, value in leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
-    values = [
-        value for value in values if value.ndim and value.shape[0] == size and value.numel() and not value.is_meta
-    ]
-    if not values or not size:
-        return None
-    rows, width = [], 0
-    for value in values[:3]:
-        flat = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
-        width += flat.shape[1]
-        rows.append((flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double())
-    flat = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-    return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1), width
+    return [
+        value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
+        for value in values
+        if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta
+    ][:3]
+
+
+def outcomes(rows: list[Tensor]) -> Tensor:
+    """Of each sample a signed sum and the sum of squares of its outputs, of long ones evenly spread. float64 [n, 2]"""
+    parts = [(flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double() for flat in rows]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1)
+
+
+def _length(value: Any) -> int:
+    """Rows of a tensor, items of a list; -1 for anything else."""
+    if isinstance(value, Tensor):
+        return int(value.shape[0]) if value.ndim and not value.is_meta else -1
+    return len(value) if isinstance(value, list) else -1
+
+
+def _is_whole(value: Tensor) -> bool:
+    return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
 
 
 def _tensor(value: Any) -> Any:

@@ -1,14 +1,22 @@
-"""Digests of the states of the generators that a training may draw from."""
+"""Digests of the states of the generators that a training may draw from.
 
+Most forwards draw from none of them, so each is first looked at for whether it moved at all: its bytes lie in memory.
+"""
+
+import _random
 import ctypes
 import hashlib
 import random
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 __all__ = ["state_digests"]
+
+# name -> (bytes of the generator that were there, their digest)
+_seen: dict[str, tuple[Any, str]] = {}
 
 
 def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
@@ -16,19 +24,53 @@ def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, 
 
     A CUDA generator's state lies in host memory: nothing waits.
     """
-    version, keys, gauss = random.getstate()
-    python = hash((version, keys, gauss is None, gauss or 0.0))  # hash(None) is an address before Python 3.12
-    found = {"torch": _of(torch.get_rng_state()), "python": f"{python & 0xFFFFFFFFFFFFFFFF:016x}"}
+    found = {"torch": _of("torch", torch.get_rng_state()), "python": _python()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = _of(torch.cuda.get_rng_state())
+        found["cuda"] = _of("cuda", torch.cuda.get_rng_state())
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        _, keys, place, *rest = numpy.random.get_state()
-        found["numpy"] = hashlib.blake2b(keys.tobytes() + repr((place, *rest)).encode(), digest_size=8).hexdigest()
+        found["numpy"] = _numpy(numpy.random)
     for name, generator in own:
-        found[name] = _of(generator.get_state())
+        found[name] = _of("", generator.get_state())
     return found
 
 
-def _of(state: torch.Tensor) -> str:
-    return hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.numel()), digest_size=8).hexdigest()
+def _of(name: str, state: torch.Tensor) -> str:
+    raw = ctypes.string_at(state.data_ptr(), state.numel())
+    before = _seen.get(name)
+    if before is not None and before[0] == raw:
+        return before[1]
+    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    _seen[name] = raw, digest
+    return digest
+
+
+def _python() -> str:
+    """Of the generator behind the module's functions: all that moves lies in its C object and in `gauss_next`."""
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    head = object.__basicsize__
+    raw = ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
+    before = _seen.get("python")
+    if before is not None and before[0] == (raw, generator.gauss_next):
+        return before[1]
+    version, keys, gauss = random.getstate()
+    number = hash((version, keys, gauss is None, gauss or 0.0))  # hash(None) is an address before Python 3.12
+    digest = f"{number & 0xFFFFFFFFFFFFFFFF:016x}"
+    _seen["python"] = (raw, generator.gauss_next), digest
+    return digest
+
+
+def _numpy(module: Any) -> str:
+    """Of numpy's global generator. A number that its Gauss has ready is not in the memory that is looked at."""
+    raw = None
+    if hasattr(module, "get_bit_generator"):
+        bits = module.get_bit_generator()
+        if type(bits).__name__ == "MT19937":
+            raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)  # 624 words and the place among them
+            before = _seen.get("numpy")
+            if before is not None and before[0] == raw:
+                return before[1]
+    _, keys, place, *gauss = module.get_state()
+    digest = hashlib.blake2b(keys.tobytes() + repr((place, *gauss)).encode(), digest_size=8).hexdigest()
+    _seen["numpy"] = (None if gauss[0] else raw), digest
+    return digest

@@ -120,17 +120,19 @@ class Plan:
 
     Args:
         plains: the pieces, as `plain` makes them; places: theirs.
+        pooled: they are copied into `rooms`, and summed by `pooled`.
     """
 
-    def __init__(self, plains: Sequence[Tensor], places: Sequence[Place]) -> None:
+    def __init__(self, plains: Sequence[Tensor], places: Sequence[Place], pooled: bool = False) -> None:
         device = plains[0].device
         self._count, self._device = len(plains), device
+        self._shapes = [tensor.shape for tensor in plains]
         self._sizes = [tensor.numel() for tensor in plains]
         layouts = [
             (tensor.numel(), _rowed(place), tensor.dtype == torch.float64)
             for tensor, place in zip(plains, places, strict=True)
         ]
-        self._packs = _packs(layouts, _ROWS.get(device.type, _DEVICE_ROWS))
+        self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
         self._owners, self._odd, self._signs = _constants(self._packs, device)
         self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
         self._tables = {wide: _tables(wide, device) for wide in {pack.wide for pack in self._packs}}
@@ -144,28 +146,64 @@ class Plan:
         """A row for each piece. int64 [n, WIDTH]; floats are there by their bits."""
         for piece in self._cut:
             plains[piece] = plains[piece].reshape(-1)
-        found = torch.zeros(self._count, WIDTH, dtype=torch.int64, device=self._device)
-        hashes, lengths, sketches = [], [], []
-        for pack in self._packs:
-            multipliers, table = self._tables[pack.wide]
-            rows = self._rows(pack, plains)
-            words = rows.view(torch.int32)
-            mixed_words, shifted = (
-                _scratch(use, pack.rows, words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
-            )
-            torch.mul(words, multipliers, out=mixed_words)
-            torch.bitwise_right_shift(mixed_words, 15, out=shifted)
-            torch.bitwise_xor(mixed_words, shifted, out=shifted)
-            hashes.append(shifted.sum(1, dtype=torch.int32))
-            lengths.append(torch.linalg.vector_norm(rows, dim=1))
-            sketches.append(_sketched(rows, table))
-        if hashes:
-            numbers = found.view(torch.float64)
-            digests = found[:, 0]
-            digests.index_add_(0, self._owners, (_joined(hashes) * self._odd).long()).bitwise_and_(0xFFFFFFFF)
-            numbers[:, 1].index_add_(0, self._owners, _joined(lengths).double().square_())
-            numbers[:, 2:].index_add_(0, self._owners, _joined(sketches).double().mul_(self._signs))
-        return found
+        return self._added([[self._hashed(self._rows(pack, plains), pack.wide)] for pack in self._packs], 1)
+
+    @property
+    def rows(self) -> int:
+        return sum(pack.rows for pack in self._packs)
+
+    def rooms(self, times: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Memory for the pieces of so many times: its rows, of each pack [times * rows, _BLOCK], and in them of each
+        time the pieces, in their shapes."""
+        made = [
+            torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
+        ]
+        views = [[room.new_empty(shape) for shape in self._shapes] for room in made[:1] for _ in range(times)]
+        for pack, room in zip(self._packs, made, strict=True):
+            for time, rows in enumerate(torch.split(room, pack.rows)):
+                flat, at = rows.view(-1), 0
+                for piece, begin, end in pack.parts:
+                    if piece >= 0:
+                        views[time][piece] = flat[at : at + end - begin].view(self._shapes[piece])
+                    at += end - begin
+        return made, views
+
+    def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
+        """As `run`, of the first `times` in the rooms. int64 [times * n, WIDTH]"""
+        found = []
+        for pack, room in zip(self._packs, rooms, strict=True):
+            chunks = torch.split(room[: times * pack.rows], _ROWS["cpu"])
+            found.append([self._hashed(rows, pack.wide) for rows in chunks])
+        return self._added(found, times)
+
+    def _hashed(self, rows: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: hash (int32 [rows]), length [rows], signed sums [rows, SKETCH]."""
+        multipliers, table = self._tables[wide]
+        words = rows.view(torch.int32)
+        mixed_words, shifted = (
+            _scratch(use, rows.shape[0], words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
+        )
+        torch.mul(words, multipliers, out=mixed_words)
+        torch.bitwise_right_shift(mixed_words, 15, out=shifted)
+        torch.bitwise_xor(mixed_words, shifted, out=shifted)
+        return shifted.sum(1, dtype=torch.int32), torch.linalg.vector_norm(rows, dim=1), _sketched(rows, table)
+
+    def _added(self, found: list[list[tuple[Tensor, Tensor, Tensor]]], times: int) -> Tensor:
+        """Adds up the rows of each piece. `found`: of each pack what `_hashed` gave, of all `times` in order."""
+        total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
+        if not found:
+            return total
+        hashes, lengths, sketches = (
+            _joined([_by_time([each[which] for each in pack], times) for pack in found], 1) for which in range(3)
+        )
+        owners = self._owners
+        if times > 1:
+            owners = (torch.arange(times, device=self._device).unsqueeze(1) * self._count + owners).view(-1)
+        numbers, digests = total.view(torch.float64), total[:, 0]
+        digests.index_add_(0, owners, (hashes * self._odd).long().view(-1)).bitwise_and_(0xFFFFFFFF)
+        numbers[:, 1].index_add_(0, owners, lengths.double().square_().view(-1))
+        numbers[:, 2:].index_add_(0, owners, sketches.double().mul_(self._signs).view(-1, SKETCH))
+        return total
 
     def _rows(self, pack: _Pack, plains: Sequence[Tensor]) -> Tensor:
         if len(pack.parts) == 1:
@@ -186,8 +224,14 @@ class Plan:
         return rows
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _by_time(parts: list[Tensor], times: int) -> Tensor:
+    """[times * rows, ...] in parts -> [times, rows, ...]"""
+    rows = _joined(parts)
+    return rows.reshape(times, len(rows) // times, *rows.shape[1:])
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _rowed(place: Place) -> Place:

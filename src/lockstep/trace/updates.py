@@ -100,7 +100,7 @@ class Updates:
             if isinstance(value, _NUMBERS) or value is None:
                 kept[key] = value
             elif isinstance(value, Tensor) and value.numel() == 1:
-                self.journal.reading.put(kept, key, value.double(), "numbers")
+                self.journal.reading.put(kept, key, value, "numbers")
             elif isinstance(value, _SEQUENCES) and all(isinstance(each, _NUMBERS) for each in value):
                 kept[key] = list(value)
         return kept

@@ -1,0 +1,126 @@
+"""Small work on a CPU that waits for that of a few steps: of operations on little most is what each call costs.
+
+pool = Pool(reading.put)
+pool.sums(slots, tensors, [(found, 0, 6), ...])     # their values as they are now
+pool.batch(record, batch); pool.output(record, rows)
+pool.finish()                                       # fills in all records: `found[1]`, `record["s"]`, ...
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.trace.samples import Batch, Digests, digested, outcomes
+from lockstep.trace.sums import WIDTH, Place, Plan
+
+__all__ = ["SLOTS", "Pool", "Slots", "put_digests"]
+
+SLOTS = 8  # steps that may wait
+_ROWS = 1024  # of sums, up to which a step's may wait: a MiB of memory for each step
+_ELEMENTS = 1 << 16  # of a batch, or of an output
+
+Put = Callable[..., None]
+
+
+class Slots:
+    """Room for the same pieces in each of `SLOTS` steps.
+
+    Attributes:
+        into: of each step that waits, where its rows go: (list whose place 1 is filled, first row, the one behind).
+    """
+
+    def __init__(self, plains: Sequence[Tensor], places: Sequence[Place]) -> None:
+        self._plan, self._count = Plan(plains, places, pooled=True), len(plains)
+        self._rooms, self._views = self._plan.rooms(SLOTS)
+        self.into: list[list[tuple[list[Any], int, int]]] = []
+
+    @staticmethod
+    def suit(locals_: Sequence[Tensor], places: Sequence[Place]) -> bool:
+        """Whether these are few enough, on a CPU, and lie as they are meant."""
+        rows = sum(-(-tensor.numel() // 256) + 1 for tensor in locals_)
+        return rows <= _ROWS and all(
+            tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() and not place.run
+            for tensor, place in zip(locals_, places, strict=True)
+        )
+
+    def take(self, tensors: list[Tensor], into: list[tuple[list[Any], int, int]]) -> None:
+        torch._foreach_copy_(self._views[len(self.into)], tensors)
+        self.into.append(into)
+
+    def finish(self, put: Put) -> None:
+        rows = self._plan.pooled(self._rooms, len(self.into)).view(len(self.into), self._count, WIDTH)
+        for each, into in zip(rows, self.into, strict=True):
+            for found, begin, end in into:
+                put(found, 1, each[begin:end])
+        self.into = []
+
+
+class Pool:
+    """What waits."""
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self._slots: list[Slots] = []
+        self._batches: dict[Hashable, list[tuple[dict[str, Any], Batch]]] = {}
+        self._outputs: dict[Hashable, list[tuple[dict[str, Any], list[Tensor]]]] = {}
+
+    def sums(self, slots: Slots, tensors: list[Tensor], into: list[tuple[list[Any], int, int]]) -> None:
+        if len(slots.into) == SLOTS:
+            self.finish()
+        if not slots.into:
+            self._slots.append(slots)
+        slots.take(tensors, into)
+
+    def batch(self, record: dict[str, Any], batch: Batch) -> bool:
+        """Takes a batch that is small enough, as it is now."""
+        key = _key([value for _, value in batch.leaves])
+        if key is None:
+            return False
+        batch.leaves = [(path, value.clone()) for path, value in batch.leaves]
+        self._batches.setdefault((key, batch.mask, *batch.names), []).append((record, batch))
+        return True
+
+    def output(self, record: dict[str, Any], rows: list[Tensor]) -> bool:
+        """Takes the rows of an output, as they are now."""
+        key = _key(rows)
+        if key is None:
+            return False
+        self._outputs.setdefault(key, []).append((record, [row.clone() for row in rows]))
+        return True
+
+    def finish(self) -> None:
+        """Computes what waits."""
+        for slots in self._slots:
+            slots.finish(self._put)
+        for batches in self._batches.values():
+            digests = digested([batch for _, batch in batches])
+            for number, (record, _) in enumerate(batches):
+                put_digests(self._put, record, digests, number)
+        for outputs in self._outputs.values():
+            parts = zip(*(rows for _, rows in outputs), strict=True)
+            found = outcomes([torch.cat(part) for part in parts]).view(len(outputs), -1, 2)
+            for (record, _), each in zip(outputs, found, strict=True):
+                self._put(record, "out", each)
+        self._slots, self._batches, self._outputs = [], {}, {}
+
+
+def put_digests(put: Put, record: dict[str, Any], digests: Digests, number: int = 0) -> None:
+    """Puts those of one of the batches into its record."""
+    for name, tensor, form in (
+        ("s", digests.samples, "bytes"),
+        ("leaf", digests.leaves, "bytes"),
+        ("c", digests.counts, "numbers"),
+    ):
+        if tensor is not None:
+            put(record, name, tensor[number], form)
+
+
+def _key(values: list[Any]) -> Hashable:
+    """What tensors must have alike to be computed together; None where they cannot wait."""
+    if not values or not all(isinstance(value, Tensor) and value.device.type == "cpu" for value in values):
+        return None
+    if sum(value.numel() for value in values) > _ELEMENTS or any(value.layout is not torch.strided for value in values):
+        return None
+    return tuple((value.shape, value.dtype) for value in values)
