@@ -12,7 +12,7 @@ from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.trace.reading import FOLDER_FILE, read
+from lockstep.trace.reading import FOLDER_FILE, FORMAT, read
 
 SCRIPT = """
 import os, sys, torch
@@ -168,8 +168,8 @@ def test_what_is_no_trace_is_refused(tmp_path):
         ("nothing", None, "there is no such folder"),
         ("other", {"notes.txt": "x"}, f"is no trace: it has no {FOLDER_FILE}"),
         ("damaged", {FOLDER_FILE: "{"}, "is no trace"),
-        ("later", {FOLDER_FILE: '{"format": 99}'}, "has format 99, this lockstep reads 1"),
-        ("empty", {FOLDER_FILE: '{"format": 1}'}, "holds no optimizer step"),
+        ("later", {FOLDER_FILE: '{"format": 99}'}, f"has format 99, this lockstep reads {FORMAT}"),
+        ("empty", {FOLDER_FILE: f'{{"format": {FORMAT}}}'}, "holds no optimizer step"),
     ):
         if content is not None:
             (tmp_path / made).mkdir()

@@ -5,7 +5,6 @@ read.put(record, "loss", loss, "numbers")   # on the host at once where it is th
 read.finish()                               # the rest of them: waits for their devices once
 """
 
-import binascii
 import ctypes
 from array import array
 from typing import Any
@@ -28,7 +27,7 @@ class Reading:
         """Makes `into[key]`, of a dict or a list, what a tensor holds now; not before `finish` where it is on a device.
 
         Args:
-            form: "bytes": base64 of its 64-bit words; "numbers": a list of them.
+            form: "bytes": its 64-bit words; "numbers": a list of them.
         """
         if tensor.device.type == "cpu" and form == "numbers":
             into[key] = tensor.reshape(-1).tolist()
@@ -64,4 +63,4 @@ def _written(tensor: Tensor, form: str) -> Any:
     raw = ctypes.string_at(tensor.data_ptr(), 8 * count) if count else b""
     if form == "numbers":
         return array(_CODES[tensor.dtype], raw).tolist()
-    return binascii.b2a_base64(raw, newline=False).decode()  # little-endian machines
+    return raw  # of little-endian machines

@@ -113,6 +113,8 @@ class Journal:
         self.pool = Pool(self.reading.put)
         self._ready: list[dict[str, Any]] = []  # records that wait
         self._due = 0.0
+        self._rank = -1
+        self._left: tuple[Slots, list[Any]] | None = None  # the weights after the step before, where they are few
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -161,6 +163,8 @@ class Journal:
                 into.append((found, begin, end))
         if layout.slots is not None:
             self.pool.sums(layout.slots, locals_, into)
+            if next(iter(kinds)) == "weights":
+                self._left = layout.slots, _described(kinds["weights"])
             return
         plains = [plain(local, at) for _, local, at in entries]
         if len(layout.plans) == 1:
@@ -171,6 +175,13 @@ class Journal:
                 rows[torch.tensor(here)] = plan.run([plains[index] for index in here]).cpu()  # waits for the device
         for found, begin, end in into:
             self.reading.put(found, 1, rows[begin:end])
+
+    def as_left(self, entries: list[Entry]) -> bool:
+        """Whether these are the weights that the step before left, bit for bit."""
+        if self._left is None:
+            return False
+        slots, described = self._left
+        return described == _described(entries) and slots.unmoved([local for _, local, _ in entries])
 
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
         plains, places = [plain(local, at) for _, local, at in entries], [at for _, _, at in entries]
@@ -200,8 +211,12 @@ class Journal:
 
     def ended(self) -> None:
         """The step is over: its record is written, where it is one that is, and the next begins."""
+        if "weights" not in self.record:
+            self._left = None
         if self.within():
-            self._ready.append({"t": "step", "k": self.step, **self.record, "rank": place()[0]})
+            if self._rank < 0 or self.thorough:
+                self._rank = place()[0]
+            self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
             now = time.monotonic()
             if len(self._ready) >= SLOTS or now > self._due or self.step < _FIRST or self.reading.waits:
                 self._flush()
@@ -250,6 +265,10 @@ class Journal:
             self._writer = Writer(self.options.folder, left // max(1, place()[1]), header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
+
+
+def _described(entries: list[Entry]) -> list[Any]:
+    return [(name, at, local.shape, local.device) for name, local, at in entries]
 
 
 def _fresh() -> dict[str, Any]:

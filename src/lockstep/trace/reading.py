@@ -10,7 +10,6 @@ A run that was started again has a part for each start.
 import base64
 import json
 import math
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ __all__ = [
     "words",
 ]
 
-FORMAT = 1
+FORMAT = 2
 FOLDER_FILE = "trace.json"
 NO_STEP = "no process came to a step of a torch optimizer (one that is started as python -I, -E or -S is not seen)"
 _WIDTH = 10  # of a row of sums: digest, square, eight signed sums
@@ -40,14 +39,14 @@ class TraceError(Exception):
     """No trace, or one that cannot be read: one line."""
 
 
-def words(text: str | None) -> list[int]:
-    """int64 values from their base64."""
-    return array("q", base64.b64decode(text)).tolist() if text else []
+def words(raw: memoryview | None) -> list[int]:
+    """int64 values of a record."""
+    return raw.cast("q").tolist() if raw else []
 
 
-def floats(text: str | None) -> list[float]:
-    """float64 values from their base64."""
-    return array("d", base64.b64decode(text)).tolist() if text else []
+def floats(raw: memoryview | None) -> list[float]:
+    """float64 values of a record."""
+    return [float(value) for value in raw.cast("d")] if raw else []
 
 
 @dataclass
@@ -216,6 +215,8 @@ def _rank(path: Path) -> Rank | None:
                 break
             if not isinstance(record, dict):
                 break
+            if "words" in record:
+                _fill(record)
             kind = record.get("t")
             if kind == "begin":
                 rank = Rank(record)
@@ -224,6 +225,8 @@ def _rank(path: Path) -> Rank | None:
             elif kind == "table":
                 rank.tables[record["id"]] = record
             elif kind == "step":
+                if record.get("begin") == "weights":
+                    record["begin"] = rank.steps[-1]["weights"]
                 _append(rank.steps, record)
             elif kind == "end":
                 rank.end = record
@@ -232,6 +235,22 @@ def _rank(path: Path) -> Rank | None:
             elif kind == "failed":
                 rank.failed = record["error"]
     return rank
+
+
+def _fill(record: dict[str, Any]) -> None:
+    """Puts the words of a record where it refers to them, see writing.py."""
+    raw = memoryview(base64.b64decode(record.pop("words")))
+
+    def part(place: list[int]) -> memoryview:
+        return raw[8 * place[0] : 8 * (place[0] + place[1])]
+
+    for value in record.values():  # [number of a table, its sums]
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int):
+            value[1] = part(value[1])
+    for batch in (*record["loads"], *record["fwd"]):
+        batch.update({key: part(batch[key]) for key in ("s", "leaf", "out") if key in batch})
+        if "mv" in batch:
+            batch["mv"] = [part(place) for place in batch["mv"]]
 
 
 def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:

@@ -56,7 +56,11 @@ class Updates:
             kinds["initial buffers"] = self._pieces(self._names.buffers())
             kinds["initial state"] = self._state(optimizer, trained)
         elif self._whole(trained):
-            kinds["begin"] = [entry for entry, _ in trained]
+            entries = [entry for entry, _ in trained]
+            if journal.as_left(entries):
+                journal.record["begin"] = "weights"
+            else:
+                kinds["begin"] = entries
         kinds["grad"] = gradients = []
         for (name, _, at), parameter in trained:
             if parameter.grad is not None:

@@ -3,9 +3,12 @@
 writer = Writer(folder, 64 << 20, header())
 writer.put({"t": "step", "k": 0, ...})      # False: the file is full
 
-A process writes from its first record on. The first line says who writes (`header`).
+A process writes from its first record on. The first line says who writes (`header`). Bytes in a record, 64-bit words
+all of them, stand together in its line, as `words` in base64; where they were stands [the first, how many].
+A step's `begin` is "weights" where its weights are those of the record before.
 """
 
+import binascii
 import hashlib
 import importlib.metadata
 import json
@@ -19,7 +22,7 @@ import torch
 
 __all__ = ["FORMAT", "Writer", "header", "place", "written"]
 
-FORMAT = 1
+FORMAT = 2
 _PACKAGES = (
     *("torch", "numpy", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed", "datasets"),
     *("torchmetrics", "torchvision", "timm", "peft", "flash-attn"),
@@ -113,4 +116,18 @@ class Writer:
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    parts: list[bytes] = []
+    count = 0
+
+    def referred(value: Any) -> list[int]:
+        nonlocal count
+        if not isinstance(value, bytes):
+            raise TypeError(f"a record holds no {type(value).__name__}")
+        parts.append(value)
+        first, count = count, count + len(value) // 8
+        return [first, count - first]
+
+    text = json.dumps(record, separators=(",", ":"), default=referred).encode()
+    if parts:  # joined here: base64 needs no escapes, which the encoder would look for
+        text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
+    return text + b"\n"
