@@ -49,6 +49,7 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known: dict[int, str] = {}
         self._flat: dict[int, int] = {}  # of FSDP 1: where a parameter's shard begins
+        self._modules: list[tuple[str, str, weakref.ref[nn.Module]]] = []
         self._drawing: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
     def called(self, module: nn.Module) -> int:
@@ -62,7 +63,13 @@ class Names:
                 return number
         self._roots.append(weakref.ref(module))
         self._known.clear()
+        self._modules.clear()
         return len(self._roots) - 1
+
+    @property
+    def count(self) -> int:
+        """How many roots were called."""
+        return len(self._roots)
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
         """(what its names begin with, root): nothing for the first."""
@@ -83,10 +90,21 @@ class Names:
             for name, parameter in root.named_parameters():
                 yield prefix + _clean(name), parameter
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, root in self.roots():
-            for name, buffer in root.named_buffers():
-                yield prefix + _clean(name), buffer
+    def buffers(self, look: bool) -> Iterator[tuple[str, Tensor]]:
+        """Those of the modules that are known; `look`: the roots are searched for further modules."""
+        if look or not self._modules:
+            self._modules = [
+                (prefix, _clean(name + "." * bool(name)), weakref.ref(module))
+                for prefix, root in self.roots()
+                for name, module in root.named_modules()
+            ]
+        seen = set()
+        for prefix, path, known in self._modules:
+            module = known()
+            for name, buffer in module._buffers.items() if module is not None else ():
+                if buffer is not None and (prefix, id(buffer)) not in seen:
+                    seen.add((prefix, id(buffer)))
+                    yield prefix + path + name, buffer
 
     def start(self, parameter: Tensor) -> int | None:
         """Where this shard of FSDP 1 begins, or None for a parameter of any other kind."""

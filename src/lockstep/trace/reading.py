@@ -225,7 +225,7 @@ def _rank(path: Path) -> Rank | None:
             elif kind == "table":
                 rank.tables[record["id"]] = record
             elif kind == "step":
-                if record.get("begin") == "weights":
+                if record.get("begin") == "weights" and rank.steps:
                     record["begin"] = rank.steps[-1]["weights"]
                 _append(rank.steps, record)
             elif kind == "end":

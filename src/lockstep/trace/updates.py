@@ -5,6 +5,7 @@ updates.before(optimizer); updates.after(optimizer)         # ends the step
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,21 @@ __all__ = ["Updates"]
 _SMALL = 4 << 20  # elements up to which weights before the update and the optimizer's state are digested in every step
 _NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
 
-Trained = list[tuple[Entry, Tensor]]
+
+@dataclass
+class _Trained:
+    """An optimizer's parameters.
+
+    Attributes:
+        key: of what they were found from.
+        entries: and the parameters themselves, in the same order.
+        plain: each parameter is a tensor of its own, and so are its gradient and its state: no shard.
+    """
+
+    key: list[int]
+    entries: list[Entry]
+    parameters: list[Tensor]
+    plain: bool
 
 
 class Updates:
@@ -33,6 +48,7 @@ class Updates:
         self.journal, self._names, self._passes = journal, names, passes
         self.in_engine = False
         self._optimizers: list[weakref.ref[Any]] = []
+        self._known: weakref.WeakKeyDictionary[Any, _Trained] = weakref.WeakKeyDictionary()
         self._aside = False  # an update that trains nothing
 
     @quiet
@@ -52,29 +68,40 @@ class Updates:
         trained = self._trained(optimizer)
         kinds: dict[str, list[Entry]] = {}
         if journal.empty:
-            kinds["initial"] = self._pieces(self._names.parameters()) or [entry for entry, _ in trained]
-            kinds["initial buffers"] = self._pieces(self._names.buffers())
+            kinds["initial"] = self._pieces(self._names.parameters()) or trained.entries
+            kinds["initial buffers"] = self._pieces(self._names.buffers(journal.thorough))
             kinds["initial state"] = self._state(optimizer, trained)
         elif self._whole(trained):
-            entries = [entry for entry, _ in trained]
-            if journal.as_left(entries):
+            if journal.as_left(trained.entries):
                 journal.record["begin"] = "weights"
             else:
-                kinds["begin"] = entries
+                kinds["begin"] = trained.entries
         kinds["grad"] = gradients = []
-        for (name, _, at), parameter in trained:
-            if parameter.grad is not None:
-                local, place = piece(parameter.grad)
+        for (name, _, at), parameter in zip(trained.entries, trained.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                local, place = (gradient, WHOLE) if trained.plain else piece(gradient)
                 gradients.append((name, local, at if place == WHOLE and local.numel() else place))
         journal.sums(kinds)
         journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
 
-    def _trained(self, optimizer: Any) -> Trained:
-        found = []
+    def _trained(self, optimizer: Any) -> _Trained:
+        """What it trains; looked for anew where it is another or is in shards, and in thorough steps."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        key = [self._names.count, *map(id, parameters)]
+        known = self._known.get(optimizer)
+        if known is not None and known.key == key and not self.journal.thorough:
+            return known
+        entries = []
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = self._names.of(parameter) or f"group{number}.{index}"
-                found.append((self._piece(name, parameter), parameter))
+                entries.append(self._piece(name, parameter))
+        plain = all(local is parameter for (_, local, _), parameter in zip(entries, parameters, strict=True))
+        found = _Trained(key, entries, parameters, plain)
+        self._known.pop(optimizer, None)
+        if plain:  # shards would be held in memory by it
+            self._known[optimizer] = found
         return found
 
     def _piece(self, name: str, tensor: Tensor) -> Entry:
@@ -85,15 +112,15 @@ class Updates:
     def _pieces(self, named: Any) -> list[Entry]:
         return [self._piece(name, tensor) for name, tensor in named if not tensor.is_meta]
 
-    def _whole(self, trained: Trained) -> bool:
-        return self.journal.thorough or sum(local.numel() for (_, local, _), _ in trained) <= _SMALL
+    def _whole(self, trained: _Trained) -> bool:
+        return self.journal.thorough or sum(local.numel() for _, local, _ in trained.entries) <= _SMALL
 
-    def _state(self, optimizer: Any, trained: Trained) -> list[Entry]:
+    def _state(self, optimizer: Any, trained: _Trained) -> list[Entry]:
         found = []
-        for (name, local, at), parameter in trained:
+        for (name, local, at), parameter in zip(trained.entries, trained.parameters, strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    mine, place = piece(value)
+                    mine, place = (value, WHOLE) if trained.plain else piece(value)
                     same = mine.numel() == local.numel() and mine.numel() > 1
                     found.append((f"{name}/{key}", mine, at if same else place))
         return found
@@ -119,7 +146,10 @@ class Updates:
             return
         if journal.within() and "opt" in journal.record:
             trained = self._trained(optimizer)
-            kinds = {"weights": [entry for entry, _ in trained], "buffers": self._pieces(self._names.buffers())}
+            kinds = {
+                "weights": trained.entries,
+                "buffers": self._pieces(self._names.buffers(journal.thorough)),
+            }
             if self._whole(trained):
                 kinds["state"] = self._state(optimizer, trained)
             journal.sums(kinds)
@@ -136,7 +166,7 @@ class Updates:
         journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
         weights = self._pieces(self._names.parameters())
         if journal.empty or journal.step == journal.options.first:
-            journal.sums({"initial": weights, "initial buffers": self._pieces(self._names.buffers())})
+            journal.sums({"initial": weights, "initial buffers": self._pieces(self._names.buffers(journal.thorough))})
         else:
             journal.sums({"begin": weights})
         groups = [self._numbers(group) for group in engine.optimizer.param_groups]
@@ -149,6 +179,8 @@ class Updates:
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()
             journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
-            weights, buffers = (self._pieces(named) for named in (self._names.parameters(), self._names.buffers()))
+            weights, buffers = (
+                self._pieces(named) for named in (self._names.parameters(), self._names.buffers(journal.thorough))
+            )
             journal.sums({"weights": weights, "buffers": buffers})
         journal.ended()
