@@ -12,6 +12,7 @@ from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.errors import ConfigError, DifferenceError
+from lockstep.trace.pooled import SLOTS
 from lockstep.trace.reading import FOLDER_FILE, FORMAT, read
 
 SCRIPT = """
@@ -21,6 +22,8 @@ secret = os.environ["MY_TOKEN"]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+with torch.inference_mode():
+    model(torch.ones(2, 3))
 steps = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 3)), 4, num_workers=1)
 for step, (x,) in enumerate(steps):
     def closure():
@@ -233,3 +236,49 @@ def test_spawned_processes_are_recorded_to_their_end(tmp_path):
     for each in lines.values():
         kinds = [json.loads(line)["t"] for line in each]
         assert (kinds.count("step"), kinds.count("end"), kinds[-1]) == (3, 1, "end")
+
+
+SHORT = """
+import os, sys, time, torch, multiprocessing
+torch.manual_seed(0)
+
+def train():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(43):
+        model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+if "--fork" in sys.argv:
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    process.join()
+else:
+    model = train()
+if "--wait" in sys.argv:
+    time.sleep(0.05)
+    model(torch.ones(1, 3))
+if "--die" in sys.argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_short_steps_are_written_a_few_at_a_time_and_none_is_lost(tmp_path):
+    (tmp_path / "train.py").write_text(SHORT)
+    found = {}
+    for name, words in (("end", []), ("fork", ["--fork"]), ("wait", ["--die", "--wait"]), ("die", ["--die"])):
+        command = ["-m", "lockstep", "trace", "-o", name, "--", sys.executable, "train.py", *words]
+        done = ran(*command, cwd=tmp_path, LOCKSTEP_TRACE_DEBUG="1")
+        assert done.returncode == (128 + signal.SIGKILL if "--die" in words else 0), done.stderr
+        (rank,) = read(tmp_path / name).parts[0].ranks.values()
+        assert [record["k"] for record in rank.steps] == list(range(len(rank.steps)))
+        found[name] = len(rank.steps), rank.end is not None
+    assert found["end"] == found["fork"] == (43, True)
+    assert found["wait"] == (43, False)  # what came afterwards wrote what waited
+    steps, ended = found["die"]
+    assert not ended
+    assert 43 - SLOTS < steps <= 43
+    done = ran("-m", "lockstep", "compare", "end", "fork", cwd=tmp_path)
+    assert done.stdout.startswith("SAME: the weights of all 43 steps have the same bits"), done

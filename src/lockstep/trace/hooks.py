@@ -55,7 +55,10 @@ def attach(_: ModuleType) -> None:
 
 def _forked() -> None:
     """A forked process records on its own, or nothing, as a loader's process does."""
-    _present[0] = Recorder(Options.read())
+    recorder = _present[0] = Recorder(Options.read())
+    processes = sys.modules.get("multiprocessing.util")
+    if processes is not None:  # its processes end without atexit; what they do at the end is asked for when they begin
+        processes.register_after_fork(recorder, lambda it: processes.Finalize(None, it.close, exitpriority=0))
 
 
 # Modules.

@@ -244,6 +244,7 @@ class Journal:
         self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0]})
         if self._writer is not None or self.record["fwd"]:
             self._flush()
+        self.on = False
 
     def fail(self, error: Exception) -> None:
         """Ends the recording, in one line."""

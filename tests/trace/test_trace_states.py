@@ -1,0 +1,54 @@
+"""A generator's digest says whether its state is another one, however little of it moved."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from lockstep.trace.states import state_digests
+
+
+@pytest.fixture(autouse=True)
+def _generators():
+    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(kept[0])
+    numpy.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "draw", "seed"),
+    [
+        ("torch", lambda: torch.rand(1), torch.manual_seed),
+        ("python", random.random, random.seed),
+        ("python", lambda: random.gauss(0, 1), random.seed),  # every other number is one that lies ready
+        ("numpy", numpy.random.random, numpy.random.seed),
+        ("numpy", numpy.random.standard_normal, numpy.random.seed),  # so too
+        ("numpy", lambda: numpy.random.shuffle([1, 2, 3]), numpy.random.seed),
+    ],
+)
+def test_each_draw_is_another_digest_of_that_generator_alone(name, draw, seed):
+    seed(7)
+    first = state_digests()
+    assert {"torch", "python", "numpy"} <= first.keys()
+    seen = [first[name]]
+    for _ in range(4):
+        assert state_digests()[name] == seen[-1]
+        draw()
+        after = state_digests()
+        assert {key: value for key, value in after.items() if key != name} == {
+            key: value for key, value in first.items() if key != name
+        }
+        seen.append(after[name])
+    assert len(set(seen)) == 5
+    seed(7)
+    assert state_digests() == first
+
+
+def test_a_models_own_generator_is_named():
+    own = torch.Generator().manual_seed(3)
+    before = state_digests([("noise", own)])["noise"]
+    torch.rand(1, generator=own)
+    assert state_digests([("noise", own)])["noise"] != before
