@@ -156,3 +156,20 @@ def test_what_waits_for_other_steps_is_what_it_was_when_it_was_taken():
         assert all(torch.equal(value, {**batch, **output}[name]) for name, value in alone.items())
     assert not pool.batch({}, Batch((torch.ones(3, 1 << 16),)))
     assert not pool.batch({}, Batch((torch.ones(3, 2), ["a", "b", "c"])))
+
+
+def test_what_waits_is_bounded_and_may_be_empty():
+    """An evaluation of any length holds no more than a few MiB; a rank may hold no element of any tensor."""
+    pool, records = Pool(put), [{} for _ in range(70)]
+    for record in records:
+        assert pool.batch(record, Batch((torch.ones(16, 1 << 10),)))
+        assert pool.output(record, [torch.ones(16, 1 << 10)])
+    assert sum("s" in record and "out" in record for record in records) >= 70 - (1 << 20) // (2 << 14)
+    pool.finish()
+    assert all("s" in record and "out" in record for record in records)
+    nothing, found = [torch.zeros(0, 3), torch.zeros(0)], [0, None]
+    pool.sums(Slots(nothing, [WHOLE, WHOLE]), nothing, [(found, 0, 2)])
+    pool.finish()
+    assert found[1] == bytes(2 * WIDTH * 8)
+    other = torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {}))
+    assert not Slots.suit([other], [WHOLE])

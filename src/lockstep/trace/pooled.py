@@ -21,6 +21,8 @@ __all__ = ["SLOTS", "Pool", "Slots", "put_digests"]
 SLOTS = 8  # steps that may wait
 _ROWS = 1024  # of sums, up to which a step's may wait: a MiB of memory for each step
 _ELEMENTS = 1 << 16  # of a batch, or of an output
+_HELD = 1 << 20  # elements of all batches and outputs: an evaluation may have any number
+_TYPES = (Tensor, torch.nn.Parameter)  # others may mean something else by a copy
 
 Put = Callable[..., None]
 
@@ -46,7 +48,11 @@ class Slots:
         """Whether these are few enough, on a CPU, and lie as they are meant."""
         rows = sum(-(-tensor.numel() // 256) + 1 for tensor in locals_)
         return rows <= _ROWS and all(
-            tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() and not place.run
+            type(tensor) in _TYPES
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and not tensor.is_complex()
+            and not place.run
             for tensor, place in zip(locals_, places, strict=True)
         )
 
@@ -83,6 +89,7 @@ class Pool:
         self._slots: list[Slots] = []
         self._batches: dict[Hashable, list[tuple[dict[str, Any], Batch]]] = {}
         self._outputs: dict[Hashable, list[tuple[dict[str, Any], list[Tensor]]]] = {}
+        self._held = 0
 
     def sums(self, slots: Slots, tensors: list[Tensor], into: list[tuple[list[Any], int, int]]) -> None:
         if len(slots.into) == SLOTS:
@@ -93,7 +100,7 @@ class Pool:
 
     def batch(self, record: dict[str, Any], batch: Batch) -> bool:
         """Takes a batch that is small enough, as it is now."""
-        key = _key([value for _, value in batch.leaves])
+        key = self._key([value for _, value in batch.leaves])
         if key is None:
             return False
         batch.leaves = [(path, value.clone()) for path, value in batch.leaves]
@@ -102,7 +109,7 @@ class Pool:
 
     def output(self, record: dict[str, Any], rows: list[Tensor]) -> bool:
         """Takes the rows of an output, as they are now."""
-        key = _key(rows)
+        key = self._key(rows)
         if key is None:
             return False
         self._outputs.setdefault(key, []).append((record, [row.clone() for row in rows]))
@@ -121,7 +128,20 @@ class Pool:
             found = outcomes([torch.cat(part) for part in parts]).view(len(outputs), -1, 2)
             for (record, _), each in zip(outputs, found, strict=True):
                 self._put(record, "out", each)
-        self._slots, self._batches, self._outputs = [], {}, {}
+        self._slots, self._batches, self._outputs, self._held = [], {}, {}, 0
+
+    def _key(self, values: list[Any]) -> Hashable:
+        """What tensors must have alike to be computed together; None where they cannot wait."""
+        for value in values:
+            if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+                return None
+        count = sum(value.numel() for value in values)
+        if not values or count > _ELEMENTS:
+            return None
+        if self._held + count > _HELD:
+            self.finish()
+        self._held += count
+        return tuple((value.shape, value.dtype) for value in values)
 
 
 def put_digests(put: Put, record: dict[str, Any], digests: Digests, number: int = 0) -> None:
@@ -133,12 +153,3 @@ def put_digests(put: Put, record: dict[str, Any], digests: Digests, number: int 
     ):
         if tensor is not None:
             put(record, name, tensor[number], form)
-
-
-def _key(values: list[Any]) -> Hashable:
-    """What tensors must have alike to be computed together; None where they cannot wait."""
-    if not values or not all(isinstance(value, Tensor) and value.device.type == "cpu" for value in values):
-        return None
-    if sum(value.numel() for value in values) > _ELEMENTS or any(value.layout is not torch.strided for value in values):
-        return None
-    return tuple((value.shape, value.dtype) for value in values)

@@ -158,7 +158,7 @@ class Plan:
         made = [
             torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
         ]
-        views = [[room.new_empty(shape) for shape in self._shapes] for room in made[:1] for _ in range(times)]
+        views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # where none has a row
         for pack, room in zip(self._packs, made, strict=True):
             for time, rows in enumerate(torch.split(room, pack.rows)):
                 flat, at = rows.view(-1), 0
