@@ -6,7 +6,8 @@ attach/sitecustomize.py     run by Python at its start; imports.py waits for tor
 hooks.py, frameworks.py     where it is attached
 recorder.py                 what they fill: passes.py (batches, forwards, backwards), updates.py, both by names.py
 journal.py                  a record a step, of sums.py (tensors), samples.py (batches), states.py (generators)
-held.py, writing.py         one read of the device a step, one line of a file
+pooled.py, held.py          small work of a few steps at once, one read of the device a step
+writing.py                  one line of a file
 
 Comparing, without torch: reading.py, pairing.py (which step belongs to which), judge*.py (stage by stage), causes.py.
 """

@@ -1,4 +1,4 @@
-"""One file of a trace: a JSON object a line, written at once, so that a kill leaves what was there.
+"""One file of a trace: a JSON object a line, written at once, so that a kill leaves what was put there.
 
 writer = Writer(folder, 64 << 20, header())
 writer.put({"t": "step", "k": 0, ...})      # False: the file is full
