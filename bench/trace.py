@@ -2,11 +2,13 @@
 
     python bench/trace.py                       both models, five rounds
     python bench/trace.py --only transformer --rounds 9
+    python bench/trace.py --turns --rounds 20       the tiny model in one process, the recorder on and off in turn
 
 Each round runs the same script twice, in a process of its own, once under `lockstep trace`; which comes first changes
-from round to round. The figure is the median over the rounds of (median step with) / (median step without). The first
-steps, in which every module's output is digested too, are left out, and shown apart. --cpu counts processor time, for a
-machine that has other work.
+from round to round. The figure is the median over the rounds of (mean step with) / (mean step without): short steps are
+written a few at a time, which a median step would leave out. The first steps, in which every module's output is
+digested too, are left out, and shown apart. --cpu counts processor time, for a machine that has other work; so does
+--turns, which leaves out what the hooks take while the recorder is off.
 """
 
 import argparse
@@ -69,14 +71,36 @@ def timed(name: str, steps: int, cpu: bool, folder: Path | None) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def turns(rounds: int) -> list[list[float]]:
+    """[mean seconds of processor time of a tiny step with the recorder on, the same with it off] of each round."""
+    import torch  # brings the recorder
+
+    torch.set_num_threads(1)
+    journal = sys.modules["lockstep.trace.hooks"].present().journal  # this process is traced
+    train("tiny", 100, True)
+    found = []
+    for number in range(rounds):
+        means = {}
+        for on in (False, True) if number % 2 else (True, False):
+            journal.on = on
+            means[on] = statistics.mean(train("tiny", 50, True)[2:])
+        found.append([means[True], means[False]])
+    journal.on = True
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", choices=["", "transformer", "tiny"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="of the Transformer; of the tiny model ten times as many")
     parser.add_argument("--cpu", action="store_true", help="processor time, for a machine that has other work")
+    parser.add_argument("--turns", action="store_true", help="the tiny model in one process, by processor time")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child and args.turns:
+        print(json.dumps(turns(args.rounds)))
+        return
     if args.child:
         print(json.dumps(train(args.child, args.steps, args.cpu)))
         return
@@ -86,6 +110,17 @@ def main() -> None:
         f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread", flush=True
     )
     with tempfile.TemporaryDirectory() as temporary:
+        if args.turns:
+            command = [sys.executable, "-m", "lockstep", "trace", "-o", f"{temporary}/turns", "--", sys.executable]
+            command += [__file__, "--child", "tiny", "--turns", "--rounds", str(args.rounds)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            pairs = json.loads(done.stdout.splitlines()[-1])
+            ratios = sorted(on / off for on, off in pairs)
+            print(
+                f"tiny, in turns: {statistics.median(ratios):.2f} times the step ({ratios[0]:.2f} to {ratios[-1]:.2f}; "
+                f"aim {AIM}), {1e3 * statistics.median(off for _, off in pairs):.1f} ms without"
+            )
+            return
         for name in ("transformer", "tiny"):
             if args.only not in ("", name):
                 continue
