@@ -1,9 +1,9 @@
 """The labelled scripts: how a label is matched, and what stands of the labels of two readers.
 
-`labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 289 others and one reader's of
-120 (its part `development5`). An entry of the second has "readers", each with "labels" and "arguable" of its own, and
-after somebody has settled where they differ "labels" and "arguable" beside it. A label is `{"rule", "line"}`; in a
-notebook `{"rule", "cell", "line"}`, the line counted within the cell.
+`labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 289 others and one
+reader's of 120 (its part `development5`). An entry of the second has "readers", each with "labels" and "arguable" of
+its own, and after somebody has settled where they differ "labels" and "arguable" beside it. A label is `{"rule",
+"line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within the cell.
 """
 
 import json
