@@ -163,6 +163,8 @@ if __name__ == "__main__":
         ({"decorator": "@wrap(cfg=1)"}, False),
         ({"first": "logging.basicConfig(level=10 if cfg.rank == 0 else 50)"}, False),
         ({"imports": "from accelerate.logging import get_logger", "logger": "log = get_logger(__name__)"}, False),
+        ({"imports": "import accelerate", "logger": "log = accelerate.logging.get_logger(__name__)"}, False),
+        ({"imports": "from util import log_tools", "logger": "log = log_tools.get_logger(__name__)"}, True),
     ],
 )
 def test_hydra_sets_up_logging_on_every_rank(change, told):

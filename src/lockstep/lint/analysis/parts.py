@@ -14,13 +14,13 @@ __all__ = ["divides", "parts"]
 CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node")
 RANK = r"[\w.]*(?:rank|get_rank\(\))"
 COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
+SLICE = rf"\[\s*{RANK}\s*::"
 PART = re.compile(
     rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
-    rf"|\[{RANK}::|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
+    rf"|{SLICE}|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
     rf"|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
 )
 SHARD = re.compile(rf"\bshard_id={RANK}")
-SLICE = re.compile(rf"\[\s*{RANK}\s*::")
 
 
 def divides(node: ast.AST) -> bool:
@@ -48,6 +48,6 @@ def _parts(module: Module) -> Iterator[str]:
     if "shard_id" in module.text:
         texts = (ast.unparse(site.stmt) for site in module.sites() if keyword(site.call, "shard_id") is not None)
         yield from (text for text in texts if SHARD.search(text))
-    for found in SLICE.finditer(module.text):
+    for found in re.finditer(SLICE, module.text):
         start = module.text.rfind("\n", 0, found.start()) + 1
         yield module.text[start : found.end()]

@@ -48,6 +48,14 @@ class Programs:
         return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
 
     @kept
+    def accelerated(self, module: Module) -> bool:
+        """Whether a script makes an Accelerator, of which `accelerate launch` starts several."""
+        if "Accelerator" not in module.text or module.path.endswith(".ipynb"):
+            return False
+        names = self.calls.names
+        return any(names.qualify(s.call.func, s.scope) == "accelerate.Accelerator" for s in module.sites("Accelerator"))
+
+    @kept
     def started(self, module: Module) -> bool:
         """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
         return any(

@@ -5,7 +5,7 @@ import re
 
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import choices, guards, withs
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, last
 from lockstep.lint.analysis.programs import Programs
@@ -99,3 +99,10 @@ class Ranks:
         if spawned is not None:
             return scope in spawned
         return self.programs.involved(scope)
+
+    def everywhere(self, site: Site, module: Module) -> bool:
+        """Whether every rank makes a call in a program that a file is of, Accelerate's among them."""
+        if not (self.programs.accelerated(module) or self.programs.accelerated(site.module)):
+            return self.every(site.stmt, site.scope)
+        kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
+        return not kept and not self.alone(site.scope)

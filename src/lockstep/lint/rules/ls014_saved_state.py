@@ -194,7 +194,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
         site.scope.kind == "function"
         and not view.calls.callers(site.scope)
         and not view.ranks.programs.direct(view.module)
-        and not accelerates(view)
+        and not view.ranks.programs.accelerated(view.module)
     ):
         return False
     callers = view.calls.callers(site.scope)
@@ -207,18 +207,8 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
-    if not accelerates(view):
-        return view.ranks.every(site.stmt, site.scope) and ("horovod" in view.frameworks or replicated(view))
-    ranks = view.ranks
-    return not (
-        ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
-    )
-
-
-def accelerates(view: View) -> bool:
-    """Whether a script makes an Accelerator, of which `accelerate launch` starts several."""
-    made = any(view.full(site) == "accelerate.Accelerator" for site in view.sites("Accelerator"))
-    return made and not view.module.path.endswith(".ipynb")
+    shared = view.ranks.programs.accelerated(view.module) or "horovod" in view.frameworks or replicated(view)
+    return shared and view.ranks.everywhere(site, view.module)
 
 
 def sorted_by_arguments(view: View, callers: list[Site]) -> bool:

@@ -33,7 +33,7 @@ def check(view: View) -> Iterator[Found]:
     """Looks for `download=True` and fetching calls in the code that all ranks run."""
     if not view.distributed:
         if "accelerate" in view.frameworks:
-            yield from under_accelerate(view)
+            yield from beside_accelerator(view)
         return
     for site in view.sites():
         if not fetches(view, site) or own(site) or in_turn(view, site):
@@ -60,7 +60,7 @@ def own(site: Site) -> bool:
     return any(RANK.search(word) or OWN.search(word) for word in words)
 
 
-def under_accelerate(view: View) -> Iterator[Found]:
+def beside_accelerator(view: View) -> Iterator[Found]:
     """A download in the function that makes the Accelerator, of which `accelerate launch` starts several."""
     for site in view.sites():
         made = [s for s in site.scope.named("Accelerator") if view.full(s).startswith("accelerate")]

@@ -57,7 +57,7 @@ PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]"
 def check(view: View) -> Iterator[Found]:
     """Looks for output in the code that every rank runs."""
     if (
-        not (view.distributed or under_accelerate(view.module))
+        not (view.distributed or view.ranks.programs.accelerated(view.module))
         or "print" in view.module.top.defs
         or "print" in view.module.imports
     ):
@@ -68,7 +68,7 @@ def check(view: View) -> Iterator[Found]:
     levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
-        if not what or not everywhere(view, site) or failing(view, site):
+        if not what or not view.ranks.everywhere(site, view.module) or failing(view, site):
             continue
         if view.ranks.chosen(site) or view.ranks.programs.idle(site.scope) or (what == "log" and levelled):
             continue
@@ -80,24 +80,6 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
         elif loguru(view, site) or (from_logging(site.module) and plain_logging(view)):
             yield at(site, "every rank logs this: log on rank 0 only")
-
-
-def under_accelerate(module: Module) -> bool:
-    """Whether a file makes an Accelerator, of which `accelerate launch` starts several."""
-    made = module.imports.get("Accelerator")
-    if made is None or made.full != "accelerate.Accelerator" or module.path.endswith(".ipynb"):
-        return False
-    return any(True for _ in module.sites("Accelerator"))
-
-
-def everywhere(view: View, site: Site) -> bool:
-    """Whether every process makes a call."""
-    if not (under_accelerate(view.module) or under_accelerate(site.module)):
-        return view.ranks.every(site.stmt, site.scope)
-    ranks = view.ranks
-    return not (
-        ranks.main_only(site.stmt, site.scope) or ranks.single(site.stmt, site.scope) or ranks.alone(site.scope)
-    )
 
 
 def speaks(view: View, site: Site) -> str:
@@ -201,7 +183,12 @@ def shows_debug(site: Site) -> bool:
 
 def from_logging(module: Module) -> bool:
     """Whether a file's loggers may be the standard library's: those of Accelerate write on the main process alone."""
-    return all(item.module != "accelerate.logging" for item in module.imports.values())
+    makers = [site.call.func for site in module.sites("get_logger")]
+    given = (item.module for item in module.imports.values())
+    return "accelerate.logging" not in {
+        *given,
+        *(dotted(item.value) for item in makers if isinstance(item, ast.Attribute)),
+    }
 
 
 def plain_logging(view: View) -> bool:
@@ -211,7 +198,7 @@ def plain_logging(view: View) -> bool:
     found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
     if not found:
         return any(map(by_hydra, members))
-    return all(everywhere(view, s) and not by_rank(view, s) for s in found)
+    return all(view.ranks.everywhere(s, view.module) and not by_rank(view, s) for s in found)
 
 
 def by_hydra(module: Module) -> bool:
