@@ -282,3 +282,40 @@ def test_short_steps_are_written_a_few_at_a_time_and_none_is_lost(tmp_path):
     assert 47 - SLOTS < steps <= 47
     done = ran("-m", "lockstep", "compare", "end", "fork", cwd=tmp_path)
     assert done.stdout.startswith("SAME: the weights of all 47 steps have the same bits"), done
+
+
+BETWEEN = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(8):
+    if step == 5:
+        exec(sys.argv[1])
+    model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("touch", "moved"),
+    [
+        ("pass", False),
+        ("model.weight.data = model.weight.data.clone()", False),  # another place, the same bits
+        ("model.weight.data.view(torch.int32)[0, 2] ^= 1", True),
+        ("model.bias.detach().numpy()[0] += 1", True),  # torch does not count it as a change
+    ],
+)
+def test_a_weight_that_moves_between_two_steps_is_seen(touch, moved, tmp_path):
+    (tmp_path / "train.py").write_text(BETWEEN)
+    for name, words in (("plain", "pass"), ("touched", touch)):
+        done = ran("-m", "lockstep", "trace", "-o", name, "--", sys.executable, "train.py", words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "touched").glob("*.jsonl")
+    steps = [record for line in path.read_text().splitlines() if (record := json.loads(line))["t"] == "step"]
+    begins = [record.get("begin") == "weights" for record in steps]  # told as what the step before left
+    assert begins == [number > 0 and not (moved and number == 5) for number in range(8)]
+    done = ran("-m", "lockstep", "compare", "plain", "touched", cwd=tmp_path)
+    assert done.returncode == (3 if moved else 0), done
+    assert ("step 5" in done.stdout) is moved, done
