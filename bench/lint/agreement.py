@@ -3,7 +3,7 @@
 LABELS is labels2.json unless another file is named. A reader's label is in common where the other reader has one of the
 same rule within LINES lines (anywhere in the file for what is missing), once among strong labels alone, once also where
 the other calls it arguable. Cohen's kappa is over (file, rule): whether a reader has a strong label of the rule there.
-With --details each label that one reader has alone is printed, of scripts kept aside only with `--part aside`.
+With --details each label that one reader has alone is printed, of scripts kept aside only where --part names them.
 `--add NAME FILE` puts a reading into LABELS: a list of one reader's entries of the same scripts. It replaces none.
 """
 
@@ -136,7 +136,7 @@ def main():
     entries = [e for e in entries if {first, second} <= e["readers"].keys()]
     report(entries, first, second)
     if args.details:
-        differences([e for e in entries if args.part or e["part"] != ASIDE], first, second)
+        differences([e for e in entries if args.part or e["part"] not in ASIDE], first, second)
     print(f"{len(WHOLE_FILE)} rules are compared over the whole file: {', '.join(sorted(WHOLE_FILE))}")
 
 

@@ -1,9 +1,9 @@
 """The labelled scripts: how a label is matched, and what stands of the labels of two readers.
 
-`labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 289 others and one
-reader's of 120 (its part `development5`). An entry of the second has "readers", each with "labels" and "arguable" of
-its own, and after somebody has settled where they differ "labels" and "arguable" beside it. A label is `{"rule",
-"line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within the cell.
+`labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 362 others and one
+reader's of 238 (its parts `development5` and `development6`). An entry of the second has "readers", each with "labels"
+and "arguable" of its own, and after somebody has settled where they differ "labels" and "arguable" beside it. A label
+is `{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within the cell.
 """
 
 import json
@@ -13,8 +13,8 @@ __all__ = ["ASIDE", "FIRST", "LINES", "SECOND", "WHOLE_FILE", "entries", "matche
 
 FIRST = Path(__file__).with_name("labels.json")
 SECOND = Path(__file__).with_name("labels2.json")
-# Scripts on which no rule may be made: they are scored only where they are asked for by this name.
-ASIDE = "aside"
+# Scripts on which no rule may be made: they are scored only where they are asked for by these names.
+ASIDE = ("aside", "aside2")
 LINES = 6
 # What is missing has no line of its own.
 WHOLE_FILE = {
@@ -66,7 +66,7 @@ def settled(entry):
 def entries(path=FIRST, part=None):
     """The entries of a file of labels, settled; those kept aside only where `part` names them."""
     found = json.loads(Path(path).read_text(encoding="utf-8"))
-    return [settled(e) for e in found if e["part"] == part or (part is None and e["part"] != ASIDE)]
+    return [settled(e) for e in found if e["part"] == part or (part is None and e["part"] not in ASIDE)]
 
 
 def script(folder, entry):

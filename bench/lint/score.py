@@ -2,8 +2,9 @@
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
-A label that is arguable counts neither for nor against. FILE is labels.json, or labels2.json; scripts of a part "aside"
-are scored only with `--part aside`. With --torchfix COMMAND, TorchFix's findings on the same files are counted beside.
+A label that is arguable counts neither for nor against. FILE is labels.json, or labels2.json; scripts of the parts
+"aside" and "aside2" are scored only where --part names them. With --torchfix COMMAND, TorchFix's findings on the same
+files are counted beside.
 """
 
 import argparse
