@@ -3,7 +3,7 @@
 import ast
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import argument, base, constant, keyword
+from lockstep.lint.analysis.nodes import argument, base, constant, keyword, last
 from lockstep.lint.analysis.view import View
 
 __all__ = ["makes_file", "reads_file", "same_path", "written"]
@@ -15,7 +15,10 @@ def written(view: View, site: Site) -> ast.expr | None:
     if full in ("torch.save", "torch.jit.save", "safetensors.torch.save_file"):
         return argument(site.call, 1, "f" if full.startswith("torch") else "filename")
     if site.name == "save_pretrained" and keyword(site.call, "is_main_process") is None:
-        return argument(site.call, 0, "save_directory") if view.kinds.is_model(site.receiver, site.scope) else None
+        model = view.kinds.is_model(site.receiver, site.scope) or any(
+            last(call) == "unwrap_model" for call, _, _ in view.origins.calls_of(site.receiver, site.scope)
+        )
+        return argument(site.call, 0, "save_directory") if model else None
     return None
 
 

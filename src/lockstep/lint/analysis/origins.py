@@ -11,7 +11,7 @@ from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
 
-__all__ = ["Origin", "Origins", "default"]
+__all__ = ["SAME", "Origin", "Origins", "default", "element_of"]
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {
@@ -29,6 +29,8 @@ SAME = {
     "detach",
 }
 SAME |= {"contiguous", "clone", "xpu", "npu"}
+# What a function is given and gives back alike: compiled, or as a copy.
+PASSING = {"torch.compile", "copy.deepcopy", "copy.copy"}
 MAX_STEPS = 120
 # A name that is bound more often than this in one scope is generated code.
 MAX_BINDS = 40
@@ -190,8 +192,8 @@ class _Walk:
         if isinstance(node.func, ast.Attribute) and node.func.attr in SAME and not self.names.qualify(node.func, scope):
             yield node.func.value, scope, entry
             return
-        if node.args and self.names.qualify(node.func, scope) == "torch.compile":
-            yield node.args[0], scope, entry  # passes everything on to what it compiles
+        if node.args and self.names.qualify(node.func, scope) in PASSING:
+            yield node.args[0], scope, entry
             return
         target = self.origins.calls.target(node, scope)
         if target is not None and target.kind == "function":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names
-from lockstep.lint.analysis.nodes import keyword
+from lockstep.lint.analysis.nodes import dotted, keyword, last, walk
 from lockstep.lint.analysis.origins import Origin, Origins
 
 __all__ = ["Wrappers"]
@@ -35,28 +35,107 @@ class Wrappers:
 
     def wrapper(self, site: Site) -> str:
         """ "ddp", "dp" or "fsdp" for a call that wraps a model, else ""."""
-        return self.wrapper_name(self.names.qualify(site.call.func, site.scope) or "", site.call)
+        return self.of_call(site.call, site.scope)
 
-    def wrapper_name(self, full: str, call: ast.Call) -> str:
-        """The wrapper that a full name stands for."""
-        if not full.endswith(("Parallel", "DDP")):
+    def of_call(self, call: ast.Call, scope: Scope) -> str:
+        """The wrapper that a call makes: of torch, or of a class of the project that derives from one of torch's."""
+        full = self.names.qualify(call.func, scope)
+        if not (full or last(call.func)).endswith(("Parallel", "DDP")):
             return ""
-        name = full.rsplit(".", 1)[-1]
-        if name == DDP or (name == "DDP" and "parallel" in full):
-            return "ddp"
-        if name == "DataParallel" and full.startswith("torch.nn"):
-            return "dp"
-        return "fsdp" if name == "FullyShardedDataParallel" else ""
+        kind = named(full)
+        if not kind and not full.startswith("torch."):
+            owner = self.names.definition(call.func, scope)
+            bases = self.names.bases_of(owner) if owner is not None and owner.kind == "class" else iter(())
+            kind = next(filter(None, map(named, bases)), "")
+        return kind
 
     def wrapped(self, node: ast.expr, scope: Scope) -> Iterator[tuple[str, ast.Call, Origin]]:
         """The wrappers that a value may come from."""
         for origin in self.origins.of(node, scope):
             call = origin.call
             if call is not None:
-                kind = self.wrapper_name(self.names.qualify(call.func, origin.scope), call)
+                kind = self.of_call(call, origin.scope)
                 if kind:
                     yield kind, call, origin
+
+    def put_on(self, node: ast.expr, scope: Scope) -> Iterator[str]:
+        """The wrappers that code of other places puts on an attribute of a method's object (`agent.net = DDP(...)`)."""
+        attribute = node.attr if isinstance(node, ast.Attribute) and dotted(node) == f"self.{node.attr}" else ""
+        for member in self.names.project.family(scope.module) if attribute and scope.owner is not None else ():
+            for kind, site in self.made(member):
+                for target in site.stmt.targets if isinstance(site.stmt, ast.Assign) else ():
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and target.attr == attribute
+                        and last(target.value) != "self"
+                        and self.origins.calls.class_of(target.value, site.scope) is scope.owner
+                    ):
+                        yield kind
 
     def inner(self, call: ast.Call) -> ast.expr | None:
         """The model that a wrapper call wraps."""
         return call.args[0] if call.args else keyword(call, "module")
+
+    def held(self, node: ast.expr, stmt: ast.stmt, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What an item of a list or a dictionary may be: `nets[name]`, or the variable of a loop or a comprehension."""
+        if isinstance(node, ast.Subscript):
+            table: ast.expr | None = node.value
+        else:
+            table = runs_over(node, stmt) or next(
+                (
+                    bind.value
+                    for bind, _ in self.origins.binds(dotted(node) or "", scope, node.lineno)
+                    if bind.how == "for"
+                ),
+                None,
+            )
+        while isinstance(table, ast.Call) and (table.args or isinstance(table.func, ast.Attribute)):
+            table = table.args[0] if table.args else table.func.value  # type: ignore[attr-defined]
+        key = dotted(table)
+        if key is None:
+            return
+        homes = scope.owner.defs.values() if key.startswith("self.") and scope.owner is not None else [scope]
+        for home in homes:
+            for bind in home.binds.get(key, []):
+                yield from ((value, home) for value in elements(bind.value))
+            for other in home.stmts:
+                if isinstance(other, ast.Assign) and any(
+                    isinstance(target, ast.Subscript) and dotted(target.value) == key for target in other.targets
+                ):
+                    yield other.value, home
+            yield from (
+                (s.call.args[0], home) for s in home.named("append") if dotted(s.receiver) == key and s.call.args
+            )
+
+
+def named(full: str) -> str:
+    """The wrapper that a full name stands for."""
+    name = full.rpartition(".")[2]
+    if name == DDP or (name == "DDP" and "parallel" in full):
+        return "ddp"
+    if name == "DataParallel" and full.startswith("torch.nn"):
+        return "dp"
+    return "fsdp" if name == "FullyShardedDataParallel" else ""
+
+
+def runs_over(node: ast.expr, stmt: ast.stmt) -> ast.expr | None:
+    """What the comprehension in a statement runs over whose variable a name is."""
+    for item in walk(stmt):
+        if isinstance(item, ast.comprehension) and any(
+            isinstance(name, ast.Name) and name.id == dotted(node) for name in walk(item.target)
+        ):
+            return item.iter
+    return None
+
+
+def elements(table: ast.expr | None) -> list[ast.expr]:
+    """What stands in a list, a tuple or a dictionary that is written out."""
+    if isinstance(table, ast.Dict):
+        return table.values
+    if isinstance(table, ast.List | ast.Tuple):
+        return table.elts
+    if isinstance(table, ast.DictComp):
+        return [table.value]
+    if isinstance(table, ast.ListComp):
+        return [table.elt]
+    return []

@@ -8,16 +8,17 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, written
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
+from lockstep.lint.analysis.origins import SAME, element_of
 from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.saving import SAVES, is_saved
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-SAVES = re.compile(r"^save(_on_master|_checkpoint|_model|_state|_ckpt|_file)?$|^(torch_)?save$")
 # What takes the wrapper's names off.
-STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix")
+STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix", "[7:]")
 NEAR = 10
 ACCELERATE = "Accelerate"
 # A test of the rank, which says nothing of the wrapper.
@@ -28,9 +29,9 @@ OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 def check(view: View) -> Iterator[Found]:
     """Looks at what is saved, by whom, and who reads it when."""
     for site in view.sites("state_dict"):
-        if not stripped(view, site) and saved(view, site):
+        if (view.wrappers.kinds(view.module) or "accelerate" in view.frameworks) and not stripped(view, site):
             kind = wrapper(view, site)
-            if kind:
+            if kind and is_saved(view, site.call, site.stmt, site.scope):
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 yield at(
                     site,
@@ -93,6 +94,8 @@ def whole(view: View, site: Site) -> str:
         values = origin.node.values if isinstance(origin.node, ast.Dict) else []
         for value, home in ((site.call.args[0], site.scope), *((value, origin.scope) for value in values)):
             kinds = {kind for kind, _, _ in view.wrappers.wrapped(value, home)} if dotted(value) else set()
+            if dotted(value) and view.kinds.is_model(value, home) and prepared(view, value, site.stmt, home, 0):
+                return ACCELERATE
             if kinds & {"ddp", "dp"} and not taken_out(view, value, home):
                 return "DDP" if "ddp" in kinds else "DataParallel"
     return ""
@@ -105,43 +108,58 @@ def taken_out(view: View, node: ast.expr, scope: Scope) -> bool:
 
 def wrapper(view: View, site: Site) -> str:
     """The wrapper, DDP or DataParallel, that the state is taken from."""
-    if (
-        site.receiver is not None
-        and view.kinds.is_model(site.receiver, site.scope)
-        and prepared(view, site.receiver, site.scope, 0)
-    ):
-        return "" if guarded_by_type(view, site) else ACCELERATE
-    if site.receiver is None or dotted(site.receiver) is None:
+    node = site.receiver
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SAME:
+        node = node.func.value
+    if node is None or guarded_by_type(view, site):
         return ""
-    kinds = {kind for kind, _, _ in view.wrappers.wrapped(site.receiver, site.scope)}
-    if "fsdp" in kinds or guarded_by_type(view, site):
-        return ""
-    if taken_out(view, site.receiver, site.scope):
+    if view.kinds.is_model(node, site.scope) and prepared(view, node, site.stmt, site.scope, 0):
+        return ACCELERATE
+    kinds = made_as(view, node, site.scope) or set(view.wrappers.put_on(node, site.scope))
+    if not kinds and any(origin.node is node for origin in view.origins.of(node, site.scope)):
+        held = view.wrappers.held(node, site.stmt, site.scope)
+        kinds = {kind for value, home in held for kind in made_as(view, value, home)}
+    sharded = "fsdp" in kinds and (len(kinds) == 1 or knows_shards(view, site.scope))
+    if sharded or taken_out(view, node, site.scope):
         return ""
     return "DDP" if "ddp" in kinds else "DataParallel" if "dp" in kinds else ""
 
 
-def prepared(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
+def made_as(view: View, node: ast.expr, scope: Scope) -> set[str]:
+    """The wrappers that a value may come from."""
+    return {kind for kind, _, _ in view.wrappers.wrapped(node, scope)}
+
+
+def knows_shards(view: View, scope: Scope) -> bool:
+    """Whether a function knows of FSDP, whose state it takes in another way."""
+    return any(view.effects.mentioned_in(scope, word) for word in ("fsdp", "FSDP", "state_dict_type"))
+
+
+def prepared(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, depth: int) -> bool:
     """Whether a model, or one in a dictionary of models, is what Accelerate made of it."""
-    item = isinstance(node, ast.Subscript)
-    key = dotted(node.value if isinstance(node, ast.Subscript) else node)
-    if key is None or "accelerate" not in view.frameworks:
+    if "accelerate" not in view.frameworks or depth > 3:
         return False
-    given = [bind.value for bind, _ in view.origins.binds(key, scope, node.lineno)]
-    if item:
-        given += [s.call for s in scope.named("prepare") if puts(s.stmt, key)]
-    if any(isinstance(value, ast.Call) and last(value) == "prepare" for value in given):
+    if any(
+        last(value) == "prepare" for value, _ in view.wrappers.held(node, stmt, scope) if isinstance(value, ast.Call)
+    ):
         return True
-    callers = view.calls.callers(scope)[:8] if key in scope.params and not given and depth < 3 else []
-    values = [(passed(site, scope, key), site.scope) for site in callers]
-    return any(value is not None and prepared(view, value, home, depth + 1) for value, home in values)
-
-
-def puts(stmt: ast.stmt, key: str) -> bool:
-    """Whether a statement puts something into a dictionary."""
-    return isinstance(stmt, ast.Assign) and any(
-        isinstance(target, ast.Subscript) and dotted(target.value) == key for target in stmt.targets
-    )
+    key = dotted(node)
+    if key is None:
+        return False
+    given = view.origins.binds(key, scope, node.lineno)
+    if any(isinstance(bind.value, ast.Call) and last(bind.value) == "prepare" for bind, _ in given):
+        return True
+    values: list[tuple[ast.expr, ast.stmt, Scope]] = [
+        (value, bind.stmt, home)
+        for bind, home in given
+        for value in (element_of(bind.value, bind.path) if bind.value is not None else ())
+        if isinstance(value, ast.Name | ast.Attribute)
+    ]
+    for site in view.calls.callers(scope)[:8] if key in scope.params and not given else ():
+        value = passed(site, scope, key)
+        if value is not None:
+            values.append((value, site.stmt, site.scope))
+    return any(prepared(view, value, where, home, depth + 1) for value, where, home in values)
 
 
 def guarded_by_type(view: View, site: Site) -> bool:
@@ -162,27 +180,6 @@ def guarded_by_type(view: View, site: Site) -> bool:
             "not args.distributed",
             "not distributed",
         )
-    )
-
-
-def saved(view: View, site: Site) -> bool:
-    """Whether the state is written to a file: in the call of a save, or under a name that is saved."""
-    for other in site.scope.sites:
-        if other.stmt is site.stmt and other is not site and SAVES.search(other.name) and within(site.call, other.call):
-            return True
-    names = {bind.key for bind in site.scope.bound(site.stmt)}
-    names = {name.split(".")[0] if "[" in name else name for name in names}
-    return any(
-        SAVES.search(other.name)
-        and any(name in set(idents(arg)) or dotted(arg) == name for arg in other.call.args for name in names)
-        for other in site.scope.sites
-        if other.line >= site.line
-    )
-
-
-def within(inner: ast.expr, outer: ast.Call) -> bool:
-    return any(
-        node is inner for argument in (*outer.args, *(k.value for k in outer.keywords)) for node in walk(argument)
     )
 
 
