@@ -44,11 +44,20 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("save", "save_file", "save_pretrained"):
         path = written(view, site)
         if path is not None and by_all(view, site, path):
-            yield at(site, "every rank writes this file at once: save on rank 0 only")
+            for place in unguarded(view, site):
+                yield at(place, "every rank writes this file at once: save on rank 0 only")
     for site in view.sites():
         if SAVES.search(site.name) and handed_over(view, site):
             yield at(site, "every rank has this helper write one file at once: call it on rank 0 only")
     yield from unwaited(view)
+
+
+def unguarded(view: View, site: Site) -> list[Site]:
+    """Where to tell of a save by all ranks: at the calls of its function that forgot the test which others have."""
+    callers = view.calls.callers(site.scope)
+    bare = [call for call in callers if not view.ranks.main_only(call.stmt, call.scope)]
+    here = [call for call in bare if call.module is view.module]
+    return here if here and len(bare) < len(callers) else [site]
 
 
 def replicated(view: View) -> bool:
