@@ -246,18 +246,19 @@ def test_fsdp_is_told_where_it_wraps():
     assert [(HEAD + script).split("\n")[finding.line - 1].strip() for finding in found] == ["return FSDP(model)"]
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_an_end_in_a_file_that_is_imported(tmp_path, ends):
-    """What another script that starts this one calls besides is no part of this one."""
+@pytest.mark.parametrize(("ends", "called"), [(False, False), (True, False), (True, True)])
+def test_an_end_in_a_file_that_is_imported(tmp_path, ends, called):
+    """What another script that starts this one calls besides is no part of this one, nor is what it never calls."""
     (tmp_path / "pyproject.toml").write_text("")
     helper = "def size():\n    return 1\n" + ("def end():\n    dist.destroy_process_group()\n" if ends else "")
     (tmp_path / "helper.py").write_text(HEAD + helper)
     (tmp_path / "other.py").write_text("from absent import finish\nfrom train import main\nmain(), finish()\n")
-    script = "from helper import size\n\ndef main():\n    dist.init_process_group('nccl')\n    size()\n\n"
+    script = "import helper\n\ndef main():\n    dist.init_process_group('nccl')\n    helper.size()\n"
+    script += "    helper.end()\n\n" if called else "\n"
     script += "if __name__ == '__main__':\n    main()\n"
     (tmp_path / "train.py").write_text(HEAD + script)
     found = check_paths([str(tmp_path / "train.py")], configure({}, "LS019", ""))
-    assert [finding.rule for finding in found] == ["LS019"] * (not ends)
+    assert [finding.rule for finding in found] == ["LS019"] * (not called)
 
 
 @pytest.mark.parametrize("code", ["LS003", "LS009", "LS037"])

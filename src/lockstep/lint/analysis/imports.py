@@ -11,12 +11,28 @@ from pathlib import Path
 
 from lockstep.lint.analysis.source import MAX_BYTES
 
-__all__ = ["ROOT_MARKS", "SKIPPED", "Graph", "Paths", "draw", "root_of"]
+__all__ = ["KNOWN", "ROOT_MARKS", "SKIPPED", "Graph", "Paths", "draw", "root_of"]
 
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
 EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
 EXTERNAL |= {"apex", "yaml", "cv2", "PIL", "timm", "einops", "tensorboardX", "omegaconf", "hydra", "composer"}
 EXTERNAL |= {"ignite", "optuna", "loguru", "torchmetrics", "tensorboard", "albumentations"}
+# Packages that a project may have a file of the same name for; without one, nothing that they do is hidden.
+KNOWN = {
+    "datasets",
+    "diffusers",
+    "peft",
+    "bitsandbytes",
+    "tokenizers",
+    "evaluate",
+    "sentencepiece",
+    "safetensors",
+    "nltk",
+}
+KNOWN |= {"huggingface_hub", "tiktoken", "torch_geometric", "torch_scatter", "torchtext", "monai", "gym", "gymnasium"}
+KNOWN |= {"psutil", "fire", "rich", "click", "requests", "termcolor", "packaging", "absl", "ml_collections", "easydict"}
+KNOWN |= {"h5py", "lmdb", "librosa", "soundfile", "skimage", "imageio", "seaborn", "networkx", "dgl", "faiss", "kornia"}
+KNOWN |= {"fairscale", "xformers", "lpips", "pycocotools", "segmentation_models_pytorch", "jsonlines", "regex", "boto3"}
 ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
 # Files of one project that are searched for imports: a bound for a script that lies in a huge tree.

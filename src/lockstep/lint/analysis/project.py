@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 
-from lockstep.lint.analysis.imports import EXTERNAL, Graph, Paths
+from lockstep.lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths
 from lockstep.lint.analysis.index import Module, index
 from lockstep.lint.analysis.kept import forget, kept
 from lockstep.lint.analysis.source import Source, read
@@ -82,14 +82,14 @@ class Project:
     @kept
     def unseen(self, module: Module) -> frozenset[str]:
         """The names that a file imports from what is neither in the project nor a well-known package ("*": any)."""
-        found = set()
+        found: set[str] = set()
         for name, imported in (*module.imports.items(), *(("*", star) for star in module.stars)):
             root = imported.module.split(".")[0]
             if not imported.level and (root in EXTERNAL or not root):
                 continue
             places = (imported.full, imported.module, root)
             if not any(self.paths.where(module.folder, place, imported.level) for place in places):
-                found.add(name)
+                found |= {name} if imported.level or root not in KNOWN else set()
         return frozenset(found)
 
     def find(self, module: Module, name: str, level: int = 0) -> Module | None:

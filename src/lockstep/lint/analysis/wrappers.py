@@ -111,7 +111,7 @@ class Wrappers:
 def named(full: str) -> str:
     """The wrapper that a full name stands for."""
     name = full.rpartition(".")[2]
-    if name == DDP or (name == "DDP" and "parallel" in full):
+    if name.endswith(DDP) or (name == "DDP" and "parallel" in full):
         return "ddp"
     if name == "DataParallel" and full.startswith("torch.nn"):
         return "dp"

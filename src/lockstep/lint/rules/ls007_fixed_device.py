@@ -1,11 +1,12 @@
 """LS007: a fixed device in a script of several processes."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, idents, keyword, last, strings
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
 from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -18,12 +19,17 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
 
+# A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
+PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
+# What starts the processes, or chooses their devices.
+STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every place that names a device, in the code that all ranks run."""
-    if not view.distributed:
+    if not view.distributed or any(map(PICKED.search, (m.text for m in view.project.family(view.module)))):
         return
-    chosen, told = view.effects.mentioned(view.module, *SETTERS), False
+    chosen, told = view.effects.mentioned(view.module, *SETTERS) or view.hidden(STARTERS), False
     for site in view.sites(
         "device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"
     ):
@@ -106,18 +112,40 @@ def index_of(view: View, site: Site) -> ast.expr | None:
         return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
     if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
         return site.call.args[1]
-    if isinstance(first, ast.JoinedStr) and len(first.values) == 2 and isinstance(first.values[1], ast.FormattedValue):
-        return first.values[1].value if constant(first.values[0]) == "cuda:" else None
+    numbered = after_cuda(first)
+    if numbered is not None:
+        return numbered
     if site.name in ("set_device", "set_device_index"):
         return first if view.full(site).startswith("torch.cuda") else None
     moves = site.name in ("to", "cuda") and view.kinds.is_model(site.receiver, site.scope)
     return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
 
 
+def after_cuda(node: ast.expr | None) -> ast.expr | None:
+    """What is put behind "cuda:", in any of the ways to write a string."""
+    if isinstance(node, ast.JoinedStr) and len(node.values) == 2 and isinstance(node.values[1], ast.FormattedValue):
+        return node.values[1].value if constant(node.values[0]) == "cuda:" else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and constant(node.left) in ("cuda:%d", "cuda:%s"):
+        return node.right
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and constant(node.left) == "cuda:":
+        return node.right.args[0] if isinstance(node.right, ast.Call) and node.right.args else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        wanted = constant(node.func.value) in ("cuda:{}", "cuda:{:d}", "cuda:{0}")
+        return node.args[0] if wanted and len(node.args) == 1 else None
+    return None
+
+
 def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
     """Whether a number certainly is the rank among all processes."""
-    found = [origin for origin in view.origins.of(node, scope) if constant(origin.node) != 0]  # 0: of one process
+    found = [origin for origin in view.origins.of(node, scope) if not of_one_process(view, origin)]
     return bool(found) and all(global_rank(view, origin) for origin in found)
+
+
+def of_one_process(view: View, origin: Origin) -> bool:
+    """Whether a value is what a call from a single process passes: 0, or a device."""
+    call = origin.call
+    made = call is not None and view.names.qualify(call.func, origin.scope) == "torch.device"
+    return made or constant(origin.node) in (0, "cuda", "cuda:0", "cpu")
 
 
 def global_rank(view: View, origin: Origin) -> bool:
@@ -128,7 +156,8 @@ def global_rank(view: View, origin: Origin) -> bool:
         return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
     if origin.call is None:
         return False
-    if view.names.qualify(origin.call.func, origin.scope) == "torch.distributed.get_rank":
+    asked = view.names.qualify(origin.call.func, origin.scope) or dotted(origin.call.func)
+    if asked in ("torch.distributed.get_rank", "dist.get_rank"):
         return not origin.call.args and not origin.call.keywords
     reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
     return bool(reads) and bool(RANKS & set(strings(origin.node)))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -11,16 +12,18 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ENDS = Words(
-    r"dist|ddp|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|exit|launch|^init|^setup|^main|^run|worker",
+    r"dist(?!anc|il|ort)|ddp(?!m)|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|exit|launch|^init|^setup|^main|^run|worker",
     re.IGNORECASE,
 )
+
+END = "destroy_process_group"
+# Helpers of that name end it, wherever they come from.
+HELPERS = ("cleanup_dist", "dist_cleanup")
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for the end of the process group in the programs that start one."""
-    if view.effects.mentioned(view.module, "destroy_process_group", "cleanup_dist", "dist_cleanup"):
-        return
-    if view.hidden(ENDS):
+    if ended(view) or view.hidden(ENDS):
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):
@@ -28,6 +31,33 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site, "the process group is never ended: call torch.distributed.destroy_process_group() at the end"
             )
+
+
+def ended(view: View) -> bool:
+    """Whether a program ends the group: not in a function of an imported package that nothing in sight names."""
+    if not view.module.by_name.get("init_process_group"):
+        return True
+    own = view.module.is_script  # other scripts that import it end their own runs
+    members = view.project.closure(view.module) if own else view.project.family(view.module)
+    for member in members:
+        if any(word in member.text for word in HELPERS):
+            return True
+        calls = member.by_name.get(END, []) if END in member.text else []
+        if member.words[END] > len(calls):
+            return True  # handed on (`atexit.register(dist.destroy_process_group)`)
+        for site in calls:
+            name = called_as(site.scope)
+            if not name or site.scope.named("init_process_group") or sum(m.words[name] for m in members) > 1:
+                return True
+    return False
+
+
+def called_as(scope: Scope) -> str:
+    """The name by which a function is run, or its class where that runs it by itself; "" for a file's own lines."""
+    while scope.kind == "function" and scope.parent is not None and scope.parent.kind == "function":
+        scope = scope.parent
+    owner = scope.owner
+    return owner.name if owner is not None and scope.name.startswith("__") else scope.name
 
 
 RULE = Rule(
@@ -91,6 +121,6 @@ if __name__ == "__main__":
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
     note=(
         "It is told at `init_process_group`, in the file that calls it, be it the script or its helper. A "
-        "`destroy_process_group` anywhere in the programs silences it."
+        "`destroy_process_group` in the programs silences it, but not one in a function that nothing in sight names."
     ),
 )

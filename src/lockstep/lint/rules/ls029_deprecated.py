@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import constant
+from lockstep.lint.analysis.nodes import constant, dotted
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -13,6 +13,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 FLAGS = ("--local_rank", "--local-rank")
+OLD_APEX = ("apex.amp", "apex.parallel")
+APEX = "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel"
 # The variable that torchrun sets.
 READS = re.compile(r"""["']LOCAL_RANK["']""")
 
@@ -39,7 +41,7 @@ def handled(view: View, site: Site) -> bool:
         return True
     if view.ranks.programs.spawned(view.module) is not None:
         return True  # the script starts its processes itself, and a flag of that name is its own
-    return bool(view.frameworks & {"deepspeed", "transformers", "accelerate", "colossalai", "megatron"})
+    return bool(view.frameworks & {"deepspeed", "colossalai", "megatron"})
 
 
 def sharded(view: View) -> Iterator[Found]:
@@ -74,8 +76,14 @@ def packages(view: View) -> Iterator[Found]:
                     yield Found(stmt, "torch.distributed.launch is deprecated: start with torchrun")
                 elif root == "fairscale":
                     yield Found(stmt, "FairScale is no longer developed: its sharding is in torch.distributed.fsdp")
-                elif name in ("apex", "apex.amp", "apex.parallel") or name.startswith(("apex.amp.", "apex.parallel.")):
-                    yield Found(stmt, "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel")
+                elif name.startswith(OLD_APEX):
+                    yield Found(stmt, APEX)
+    if any(name == "apex" for scope in view.scopes for stmt in scope.stmts for name in imported(stmt)):
+        uses = [site for site in view.sites() if view.full(site).startswith(OLD_APEX)]
+        uses = [site for site in uses if (dotted(site.call.func) or "").startswith("apex.")]
+        yield from (
+            at(site, APEX) for site in sorted(uses, key=lambda site: (site.name != "initialize", site.line))[:1]
+        )
 
 
 def imported(stmt: ast.stmt) -> Iterator[str]:

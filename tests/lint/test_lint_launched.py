@@ -1,0 +1,118 @@
+"""LS007, LS019, LS029: who starts the processes and ends the group, which device each takes, what is deprecated."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_paths, check_text
+
+START = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+
+
+def lines(text, code):
+    return [finding.line for finding in check_text(text, configure({}, code, ""))]
+
+
+def device(*made, before="", main=""):
+    """A script that makes a device of the rank."""
+    body = "".join(f"    {line}\n" for line in made)
+    start = "def main(model):\n    dist.init_process_group('nccl')\n    rank = dist.get_rank()\n"
+    return f"{START}{before}\n{start}{body}    return DDP(model.to(device))\n{main}"
+
+
+RUN = "def run(model, rank):\n    dist.init_process_group('nccl')\n    return DDP(model.to(rank), device_ids=[rank])\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (device("device = torch.device('cuda:{}'.format(rank))"), True),
+        (device("device = torch.device('cuda:%d' % rank)"), True),
+        (device("device = torch.device('cuda:' + str(rank))"), True),
+        (device("device = torch.device('cuda:{}'.format(rank % torch.cuda.device_count()))"), False),
+        (device("device = torch.device('cuda:%d' % int(os.environ['LOCAL_RANK']))"), False),
+        (device("device = torch.device('cpu:{}'.format(rank))"), False),
+        (START + RUN + "run(None, int(os.getenv('RANK', 0)))\nrun(None, torch.device('cuda'))\n", True),
+        (START + RUN + "run(None, int(os.getenv('LOCAL_RANK', 0)))\nrun(None, torch.device('cuda'))\n", False),
+        # a process that sees its own GPUs alone
+        (device("device = torch.device('cuda:0')"), True),
+        (device("os.environ['CUDA_VISIBLE_DEVICES'] = str(rank)", "device = torch.device('cuda:0')"), False),
+        (
+            device(
+                "os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, range(2, 4)))",
+                "device = torch.device('cuda:0')",
+            ),
+            False,
+        ),
+        (device("os.environ['CUDA_VISIBLE_DEVICES'] = '0,1'", "device = torch.device('cuda:0')"), True),
+        # a launcher of a package that is not here
+        (device("device = 'cuda'"), True),
+        (device("device = 'cuda'", main="import unseen\nunseen.launch(main, 4)\n"), False),
+        (device("device = 'cuda'", main="import unseen\nunseen.average(4)\n"), True),
+    ],
+)
+def test_the_number_of_a_device(text, told):
+    assert bool(lines(text, "LS007")) == told
+
+
+FIRST = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+FLAG = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int)\n"
+ENV = "parser.parse_args().local_rank = int(__import__('os').environ.get('LOCAL_RANK', -1))\n"
+APEX = "import torch\ntry:\n    import apex\nexcept ImportError:\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (FIRST + FLAG, [5]),
+        (FIRST + FLAG + ENV, [5]),
+        ("import torch\nfrom transformers import Trainer\nTrainer()\n" + FLAG, [6]),
+        ("import deepspeed\ndeepspeed.initialize()\n" + FLAG, []),
+        (APEX + "apex.amp.scale_loss(1)\nmodel = apex.amp.initialize(2)\n", [7]),
+        (APEX + "apex.parallel.convert_syncbn_model(1)\n", [6]),
+        (APEX + "norm = apex.normalization.FusedLayerNorm(3)\n", []),
+        (APEX, []),
+        ("import torch\nfrom apex import amp\nm = amp.initialize(1)\n", [2]),
+    ],
+)
+def test_what_is_deprecated_is_told_where_it_is_used(text, told):
+    assert lines(text, "LS029") == told
+
+
+MAIN = "def main():\n    dist.init_process_group('nccl')\n    {}\n\nif __name__ == '__main__':\n    main()\n"
+PACKAGE = (
+    "import torch.distributed as dist\n\ndef stop():\n    dist.destroy_process_group()\n\ndef mean(x):\n    return x\n"
+)
+CLASS = "import torch.distributed as dist\nclass Engine:\n    def __exit__(self, *a): dist.destroy_process_group()\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"run.py": START + "from kit import mean\n" + MAIN.format("mean(1)"), "kit.py": PACKAGE}, True),
+        (
+            {"run.py": START + "from kit import mean\n" + MAIN.format("pass"), "kit.py": CLASS + "def mean(x): pass\n"},
+            True,
+        ),
+        ({"run.py": START + MAIN.format("pass"), "test_run.py": "import run\n" + PACKAGE + "stop()\n"}, True),
+        ({"run.py": START + "from diffusers import DDPMScheduler\n" + MAIN.format("DDPMScheduler()")}, True),
+        ({"run.py": START + "from unseen import distance\n" + MAIN.format("distance(1)")}, True),
+        ({"run.py": START + "from kit import stop\n" + MAIN.format("stop()"), "kit.py": PACKAGE}, False),
+        ({"run.py": START + "import kit\n" + MAIN.format("kit.stop()"), "kit.py": PACKAGE}, False),
+        ({"run.py": START + "from kit import Engine\n" + MAIN.format("Engine()"), "kit.py": CLASS}, False),
+        (
+            {"run.py": START + "import atexit\natexit.register(dist.destroy_process_group)\n" + MAIN.format("pass")},
+            False,
+        ),
+        ({"run.py": START + "from unseen import cleanup\n" + MAIN.format("cleanup()")}, False),
+    ],
+)
+def test_the_end_of_the_group_is_one_that_the_program_reaches(tmp_path, files, told):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = check_paths([str(tmp_path / "run.py")], configure({}, "LS019", ""))
+    assert bool(found) == told
