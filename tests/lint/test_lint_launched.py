@@ -116,3 +116,81 @@ def test_the_end_of_the_group_is_one_that_the_program_reaches(tmp_path, files, t
         (tmp_path / name).write_text(text)
     found = check_paths([str(tmp_path / "run.py")], configure({}, "LS019", ""))
     assert bool(found) == told
+
+
+RANKS = (
+    START
+    + """
+def primary():
+    if not dist.is_initialized():
+        return True
+    return {}
+
+def main(model):
+    dist.init_process_group("nccl")
+    rank, rest = dist.get_rank(), model.rest
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = DDP(model.cuda())
+    if primary():
+        {}
+    dist.destroy_process_group()
+
+main(None)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "line", "code", "told"),
+    [
+        ("dist.get_rank() == 0", "torch.save(model.module.state_dict(), 'x.pt')", "LS014", False),
+        ("dist.get_rank() == 0 and WANTED", "torch.save(model.module.state_dict(), 'x.pt')", "LS014", False),
+        ("WANTED", "torch.save(model.module.state_dict(), 'x.pt')", "LS014", True),
+        ("dist.get_rank() == 0", "dist.barrier()", "LS018", True),
+        ("not dist.get_rank()", "dist.all_reduce(rest)", "LS018", True),
+        ("WANTED", "dist.barrier()", "LS018", False),
+    ],
+)
+def test_a_function_of_the_project_that_tells_the_rank(value, line, code, told):
+    assert bool(lines(RANKS.format(value, line), code)) == told
+
+
+ENDLESS = (
+    START
+    + """
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import CIFAR10
+
+def endless(loader):
+    while True:
+        for batch in {over}:
+            yield batch
+
+def main(model, optimizer):
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = DDP(model.cuda())
+    data = CIFAR10("data")
+    loader = DataLoader(data, batch_size=8, {given})
+    loader = endless(loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        model(x.cuda()).mean().backward()
+        optimizer.step()
+
+main(None, None)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("over", "given", "told"),
+    [
+        ("loader", "shuffle=True", True),
+        ("loader", "num_workers=2", True),
+        ("loader", "sampler=DistributedSampler(data)", False),
+        ("range(9)", "shuffle=True", False),
+    ],
+)
+def test_a_generator_passes_on_the_batches_of_its_loader(over, given, told):
+    assert bool(lines(ENDLESS.format(over=over, given=given), "LS003")) == told

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.calls import Calls, given, passed
-from lockstep.lint.analysis.context import above, guards
+from lockstep.lint.analysis.context import above, guards, loops
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
 
@@ -200,6 +200,8 @@ class _Walk:
             for value in returned(target, (node, scope)):
                 if not isinstance(value, ast.Tuple):
                     yield value, target, (node, scope)
+            for value in drawn(target):
+                yield value, target, (node, scope)
 
     def name(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         key = dotted(node)
@@ -299,6 +301,15 @@ def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
     pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
     same = [value for name, value in pairs if key is not None and name == key]
     yield from same or ([value for _, value in pairs] if key is None else [])
+
+
+def drawn(function: Scope) -> Iterator[ast.expr]:
+    """What a generator yields the items of, one by one (`while True: for batch in loader: yield batch`)."""
+    for stmt in function.stmts:
+        if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Yield):
+            around = loops(stmt, function.module)
+            if around and isinstance(around[0], ast.For) and dotted(around[0].iter) is not None:
+                yield around[0].iter
 
 
 def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:

@@ -85,7 +85,16 @@ class RankTests:
         key = dotted(node)
         if key is not None and depth < 3 and not isinstance(node, ast.Call):
             return self.named(key, scope, when, depth)
-        return 0
+        return self.asked(node, scope, when, depth) if isinstance(node, ast.Call) and depth < 3 else 0
+
+    def asked(self, node: ast.Call, scope: Scope, when: bool, depth: int) -> int:
+        """A function of the project that tells the rank (`def primary(): return get_rank() == 0`), whatever it says
+        where there is one process.
+        """
+        function = self.calls.target(node, scope)
+        values = [v for v in function.returns() if not isinstance(v, ast.Constant)] if function is not None else []
+        found = {self.test(v, function, when, depth + 1) for v in values if function is not None}
+        return found.pop() if len(found) == 1 else 0
 
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
         """A value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ... else

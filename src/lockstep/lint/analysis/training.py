@@ -174,12 +174,17 @@ class Trainings:
         for guard in guards(stmt, scope.module, within):
             if guard.when and isinstance(guard.stmt, ast.If) and self.steps_when(guard.stmt, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
-            if every_so_often(guard.test) or _evaluates(guard):
+            if every_so_often(guard.test) or _evaluates(guard) or self.seldom(guard.test, scope):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
             if not leaves and not self.steady(guard.test, scope, within):
                 return True
         return False
+
+    def seldom(self, test: ast.expr, scope: Scope) -> bool:
+        """Whether a test calls a function of the project that asks for every n-th step."""
+        asked = self.calls.target(test, scope) if isinstance(test, ast.Call) else None
+        return asked is not None and any(map(every_so_often, asked.returns()))
 
     @kept
     def steps_when(self, branch: ast.If, scope: Scope) -> bool:
