@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.lookups import looked_up
 from lockstep.lint.analysis.nodes import argument, constant, keyword, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -24,6 +25,8 @@ MODELS = {"model", "net", "self.model"}
 DECODERS = {"Unet", "UnetPlusPlus", "MAnet", "Linknet", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet"}
 # Arguments that choose another normalisation.
 CHOICES = {"norm_layer", "decoder_use_batchnorm", "decoder_use_norm"}
+# Of a table with more models than this, these many are looked at.
+MAX_MODELS = 24
 NORM = re.compile(r"^BatchNorm[123]d$")
 
 
@@ -53,8 +56,11 @@ def has_norm(view: View, site: Site) -> bool:
     for call, scope, full in view.origins.calls_of(view.wrappers.inner(site.call), site.scope):
         if torchvision(call, scope, full, view):
             return True
-        made = made_from(view, call, scope)
-        if made and all(owner is not None and class_has_norm(view, owner, set()) for owner in made):
+        owner = view.names.definition(call.func, scope)
+        if owner is not None and owner.kind == "class":
+            if class_has_norm(view, owner, set()):
+                return True
+        elif owner is None and mostly(view, looked_up(view, call.func, scope)):
             return True
         if full.endswith("Sequential") and any(
             normalises(view, s) for s in scope.sites if s.stmt.lineno <= call.lineno <= (s.stmt.end_lineno or 0)
@@ -63,17 +69,10 @@ def has_norm(view: View, site: Site) -> bool:
     return False
 
 
-def made_from(view: View, call: ast.Call, scope: Scope) -> list[Scope | None]:
-    """The classes, and functions of a table, one of which a call calls (`{"a": A, "b": B}[name](...)`); None stands for
-    what is not known.
-    """
-    owner = view.names.definition(call.func, scope)
-    if owner is not None:
-        return [owner if owner.kind == "class" else None]
-    table = call.func.value if isinstance(call.func, ast.Subscript) else None
-    if isinstance(table, ast.Dict):
-        return [view.names.definition(value, scope) for value in table.values]
-    return [view.names.definition(o.node, o.scope) for o in view.origins.of(call.func, scope)]
+def mostly(view: View, made: list[Scope]) -> bool:
+    """Whether most of the models that a name may choose have BatchNorm layers."""
+    found = [class_has_norm(view, owner, set()) for owner in made[:MAX_MODELS]]
+    return bool(found) and sum(found) * 3 >= len(found) * 2
 
 
 def normalises(view: View, site: Site) -> bool:
@@ -145,9 +144,18 @@ def class_has_norm(view: View, owner: Scope, seen: set[Scope]) -> bool:
             if normalises(view, site) or torchvision(site.call, scope, view.full(site), view):
                 return True
             below = view.names.definition(site.call.func, scope)
-            if below is not None and class_has_norm(view, below, seen):
+            chosen = [below] if below is not None else chosen_in(view, site) if len(seen) < 5 else []
+            if any(class_has_norm(view, each, seen) for each in chosen):
                 return True
     return False
+
+
+def chosen_in(view: View, site: Site) -> list[Scope]:
+    """The models that a name may choose where a class makes one of its parts, if most of them have BatchNorm layers."""
+    func = site.call.func
+    named = isinstance(func, ast.Name) and func.id in site.scope.binds
+    made = looked_up(view, func, site.scope) if named or isinstance(func, ast.Call | ast.Subscript) else []
+    return made if mostly(view, made) else []
 
 
 RULE = Rule(

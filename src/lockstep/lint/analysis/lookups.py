@@ -1,0 +1,131 @@
+"""What is chosen by a name at run time: from a table, a module, a package or a registry."""
+
+import ast
+import os
+
+from lockstep.lint.analysis.index import Module, Scope
+from lockstep.lint.analysis.nodes import constant, dotted, last, strings
+from lockstep.lint.analysis.view import View
+
+__all__ = ["looked_up"]
+
+MAX_STEPS = 6
+GETTERS = {"get", "get_model", "build", "create"}
+
+
+def looked_up(view: View, node: ast.expr, scope: Scope, steps: int = 0) -> list[Scope]:
+    """The classes and functions of the project that an expression may stand for:
+    `TABLE[name]`, `getattr(models, name)`, `import_module("models." + name).Net`, `REGISTRY.get(name)`, or what a
+    function returns that does one of these.
+    """
+    parts: list[list[Scope]] = []
+    for origin in view.origins.of(node, scope) if steps < MAX_STEPS else ():
+        value, home = origin.node, origin.scope
+        known = view.names.definition(value, home)
+        if known is not None:
+            parts.append([known])
+        elif isinstance(value, ast.Subscript):
+            parts.append(in_table(view, value.value, home, steps))
+        elif isinstance(value, ast.Call):
+            parts.append(called(view, value, home, steps))
+        else:
+            parts.append(
+                named(of_module(view, value.value, home), value.attr) if isinstance(value, ast.Attribute) else []
+            )
+    return sure(parts)
+
+
+def sure(parts: list[list[Scope]]) -> list[Scope]:
+    """All that was found, each once; nothing where more than a third of the places that it may come from are unknown."""
+    known = [part for part in parts if part]
+    return list(dict.fromkeys(member for part in known for member in part)) if len(known) * 3 >= len(parts) * 2 else []
+
+
+def called(view: View, call: ast.Call, scope: Scope, steps: int) -> list[Scope]:
+    """What a call that looks a name up may give."""
+    name, args = last(call.func), call.args
+    wanted = constant(args[1]) if name == "getattr" and len(args) > 1 else constant(args[0]) if args else None
+    if name == "getattr" and len(args) > 1:
+        modules = of_module(view, args[0], scope)
+        return named(modules, wanted) if isinstance(wanted, str) else [s for m in modules for s in public(view, m)]
+    if name == "__getattribute__" and isinstance(call.func, ast.Attribute) and isinstance(wanted, str):
+        return named(of_module(view, call.func.value, scope), wanted)
+    if name in GETTERS and isinstance(call.func, ast.Attribute):
+        return in_table(view, call.func.value, scope, steps) or registered(view, call.func.value, scope)
+    function = view.calls.target(call, scope)
+    if function is None:
+        return []
+    return [s for value in function.returns() for s in looked_up(view, value, function, steps + 1)]
+
+
+def in_table(view: View, node: ast.expr, scope: Scope, steps: int) -> list[Scope]:
+    """What stands in a dictionary that is written out, in the names of a module, or in a registry."""
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return [s for module in of_module(view, node.value, scope) for s in public(view, module)]
+    if isinstance(node, ast.Call) and last(node.func) in ("globals", "vars"):
+        return public(view, scope.module)
+    tables = [origin for origin in view.origins.of(node, scope) if isinstance(origin.node, ast.Dict)]
+    values = [(value, table.scope) for table in tables for value in table.node.values]  # type: ignore[attr-defined]
+    return sure([looked_up(view, value, home, steps + 1) for value, home in values]) or registered(view, node, scope)
+
+
+def registered(view: View, node: ast.expr, scope: Scope) -> list[Scope]:
+    """The classes and functions with a decorator of the registry (`@MODELS.register()`)."""
+    name = last(node)
+    return [
+        member
+        for module in (view.project.family(scope.module) if name else ())
+        if name in module.text
+        for member in module.top.defs.values()
+        if any(name in (dotted(d.func if isinstance(d, ast.Call) else d) or "").split(".") for d in member.decorators)
+    ]
+
+
+def of_module(view: View, node: ast.expr, scope: Scope) -> list[Module]:
+    """The files of the project that an expression stands for: an imported module, or one imported by a name."""
+    key = dotted(node)
+    imported = scope.module.imports.get(key) if key is not None else None
+    if imported is not None:
+        found = view.project.find(scope.module, imported.full, imported.level)
+        return [found] if found is not None else []
+    modules = []
+    for origin in view.origins.of(node, scope):
+        if isinstance(origin.node, ast.Call) and last(origin.node.func) in ("import_module", "__import__"):
+            start = next(strings(origin.node), "").split(".{")[0].strip(".")
+            modules += in_package(view, start, origin.scope.module) if start else []
+    return modules
+
+
+def in_package(view: View, name: str, module: Module) -> list[Module]:
+    """The files of a package, or the file of a module."""
+    found = view.project.find(module, name)
+    folder = os.path.dirname(found.path) if found is not None else os.path.join(module.folder, *name.split("."))
+    if found is not None and os.path.basename(found.path) != "__init__.py":
+        return [found]
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    files = (view.project.load(os.path.join(folder, file)) for file in names if file.endswith(".py"))
+    return [file for file in files if file is not None]
+
+
+def named(modules: list[Module], name: str) -> list[Scope]:
+    """What modules define under a name."""
+    return [module.top.defs[name] for module in modules if name in module.top.defs]
+
+
+def public(view: View, module: Module) -> list[Scope]:
+    """The models of a module's names, its own and passed on, without what its other classes are made of."""
+    found = dict(module.top.defs)
+    for name in module.imports:
+        passed = view.names.named(name, module.top)
+        if passed is not None:
+            found[name] = passed
+    for star in module.stars:
+        target = view.project.find(module, star.module, star.level)
+        found.update(target.top.defs if target is not None else {})
+    return [
+        member
+        for name, member in found.items()
+        if not name.startswith("_")
+        and name not in member.module.by_name
+        and (view.kinds.is_module_class(member) if member.kind == "class" else any(True for _ in member.returns()))
+    ]
