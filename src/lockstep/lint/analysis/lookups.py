@@ -36,7 +36,7 @@ def looked_up(view: View, node: ast.expr, scope: Scope, steps: int = 0) -> list[
 
 
 def sure(parts: list[list[Scope]]) -> list[Scope]:
-    """All that was found, each once; nothing where more than a third of the places that it may come from are unknown."""
+    """All that was found, each once; nothing where over a third of the places that it may come from are unknown."""
     known = [part for part in parts if part]
     return list(dict.fromkeys(member for part in known for member in part)) if len(known) * 3 >= len(parts) * 2 else []
 
