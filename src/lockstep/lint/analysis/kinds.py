@@ -8,7 +8,7 @@ from lockstep.lint.analysis.nodes import Words, argument, dotted, keyword, last
 from lockstep.lint.analysis.origins import Origins
 from lockstep.lint.analysis.parts import divides
 
-__all__ = ["EVALUATION", "MODEL", "SCALER", "Kinds"]
+__all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds"]
 
 OPTIMIZER = Words(r"optim|^opt$|^opt_|_opt$|_opt_", re.IGNORECASE)
 SCHEDULER = Words(r"sched|^lr_?warm|warmup", re.IGNORECASE)

@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.index import Module, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.kinds import MODEL
-from lockstep.lint.analysis.nodes import Words, last
+from lockstep.lint.analysis.kinds import MODEL, OPTIMIZER, TORCH_OPTIMIZERS
+from lockstep.lint.analysis.nodes import Words, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -21,30 +21,53 @@ SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt", re.IGNO
 BUILDS = Words(r"^(get|build|make|create|init|setup)_")
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
+# Their trainer seeds by itself.
+SEEDED = {"transformers", "trl"}
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for a call that seeds, in the programs whose training this file starts."""
     top = view.module.top.sites
-    runs = view.module.is_script or view.trainings.trains(top) or any(fits(view, site) for site in top)
-    own = view.training or any(fits(view, site) for site in view.sites("fit"))
+    runs = (
+        view.module.is_script
+        or any(s.name == "parse_args" for s in top)
+        or view.trainings.trains(top)
+        or any(fits(view, site) for site in top)
+    )
+    own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
     if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
-    if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
-        return  # told where the program that runs it makes a model
     site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
 
 
 def trains(view: View) -> bool:
-    """Whether the program of a file computes gradients, in a loop or not, or has a trainer fit."""
+    """Whether the program of a file computes gradients, in a loop or not, has a trainer fit, or makes an optimizer for
+    somebody else's loop.
+    """
+    handed = not view.frameworks & SEEDED
+    if handed and any(TORCH_OPTIMIZERS.search(view.full(site)) for site in view.sites() if site.name[:1].isupper()):
+        return True
     for member in view.project.closure(view.module):
         if view.trainings.of(member) or any(map(view.steps.backwards, member.sites("backward"))):
             return True
         if any(fits(view, site) for site in member.sites("fit")):
             return True
     return False
+
+
+def prepares(view: View) -> bool:
+    """Whether a function of the file makes a model and its optimizer, and trains with what other files hold."""
+    return any(
+        any(
+            OPTIMIZER.search(key) and any(isinstance(b.value, ast.Call) for b in scope.binds[key])
+            for key in scope.binds
+        )
+        and any(model_at(view, site) for site in scope.sites)
+        for scope in view.scopes
+        if scope.kind == "function"
+    ) and trains(view)
 
 
 def fits(view: View, site: Site) -> bool:
@@ -60,10 +83,20 @@ def seeds(view: View, alone: bool) -> bool:
         for member in members
         if _mentions_seeds(member)
         for site in member.sites()
-        if SEED.search(site.name) and not of_other(view, site) and not of_data(site) and not of_steps(view, site)
+        if SEED.search(site.name)
+        and site.name != "initial_seed"  # asks only
+        and not (site.module is not view.module and by_itself(site))
+        and not of_other(view, site)
+        and not of_data(site)
+        and not of_steps(view, site)
     ]
     models = [site for site in view.sites() if model_at(view, site)] if found else []
     return any(not unused(view, site, members, models) and not late(view, site, models, 0) for site in found)
+
+
+def by_itself(site: Site) -> bool:
+    """Whether a call is made only where its file is run, not imported (`if __name__ == "__main__":`)."""
+    return any("__main__" in strings(guard.test) for guard in guards(site.stmt, site.module))
 
 
 def late(view: View, site: Site, models: list[Site], depth: int) -> bool:
@@ -87,14 +120,23 @@ def of_data(site: Site) -> bool:
 
 
 def of_steps(view: View, site: Site) -> bool:
-    """Whether a call seeds in a training loop, when the model has been made."""
-    return any(inside(site.stmt, t.loop, site.module) for t in view.trainings.of(site.module) if t.scope is site.scope)
+    """Whether a call seeds in a training loop, or in one around it that makes no model: it has been made."""
+    around = [
+        loop
+        for t in view.trainings.of(site.module)
+        if t.scope is site.scope
+        for loop in (t.loop, *loops(t.loop, site.module))
+        if loop is t.loop or not any(model_at(view, s) for s in view.effects.block(loop, site.scope))
+    ]
+    return any(inside(site.stmt, loop, site.module) for loop in around)
 
 
 def unused(view: View, site: Site, members: tuple[Module, ...], models: list[Site]) -> bool:
     """Whether a call seeds in a helper that nothing in the program calls (`utils.set_seed`)."""
     scope = site.scope
-    if scope.kind != "function" or scope.owner is not None:
+    if scope.owner is not None:
+        return idle_class(view, site, members)
+    if scope.kind != "function":
         return False
     if site.module is view.module:
         if view.trainings.trains(scope.sites) or any(model.scope is scope for model in models):
@@ -103,6 +145,21 @@ def unused(view: View, site: Site, members: tuple[Module, ...], models: list[Sit
     named = sum(member.words[scope.name] for member in members)
     others = sum(view.full(s).startswith("torch.") for member in members for s in member.sites(scope.name))
     return named - others == 1
+
+
+def idle_class(view: View, site: Site, members: tuple[Module, ...]) -> bool:
+    """Whether a call seeds in the constructor of a class that no other file names, and of which nothing is made."""
+    owner = site.scope.owner
+    if owner is None or site.scope.name != "__init__" or site.module is view.module or owner.decorators:
+        return False
+    others = [member for member in members if member is not site.module]
+    named = any(member.words[owner.name] or any(map(looks_up, member.sites("getattr"))) for member in others)
+    return not named and not view.calls.callers(site.scope)
+
+
+def looks_up(site: Site) -> bool:
+    """Whether a call takes something out of an imported file by a name that is worked out."""
+    return bool(site.call.args) and last(site.call.args[0]) in site.module.imports
 
 
 def of_other(view: View, site: Site) -> bool:
@@ -160,8 +217,8 @@ def makes(view: View, site: Site) -> bool:
     if owner is not None:
         return (
             (owner.kind == "class" and view.kinds.is_module_class(owner))
-            or "model" in site.name
-            or "net" in site.name
+            or "model" in site.name.lower()
+            or "net" in site.name.lower()
             or (owner.kind == "function" and BUILDS.search(site.name))
         )
     if isinstance(site.call.func, ast.Call | ast.Subscript):

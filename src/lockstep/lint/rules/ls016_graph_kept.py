@@ -7,6 +7,7 @@ from lockstep.lint.analysis.context import inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
+from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -37,10 +38,7 @@ CUTS = {
 def check(view: View) -> Iterator[Found]:
     """Looks at sums and lists that outlive a step and take in tensors of its graph."""
     for training in view.training:
-        scope = training.backward.scope
-        if scope is not training.scope:
-            continue
-        live = graph_names(view, training)
+        live = graph_names(view, training) if training.backward.scope is training.scope else handed(view, training)
         yield from sums(view, training, live)
         yield from lists(view, training, live)
         yield from meters(view, training, live)
@@ -57,6 +55,24 @@ def graph_names(view: View, training: Training) -> set[str]:
                 if bind.value is not None and bind.stmt.lineno >= training.loop.lineno:
                     names.update(n for n in plain(bind.value) if "loss" in n.lower() or n in ("err", "cost"))
     return {name for name in names if rebound_inside(scope, name, training)}
+
+
+def handed(view: View, training: Training) -> set[str]:
+    """The names in the loop that get the loss from the function that ran backward on it (`loss = self.step(batch)`)."""
+    function = training.backward.scope
+    loss = dotted(view.steps.loss_of(training.backward))
+    found: set[str] = set()
+    if loss is None or any(b.stmt.lineno > training.backward.line for b in function.binds.get(loss, [])):
+        return found  # made anew after backward: what is given back is not known
+    for site in view.trainings.body(training.loop, training.scope):
+        if function not in view.calls.runs(site):
+            continue
+        for bind in training.scope.bound(site.stmt):
+            if bind.value is site.call and bind.how == "assign":
+                given = [part for value in function.returns() for part in element_of(value, bind.path)]
+                if given and all(chain(value) == loss for value in given):
+                    found.add(bind.key)
+    return found
 
 
 def plain(value: ast.expr) -> Iterator[str]:
@@ -80,7 +96,7 @@ def rebound_inside(scope: Scope, name: str, training: Training) -> bool:
 def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     """`total += loss`, and `total = total + loss`."""
     scope = training.scope
-    for name, binds in scope.binds.items():
+    for name, binds in (*scope.binds.items(), *items(scope)):
         for bind in binds:
             if bind.value is None or not inside(bind.stmt, training.loop, scope.module) or no_graph(bind.stmt, view):
                 continue
@@ -94,6 +110,15 @@ def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
                     MESSAGE.format(ast.unparse(value) if simple else "loss"),
                     edit=edit("method", value, "detach") if simple else None,
                 )
+
+
+def items(scope: Scope) -> Iterator[tuple[str, list[Bind]]]:
+    """What is added to an item of a tensor, a list or a dictionary (`sums[0] += loss`), under the holder's name."""
+    for stmt in scope.stmts:
+        if isinstance(stmt, ast.AugAssign) and isinstance(stmt.target, ast.Subscript):
+            name = dotted(stmt.target.value)
+            if name is not None and name in scope.binds:
+                yield name, [Bind(name, stmt.value, (), stmt, "aug")]
 
 
 def added(bind: Bind) -> ast.expr | None:

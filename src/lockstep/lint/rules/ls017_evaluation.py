@@ -3,16 +3,21 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, last
+from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+# Methods that modules alone have.
+OF_MODULES = ("eval", "parameters", "load_state_dict")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -86,7 +91,14 @@ def evaluates(view: View, site: Site) -> bool:
     region = view.effects.block(nest[0], scope) if nest else scope.sites
     if view.trainings.trains(region):
         return False
-    return without_graph(view, site) is True or not any(s.name in ("zero_grad", "grad") for s in region)
+    return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
+
+
+def differentiates(view: View, site: Site) -> bool:
+    """Whether a call is of those that need a graph; to clear a model's gradients alone needs none."""
+    if site.name == "zero_grad":
+        return not view.kinds.is_model(site.receiver, site.scope)
+    return site.name == "grad"
 
 
 def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
@@ -114,7 +126,7 @@ def is_forward(view: View, site: Site) -> bool:
         return False
     if view.full(site) or view.names.definition(func, site.scope) is not None:
         return False
-    if any(dotted(s.receiver) == dotted(func) for s in site.scope.named("eval")):
+    if any(dotted(s.receiver) == dotted(func) for name in OF_MODULES for s in site.scope.named(name)):
         return True
     if last(func) in ("model", "net", "netG", "generator", "encoder", "classifier", "ddp_model", "network") or last(
         func
@@ -172,20 +184,22 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int) ->
     if scope.kind != "function":
         return False
     callers = view.calls.callers(scope)
-    if not callers or depth > 4:
-        return (
-            None
-            if scope.parent is None or scope.decorators or scope.owner is not None or not called_here(view, scope)
-            else False
-        )
+    if not callers:
+        return False if alone(view, scope, line) else None
+    if depth > 4:
+        return None if scope.decorators or scope.owner is not None else False
     answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1) for c in callers[:6]]
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False
 
 
-def called_here(view: View, scope: Scope) -> bool:
-    return bool(view.calls.callers(scope))
+def alone(view: View, scope: Scope, line: int) -> bool:
+    """Whether a function that nothing in sight calls or names sees to the model's mode itself, and so to the graph."""
+    if scope.owner is not None or scope.parent is not scope.module.top or scope.decorators:
+        return False
+    named = sum(member.words[scope.name] for member in view.project.family(scope.module))
+    return named == 1 and any(s.receiver is not None and s.line < line for s in scope.named("eval"))
 
 
 def not_restored(view: View) -> Iterator[Found]:
@@ -195,8 +209,9 @@ def not_restored(view: View) -> Iterator[Found]:
             if scope.module is not view.module:
                 continue
             sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
-            switch = next((s for s in sites if evals_model(view, s)), None)
-            meant = any(s.line < training.loop.lineno for s in training.scope.named("eval"))  # frozen statistics
+            switch = next((s for s in sites if evals_model(view, s, training)), None)
+            before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
+            meant = any(s.receiver is not None for s in before)  # frozen statistics
             if (
                 switch is not None
                 and not meant
@@ -206,19 +221,32 @@ def not_restored(view: View) -> Iterator[Found]:
                 yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
 
 
-def evals_model(view: View, site: Site) -> bool:
+def evals_model(view: View, site: Site, training: Training) -> bool:
     """Whether a call switches the trained model to eval mode, itself or below."""
     if site.name == "eval":
-        return site.receiver is not None and trained_name(site)
+        return site.receiver is not None and trained(view, site.receiver, training)
     return any(
-        any(s.name == "eval" and trained_name(s) for s in f.sites)
+        trained(view, given_for(s, f, site), training)
         for f in view.calls.runs(site)
         if EVALUATION.search(f.name)
+        for s in f.named("eval")
     )
 
 
-def trained_name(site: Site) -> bool:
-    return last(site.receiver) in ("model", "net", "network", "ddp_model", "self")
+def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:
+    """What a method is called on: the caller's argument where that is a parameter, nothing where it is made there."""
+    name = dotted(site.receiver)
+    if name in function.params:
+        return passed(call, function, name)
+    return None if name in function.binds else site.receiver
+
+
+def trained(view: View, node: ast.expr | None, training: Training) -> bool:
+    """Whether a value is the trained model, by its name or because the training switches it to train mode."""
+    if last(node) in ("model", "net", "network", "ddp_model", "self"):
+        return True
+    modes = (s for s in training.scope.named("train") if s.receiver is not None and not trains_object(view, s))
+    return node is not None and any(dotted(s.receiver) == dotted(node) for s in modes)
 
 
 def restores(view: View, sites: list[Site]) -> bool:

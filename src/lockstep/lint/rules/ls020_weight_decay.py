@@ -27,7 +27,7 @@ def check(view: View) -> Iterator[Found]:
         if site.name in DECAYING and full and not full.startswith(MAKERS):
             continue
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
-        if parameters is not None and decays(site, full) and alike(view, parameters, site.scope):
+        if parameters is not None and decays(view, site, full) and alike(view, parameters, site.scope):
             yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
 
 
@@ -43,11 +43,11 @@ def other_optimizer(view: View, site: Site) -> bool:
     return made is None or made.kind == "class"
 
 
-def decays(site: Site, full: str) -> bool:
+def decays(view: View, site: Site, full: str) -> bool:
     """Whether the optimizer has a weight decay, given or by default (0 in the AdamW that transformers had)."""
     value = keyword(site.call, "weight_decay")
     if value is not None:
-        return constant(value) not in (0, 0.0)
+        return any(constant(origin.node) not in (0, 0.0) for origin in view.origins.of(value, site.scope))
     own = site.name == "AdamW" and not full.startswith("transformers")
     return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
 

@@ -5,24 +5,22 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import loops
-from lockstep.lint.analysis.index import Bind, Module, Scope, Site
-from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.context import guards, loops
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
-    argument,
     base,
     constant,
     dotted,
     has_star,
     idents,
-    is_true,
     keyword,
     last,
     strings,
     targets,
     walk,
 )
+from lockstep.lint.analysis.pinned import pins_memory
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
@@ -32,7 +30,6 @@ __all__ = ["RULE"]
 MOVES = ("to", "cuda")
 # What gives the parts of a batch.
 PARTS = ("items", "values")
-PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
 TYPE = re.compile(r"^b?(float|u?int)\d*$")
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
@@ -40,9 +37,12 @@ MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "c
 
 def check(view: View) -> Iterator[Found]:
     """Looks for blocking moves of batches that come from pinned memory, and for loaders without workers."""
-    if not view.frameworks & MOVERS and pinned(view):
+    others = view.frameworks & MOVERS
+    if (not others or others == {"accelerate"}) and pinned(view):
         for site in view.sites(*MOVES):
             device = next(iter(site.call.args), None) if site.name == "to" else None
+            if others and not unprepared(site):
+                continue
             if blocking(view, site) and not view.on_cpu(site) and not view.is_cpu(device, site.scope):
                 yield at(
                     site,
@@ -59,6 +59,17 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
 
 
+def unprepared(site: Site) -> bool:
+    """Whether a call is made only where a flag leaves Accelerate out (`if use_accelerate: ... else: x.to(device)`)."""
+    for guard in guards(site.stmt, site.module):
+        test, when = guard.test, guard.when
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, when = test.operand, not when
+        if not when and isinstance(test, ast.Name | ast.Attribute) and "accelerat" in last(test).lower():
+            return True
+    return False
+
+
 def own_loader(view: View, site: Site) -> bool:
     """Whether a call of `super().__init__` makes a DataLoader of a class of the project's own."""
     owner = site.scope.owner
@@ -68,66 +79,7 @@ def own_loader(view: View, site: Site) -> bool:
 
 def pinned(view: View) -> bool:
     """Whether a training loader of the programs pins its memory."""
-    return any(map(_pins, view.project.family(view.module)))
-
-
-@kept
-def _pins(module: Module) -> bool:
-    """Whether a file pins the memory of a loader, or says so as an option's default."""
-    if not PIN.search(module.text):
-        return False
-    return (
-        any(_asks(site) for site in module.sites())
-        or any(
-            (PIN.search(key) and is_pinning(bind.value))
-            or any(isinstance(arm, ast.Dict) and pins(arm) for arm in arms(bind))
-            for scope in module.scopes
-            for key, binds in scope.binds.items()
-            for bind in binds
-        )
-        or any(_default(scope) for scope in module.scopes)
-    )
-
-
-def _asks(site: Site) -> bool:
-    """Whether a call says True for `pin_memory`, with its own argument, as a flag's default or as one of `get`."""
-    if any(item.arg and PIN.search(item.arg) and is_pinning(item.value) for item in site.call.keywords):
-        return True
-    if site.name in ("add_argument", "get") and any(PIN.search(text) for text in strings(site.call)):
-        default = argument(site.call, 1, "default") if site.name == "get" else keyword(site.call, "default")
-        return is_true(default)
-    return False
-
-
-def _default(scope: Scope) -> bool:
-    """Whether a function's parameter is called so, with True as its default."""
-    node = scope.node
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    plain = [*node.args.posonlyargs, *node.args.args]
-    pairs = [*zip(reversed(plain), reversed(node.args.defaults), strict=False)]
-    pairs += [(arg, value) for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value]
-    return any(PIN.search(arg.arg) and is_true(value) for arg, value in pairs)
-
-
-def is_pinning(value: ast.expr | None) -> bool:
-    """Whether a value is True, or true where there is a GPU."""
-    if isinstance(value, ast.IfExp):
-        return is_pinning(value.body) or is_pinning(value.orelse)
-    if isinstance(value, ast.Compare):
-        return isinstance(value.ops[0], ast.Eq) and constant(value.comparators[0]) == "cuda"
-    return is_true(value) or (isinstance(value, ast.Call) and last(value) == "is_available" and "cuda" in idents(value))
-
-
-def arms(bind: Bind) -> list[ast.expr | None]:
-    """What a binding may give its name."""
-    return [bind.value.body, bind.value.orelse] if isinstance(bind.value, ast.IfExp) else [bind.value]
-
-
-def pins(node: ast.Dict) -> bool:
-    return any(
-        constant(key) == "pin_memory" and is_pinning(value) for key, value in zip(node.keys, node.values, strict=True)
-    )
+    return any(map(pins_memory, view.project.family(view.module)))
 
 
 def blocking(view: View, site: Site) -> bool:
@@ -182,6 +134,8 @@ def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
     if view.kinds.is_loader(node, site.scope):
         return True
     for origin in view.origins.of(node, site.scope):
+        if origin.call is not None and origin.call is not node and last(origin.call) == "iter" and origin.call.args:
+            return view.kinds.is_loader(origin.call.args[0], origin.scope)
         function = view.calls.target(origin.call, origin.scope) if origin.call is not None else None
         if function is not None and function.kind == "function" and origin.call is not None and origin.call.args:
             yields = any(isinstance(part, ast.Yield) for stmt in function.stmts for part in walk(stmt))

@@ -1,0 +1,72 @@
+"""What a file says about pinned memory: at a loader, as an option, as a default."""
+
+import ast
+import re
+
+from lockstep.lint.analysis.index import Bind, Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings
+
+__all__ = ["pins_memory"]
+
+PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
+
+
+@kept
+def pins_memory(module: Module) -> bool:
+    """Whether a file pins the memory of a loader, or says so as an option's default."""
+    if not PIN.search(module.text):
+        return False
+    return (
+        any(_asks(site) for site in module.sites())
+        or any(
+            (PIN.search(key) and _is_pinning(bind.value))
+            or any(isinstance(arm, ast.Dict) and _pins(arm) for arm in _arms(bind))
+            for scope in module.scopes
+            for key, binds in scope.binds.items()
+            for bind in binds
+        )
+        or any(_default(scope) for scope in module.scopes)
+    )
+
+
+def _asks(site: Site) -> bool:
+    """Whether a call says True for `pin_memory`, with its own argument, as a flag's default or as one of `get`."""
+    if any(item.arg and PIN.search(item.arg) and _is_pinning(item.value) for item in site.call.keywords):
+        return True
+    if site.name in ("add_argument", "get") and any(PIN.search(text) for text in strings(site.call)):
+        default = argument(site.call, 1, "default") if site.name == "get" else keyword(site.call, "default")
+        return is_true(default)
+    return False
+
+
+def _default(scope: Scope) -> bool:
+    """Whether a function's parameter is called so, with True as its default."""
+    node = scope.node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    plain = [*node.args.posonlyargs, *node.args.args]
+    pairs = [*zip(reversed(plain), reversed(node.args.defaults), strict=False)]
+    pairs += [(arg, value) for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value]
+    return any(PIN.search(arg.arg) and is_true(value) for arg, value in pairs)
+
+
+def _is_pinning(value: ast.expr | None) -> bool:
+    """Whether a value is True, or true where there is a GPU."""
+    if isinstance(value, ast.IfExp):
+        return _is_pinning(value.body) or _is_pinning(value.orelse)
+    if isinstance(value, ast.Compare):
+        return isinstance(value.ops[0], ast.Eq) and constant(value.comparators[0]) == "cuda"
+    return is_true(value) or (isinstance(value, ast.Call) and last(value) == "is_available" and "cuda" in idents(value))
+
+
+def _arms(bind: Bind) -> list[ast.expr | None]:
+    """What a binding may give its name."""
+    return [bind.value.body, bind.value.orelse] if isinstance(bind.value, ast.IfExp) else [bind.value]
+
+
+def _pins(node: ast.Dict) -> bool:
+    """Whether a dictionary of options pins the memory."""
+    return any(
+        constant(key) == "pin_memory" and _is_pinning(value) for key, value in zip(node.keys, node.values, strict=True)
+    )
