@@ -90,3 +90,60 @@ def test_no_workers_by_a_name(named, given, told):
     text = "import torch\nfrom torch.utils.data import DataLoader\n\ndef main(data, cfg, rank):\n"
     found = check_text(text + "".join(f"    {line}\n" for line in lines), configure({}, "LS022", ""))
     assert bool(found) is told
+
+
+DRAWN = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+options = {{"num_workers": 2}}
+{option}
+
+class Solver:
+    def __init__(self, data, device):
+        self.device, self.rows = device, DataLoader(data, **options)
+        self.stream = {stream}
+
+    def step(self, model, optimizer):
+        images = next(self.stream)
+        {move}
+        optimizer.zero_grad()
+        model(images).backward()
+        optimizer.step()
+"""
+PINNED = "options['pin_memory'] = True"
+
+
+@pytest.mark.parametrize(
+    ("option", "stream", "move", "told"),
+    [
+        (PINNED, "iter(self.rows)", "images = images.to(self.device)", True),
+        ("options['pin_memory'] = torch.cuda.is_available()", "iter(self.rows)", "images = images.cuda()", True),
+        ("pin_memory = True", "iter(DataLoader(data))", "images = images.to(self.device)", True),
+        ("options['pin_memory'] = False", "iter(self.rows)", "images = images.to(self.device)", False),
+        ("options['shuffle'] = True", "iter(self.rows)", "images = images.to(self.device)", False),
+        (PINNED, "iter(data)", "images = images.to(self.device)", False),
+        (PINNED, "iter(self.rows)", "images = images.to(self.device, non_blocking=True)", False),
+    ],
+)
+def test_an_iterator_of_a_loader(option, stream, move, told):
+    text = DRAWN.format(option=option, stream=stream, move=move).replace("from accelerate import Accelerator\n", "")
+    assert bool(check_text(text, configure({}, "LS022", ""))) is told
+
+
+@pytest.mark.parametrize(
+    ("move", "told"),
+    [
+        ("images = images if self.use_accelerate else images.to(self.device)", False),
+        ("if not use_accelerate: images = images.to(self.device)", True),
+        ("if not args.accelerated: images = images.cuda()", True),
+        ("if use_accelerator:\n            pass\n        else:\n            images = images.to(self.device)", True),
+        ("images = images.to(self.device)", False),
+        ("if use_accelerate: images = images.to(self.device)", False),
+        ("if not slow: images = images.to(self.device)", False),
+    ],
+)
+def test_a_program_that_may_leave_accelerate_out(move, told):
+    text = DRAWN.format(option=PINNED, stream="iter(self.rows)", move=move) + "\naccelerator = Accelerator()\n"
+    assert bool(check_text(text, configure({}, "LS022", ""))) is told

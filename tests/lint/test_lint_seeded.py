@@ -186,3 +186,145 @@ train([], "cpu")
 )
 def test_a_function_that_builds_makes_a_model(seed, made, expected):
     assert told(FACTORY.format(seed=seed, made=made)) is expected
+
+
+HANDED = """
+import torch
+import torchvision.models as models
+from transformers import TrainingArguments
+from elsewhere import pass_epoch
+
+class Args:
+    pass
+
+resnet = models.resnet18()
+{optimizer}
+for epoch in range(3):
+    pass_epoch(resnet, {name})
+if __name__ == "__main__":
+    print({used})
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "used", "expected"),
+    [
+        ("optimizer = torch.optim.Adam(resnet.parameters())", "optimizer", "1", True),
+        ("opt = torch.optim.SGD(resnet.parameters(), lr=0.1)", "opt", "1", True),
+        ("solver = torch.optim.AdamW([{'params': resnet.parameters()}])", "solver", "1", True),
+        ("schedule = torch.optim.lr_scheduler", "schedule", "1", False),
+        ("metric = torch.nn.MSELoss()", "metric", "1", False),
+        # transformers' Trainer seeds
+        ("optimizer = torch.optim.Adam(resnet.parameters())", "optimizer", "TrainingArguments('out')", False),
+    ],
+)
+def test_a_model_that_a_hidden_loop_trains(optimizer, name, used, expected):
+    assert told(HANDED.format(optimizer=optimizer, name=name, used=used)) is expected
+
+
+OTHER = """
+import torch
+
+class Classifier:
+    def __init__(self, seed=1):
+        {constructor}
+
+class Probe(Classifier):
+    def __init__(self):
+        super().__init__(seed=3)
+
+def helper(x):
+    return x
+
+if __name__ == "__main__":
+    {run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("constructor", "run", "use", "expected"),
+    [
+        # what runs only where the other file is run by itself
+        ("pass", "torch.manual_seed(15)", "other.helper(1)", True),
+        ("pass", "torch.manual_seed(15); print(helper(2))", "other.helper(1)", True),
+        ("torch.manual_seed(seed)", "Classifier()", "other.Classifier()", False),
+        # classes of which nothing is made here
+        ("torch.manual_seed(seed)", "pass", "other.helper(1)", True),
+        ("torch.manual_seed(seed)", "pass", "other.Probe()", False),
+        ("torch.manual_seed(seed)", "pass", "getattr(other, 'Classifier')()", False),
+        # a seed that is asked for
+        ("pass", "pass", "print(torch.initial_seed())", True),
+        ("pass", "pass", "torch.manual_seed(torch.initial_seed())", False),
+    ],
+)
+def test_a_seed_in_another_file_that_this_program_never_sets(tmp_path, constructor, run, use, expected):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "other.py").write_text(OTHER.format(constructor=constructor, run=run))
+    (tmp_path / "train.py").write_text("import other\n" + script(before=use))
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS008", ""))) is expected
+
+
+EPOCHS = """
+import torch
+from torch import nn
+
+def main(loader, folds):
+    {before}
+    for fold in folds:
+        {made}
+        for epoch in range(3):
+            {inside}
+            for x in loader:
+                output_net = model(x)
+                output_net.backward()
+
+main([], [0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "inside", "expected"),
+    [
+        ("model = nn.Linear(2, 2)", "pass", "generator = torch.manual_seed(0)", True),
+        ("model = nn.Linear(2, 2)", "torch.manual_seed(fold)", "pass", True),
+        ("pass", "model = nn.Linear(2, 2)", "torch.manual_seed(epoch)", True),
+        ("pass", "torch.manual_seed(fold); model = nn.Linear(2, 2)", "pass", False),
+        ("torch.manual_seed(0)", "model = nn.Linear(2, 2)", "torch.manual_seed(epoch)", False),
+        ("torch.manual_seed(0); model = nn.Linear(2, 2)", "pass", "pass", False),
+    ],
+)
+def test_a_seed_in_the_loop_over_epochs_comes_too_late(before, made, inside, expected):
+    assert told(EPOCHS.format(before=before, made=made, inside=inside)) is expected
+
+
+SCHEME = """
+import torch
+from torch import nn
+
+{header}
+
+def build(config):
+    score_model = nn.Linear(2, 2)
+    {more}
+    step = make_step(score_model)
+    return step
+
+def make_step(model):
+    def step(x):
+        model(x).sum().backward()
+    return step
+"""
+
+
+@pytest.mark.parametrize(
+    ("header", "more", "expected"),
+    [
+        ("pass", "optimizer = get_optimizer(config, score_model.parameters())", True),
+        ("import argparse; opts = argparse.ArgumentParser().parse_args()", "print(config)", True),
+        ("pass", "print(config)", False),
+        ("torch.manual_seed(0)", "optimizer = get_optimizer(config, score_model.parameters())", False),
+        ("pass", "torch.manual_seed(0); optimizer = get_optimizer(score_model); ema_model = nn.Linear(2, 2)", False),
+    ],
+)
+def test_a_file_that_prepares_a_training(header, more, expected):
+    assert told(SCHEME.format(header=header, more=more)) is expected

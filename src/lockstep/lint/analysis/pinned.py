@@ -26,7 +26,15 @@ def pins_memory(module: Module) -> bool:
             for key, binds in scope.binds.items()
             for bind in binds
         )
-        or any(_default(scope) for scope in module.scopes)
+        or any(_default(scope) or any(map(_sets, scope.stmts)) for scope in module.scopes)
+    )
+
+
+def _sets(stmt: ast.stmt) -> bool:
+    """Whether a statement sets the option in a dictionary (`options["pin_memory"] = True`)."""
+    return isinstance(stmt, ast.Assign) and any(
+        isinstance(target, ast.Subscript) and constant(target.slice) == "pin_memory" and _is_pinning(stmt.value)
+        for target in stmt.targets
     )
 
 

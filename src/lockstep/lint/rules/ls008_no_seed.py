@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards, inside, loops
-from lockstep.lint.analysis.index import Module, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.nodes import Words, last, strings
@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 
 SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
 # What says how a model is made is none.
-SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt", re.IGNORECASE)
+SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
 BUILDS = Words(r"^(get|build|make|create|init|setup)_")
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
@@ -37,6 +37,8 @@ def check(view: View) -> Iterator[Found]:
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
     if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
+    if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
+        return  # told where the program that runs it makes a model
     site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
@@ -135,7 +137,7 @@ def unused(view: View, site: Site, members: tuple[Module, ...], models: list[Sit
     """Whether a call seeds in a helper that nothing in the program calls (`utils.set_seed`)."""
     scope = site.scope
     if scope.owner is not None:
-        return idle_class(view, site, members)
+        return site.module is not view.module and idle_class(view, scope, members, 0)
     if scope.kind != "function":
         return False
     if site.module is view.module:
@@ -147,14 +149,17 @@ def unused(view: View, site: Site, members: tuple[Module, ...], models: list[Sit
     return named - others == 1
 
 
-def idle_class(view: View, site: Site, members: tuple[Module, ...]) -> bool:
-    """Whether a call seeds in the constructor of a class that no other file names, and of which nothing is made."""
-    owner = site.scope.owner
-    if owner is None or site.scope.name != "__init__" or site.module is view.module or owner.decorators:
+def idle_class(view: View, scope: Scope, members: tuple[Module, ...], depth: int) -> bool:
+    """Whether a function is the constructor of a class of which nothing is made: no other file names it, and only such
+    classes that derive from it call it.
+    """
+    owner = scope.owner
+    if owner is None or scope.name != "__init__" or owner.decorators or depth > 3:
         return False
-    others = [member for member in members if member is not site.module]
-    named = any(member.words[owner.name] or any(map(looks_up, member.sites("getattr"))) for member in others)
-    return not named and not view.calls.callers(site.scope)
+    others = [member for member in members if member is not scope.module]
+    if any(member.words[owner.name] or any(map(looks_up, member.sites("getattr"))) for member in others):
+        return False
+    return all(idle_class(view, caller.scope, members, depth + 1) for caller in view.calls.callers(scope))
 
 
 def looks_up(site: Site) -> bool:

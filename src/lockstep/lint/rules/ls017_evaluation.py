@@ -42,26 +42,40 @@ def check(view: View) -> Iterator[Found]:
 
 
 def by_flag(view: View) -> Iterator[Found]:
-    """`self.run(loader, train=False)` where the shared loop never calls eval()."""
-    if any(
+    """`self.run(loader, train=False)` where the shared loop never calls eval(), or nothing keeps it from a graph."""
+    switched = any(
         site.name in ("eval", "train") and site.receiver is not None and is_mode(view, site)
         for site in view.sites("eval", "train")
-    ):
-        return
+    )
     for site in view.sites():
-        if not any(
-            item.arg in ("train", "is_train", "training") and constant(item.value) is False
-            for item in site.call.keywords
-        ):
-            continue
-        target = view.calls.target(site.call, site.scope)
+        says = says_so(site)
+        target = view.calls.target(site.call, site.scope) if says is not None else None
         if target is None:
             continue
-        forward = next(
-            (s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)), None
-        )
-        if forward is not None:
-            yield at(forward, f"also evaluates, for line {site.line}, without model.eval()")
+        below = [s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)]
+        if not below:
+            continue
+        if not switched and says is False:
+            yield at(below[0], f"also evaluates, for line {site.line}, without model.eval()")
+        elif (
+            switched
+            and view.trainings.trains(target.sites)
+            and not view.effects.mentioned_in(below[0].scope, "grad_enabled")
+            and not view.effects.mentioned_in(below[0].scope, "no_grad")
+            and without_graph(view, below[0]) is False
+        ):
+            yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
+
+
+def says_so(site: Site) -> bool | None:
+    """The value of a flag by which a call asks a shared loop to evaluate (`train=False`, `validate=True`)."""
+    for item in site.call.keywords:
+        value = constant(item.value)
+        if value is False and item.arg in ("train", "is_train", "training"):
+            return False
+        if value is True and item.arg is not None and EVALUATION.search(item.arg):
+            return True
+    return None
 
 
 def is_mode(view: View, site: Site) -> bool:

@@ -1,6 +1,7 @@
 """LS034: numpy randomness in a Dataset with workers unseeded."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import given
@@ -15,6 +16,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 MESSAGE = "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn"
+# A function of this name seeds nothing until a loader is given it.
+SEEDS_WORKERS = re.compile(r"(?<!def )\bworker_init_fn\b")
 QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Generator", "SeedSequence"}
 
 
@@ -22,7 +25,10 @@ def check(view: View) -> Iterator[Found]:
     """Looks for numpy's generators in the items of the file's datasets, when a loader has workers and no
     worker_init_fn.
     """
-    if view.effects.mentioned(view.module, "worker_init_fn", "get_worker_info", "worker_seed"):
+    if view.effects.mentioned(view.module, "get_worker_info", "worker_seed") or any(
+        "worker_init_fn" in member.text and SEEDS_WORKERS.search(member.text)
+        for member in view.project.family(view.module)
+    ):
         return
     if not any(workers(view, s) for member in view.project.family(view.module) for s in member.sites("DataLoader")):
         return
@@ -33,14 +39,16 @@ def check(view: View) -> Iterator[Found]:
                 yield at(site, MESSAGE)
     told: set[Scope] = set()
     for site in (s for s in view.sites("DataLoader") if workers(view, s)):
+        drawn = []
         for call, scope, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
             owner = view.names.definition(call.func, scope)
             if owner is None or owner.kind != "class" or owner.module is view.module or owner in told:
                 continue
             if is_dataset(view, owner) and drawing(view, owner, call) is not None:
-                told.add(owner)
-                yield at(site, f"{owner.name} {MESSAGE}")
-                break
+                drawn.append(owner)
+        told.update(drawn)
+        if drawn:
+            yield at(site, f"{drawn[0].name} {MESSAGE}")
 
 
 def drawing(view: View, owner: Scope, made: ast.Call | None = None) -> Site | None:
