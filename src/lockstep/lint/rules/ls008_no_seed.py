@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.kinds import MODEL, OPTIMIZER, TORCH_OPTIMIZERS
+from lockstep.lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.nodes import Words, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -35,6 +35,8 @@ def check(view: View) -> Iterator[Found]:
         or any(fits(view, site) for site in top)
     )
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
+    if runs and not own and EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]):
+        return  # says by its name that it evaluates what others train
     if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
     if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
@@ -222,8 +224,9 @@ def makes(view: View, site: Site) -> bool:
     if owner is not None:
         return (
             (owner.kind == "class" and view.kinds.is_module_class(owner))
-            or "model" in site.name.lower()
-            or "net" in site.name.lower()
+            or "model" in site.name
+            or "net" in site.name
+            or (owner.kind == "class" and foreign(view, owner) and "model" in site.name.lower())
             or (owner.kind == "function" and BUILDS.search(site.name))
         )
     if isinstance(site.call.func, ast.Call | ast.Subscript):
@@ -236,6 +239,11 @@ def makes(view: View, site: Site) -> bool:
         or site.name[:1].isupper()
         or "model" in site.name
     )
+
+
+def foreign(view: View, owner: Scope) -> bool:
+    """Whether a class derives from one that cannot be seen."""
+    return len(list(view.names.bases_of(owner))) > len(list(view.names.parents(owner)))
 
 
 RULE = Rule(

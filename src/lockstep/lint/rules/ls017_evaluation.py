@@ -7,7 +7,7 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER
 from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, last
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -15,9 +15,6 @@ from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
-
-# Methods that modules alone have.
-OF_MODULES = ("eval", "parameters", "load_state_dict")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -140,13 +137,19 @@ def is_forward(view: View, site: Site) -> bool:
         return False
     if view.full(site) or view.names.definition(func, site.scope) is not None:
         return False
-    if any(dotted(s.receiver) == dotted(func) for name in OF_MODULES for s in site.scope.named(name)):
+    modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]
+    if any(dotted(s.receiver) == dotted(func) for s in modules):
         return True
     if last(func) in ("model", "net", "netG", "generator", "encoder", "classifier", "ddp_model", "network") or last(
         func
     ).endswith(("_model", "_net")):
         return True
     return view.kinds.module_class(func, site.scope) is not None
+
+
+def optimized(site: Site) -> bool:
+    """Whether the parameters that a call gives go to an optimizer."""
+    return any(OPTIMIZER.search(bind.key) for bind in site.scope.bound(site.stmt))
 
 
 def in_eval_mode(view: View, site: Site) -> bool | None:
@@ -199,7 +202,7 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int) ->
         return False
     callers = view.calls.callers(scope)
     if not callers:
-        return False if alone(view, scope, line) else None
+        return False if loops(stmt, scope.module) and alone(view, scope, line) else None
     if depth > 4:
         return None if scope.decorators or scope.owner is not None else False
     answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1) for c in callers[:6]]
@@ -210,7 +213,7 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int) ->
 
 def alone(view: View, scope: Scope, line: int) -> bool:
     """Whether a function that nothing in sight calls or names sees to the model's mode itself, and so to the graph."""
-    if scope.owner is not None or scope.parent is not scope.module.top or scope.decorators:
+    if scope.parent is not scope.module.top or scope.decorators or scope.name.startswith("test_"):
         return False
     named = sum(member.words[scope.name] for member in view.project.family(scope.module))
     return named == 1 and any(s.receiver is not None and s.line < line for s in scope.named("eval"))
