@@ -93,7 +93,7 @@ class Solver:
             self.model.eval()
             {call}
 
-    def run(self, epoch, cross_valid=False, verbose=False):
+    def run(self, epoch, cross_valid=False, verbose=False, do_evaluate=False):
         for x in self.loader:
             {forward}
             if not cross_valid:
@@ -114,6 +114,7 @@ if __name__ == "__main__":
         ("print(self.run(epoch, cross_valid=True))", "y = self.model(x); loss = y.sum()", True),
         ("with torch.no_grad(): self.run(epoch, cross_valid=True)", "loss = self.model(x)", False),
         ("self.run(epoch, verbose=True)", "loss = self.model(x)", False),
+        ("self.run(epoch, do_evaluate=True)", "loss = self.model(x)", False),  # besides its training
         (
             "self.run(epoch, cross_valid=True)",
             "with torch.set_grad_enabled(not cross_valid): loss = self.model(x)",

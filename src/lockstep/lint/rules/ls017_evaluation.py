@@ -4,17 +4,19 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import Loop, loops, withs
+from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER
-from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, last
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_true, last
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+TRAINS = Words(r"^(is_)?train$|^training$")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -45,18 +47,18 @@ def by_flag(view: View) -> Iterator[Found]:
         for site in view.sites("eval", "train")
     )
     for site in view.sites():
-        says = says_so(site)
-        target = view.calls.target(site.call, site.scope) if says is not None else None
-        if target is None:
+        flag = says_so(site)
+        target = view.calls.target(site.call, site.scope) if flag is not None else None
+        if target is None or flag is None:
             continue
         below = [s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)]
         if not below:
             continue
-        if not switched and says is False:
+        if not switched and TRAINS.search(flag):
             yield at(below[0], f"also evaluates, for line {site.line}, without model.eval()")
         elif (
             switched
-            and view.trainings.trains(target.sites)
+            and any(view.steps.backwards(s) and asks(s, flag) for s in target.sites)
             and not view.effects.mentioned_in(below[0].scope, "grad_enabled")
             and not view.effects.mentioned_in(below[0].scope, "no_grad")
             and without_graph(view, below[0]) is False
@@ -64,15 +66,18 @@ def by_flag(view: View) -> Iterator[Found]:
             yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
 
 
-def says_so(site: Site) -> bool | None:
-    """The value of a flag by which a call asks a shared loop to evaluate (`train=False`, `validate=True`)."""
+def says_so(site: Site) -> str | None:
+    """The flag by which a call asks a shared loop to evaluate (`train=False`, `validate=True`)."""
     for item in site.call.keywords:
-        value = constant(item.value)
-        if value is False and item.arg in ("train", "is_train", "training"):
-            return False
-        if value is True and item.arg is not None and EVALUATION.search(item.arg):
-            return True
+        value, name = constant(item.value), item.arg or ""
+        if (value is False and TRAINS.search(name)) or (value is True and EVALUATION.search(name)):
+            return name
     return None
+
+
+def asks(site: Site, flag: str) -> bool:
+    """Whether a call is made by a test of a flag."""
+    return any(flag in idents(guard.test) for guard in guards(site.stmt, site.module))
 
 
 def is_mode(view: View, site: Site) -> bool:
