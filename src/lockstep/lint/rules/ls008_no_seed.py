@@ -299,7 +299,8 @@ if __name__ == "__main__":
     note=(
         "It is told where a script makes its model, and in a file that holds a training loop of its own even if "
         "another file starts it. A data set that seeds for its own order does not count, nor does a helper "
-        "that nothing calls, a seed that comes after the model, or one of numpy's or Python's random "
+        "that nothing calls, what another file seeds only where it is run by itself, "
+        "a seed that comes after the model, or one of numpy's or Python's random "
         "numbers alone, which make no weights."
     ),
 )
