@@ -35,8 +35,8 @@ def check(view: View) -> Iterator[Found]:
         or any(fits(view, site) for site in top)
     )
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
-    if runs and not own and EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]):
-        return  # says by its name that it evaluates what others train
+    if not view.training and EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]):
+        return  # says by its name that it evaluates or tests what others train
     if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
     if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
