@@ -35,7 +35,9 @@ def check(view: View) -> Iterator[Found]:
         or any(fits(view, site) for site in top)
     )
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
-    if not view.training and EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]):
+    if not next(view.sites("backward"), None) and EVALUATION.search(
+        view.module.path.rpartition("/")[2].partition(".")[0]
+    ):
         return  # says by its name that it evaluates or tests what others train
     if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
         return
