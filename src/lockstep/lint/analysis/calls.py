@@ -154,6 +154,12 @@ class Calls:
         """The calls in the project that run a function."""
         return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
 
+    @kept
+    def subclasses(self, owner: Scope) -> tuple[Scope, ...]:
+        """The project's classes that derive from a class, directly or not."""
+        scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
+        return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
+
     def namesakes(self, function: Scope) -> list[Site]:
         """The calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)

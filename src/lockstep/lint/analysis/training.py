@@ -151,7 +151,7 @@ class Trainings:
                 if self.rare(site.stmt, site.scope, within):
                     continue
                 yield site
-                for function in (*self.calls.runs(site), *self.losses(site)):
+                for function in (*self.calls.runs(site), *self.losses(site), *self.overrides(site)):
                     if function not in seen and function.name not in ("__init__", "__str__", "display"):
                         seen.add(function)
                         queue.append((function.sites, None, function))  # type: ignore[arg-type]
@@ -163,6 +163,13 @@ class Trainings:
             if owner is not None and self.kinds.is_module_class(owner):
                 forward = self.calls.names.member(owner, "forward")
                 yield from [forward] if forward is not None else []
+
+    def overrides(self, site: Site) -> Iterator[Scope]:
+        """The methods that a call of the object's own method may run in classes that derive from this one."""
+        target = self.calls.target(site.call, site.scope) if dotted(site.receiver) == "self" else None
+        if target is not None and target.owner is not None:
+            for owner in self.calls.subclasses(target.owner):
+                yield from [owner.defs[target.name]] if target.name in owner.defs else []
 
     def rare(self, stmt: ast.stmt, scope: Scope, within: ast.stmt | None) -> bool:
         """Whether a statement runs only now and then, or not for certain, in a turn of the loop `within`."""
