@@ -1,13 +1,13 @@
 """LS036: a device sync in every step."""
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, idents, last, targets, walk
+from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, key, loss_names, read
+from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.training import Training, every_so_often
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -15,15 +15,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-SYNCS = {"item", "cpu", "tolist"}
-READS = {"print", "float", "bool", "int"}
-# What gives a tensor of the device again.
-STILL_THERE = {"detach", "mean", "sum", "float", "clone"}
 FINITE = {"isnan", "isinf", "isfinite"}
 # They make a tensor on the CPU.
 MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
-# What a number on the device is called.
-LOSS = Words(r"loss|err(?!no)|cost|kld|nll|acc|penalty", re.IGNORECASE)
 # They make a text or a number of what they are given, at once.
 SHOWS = {"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description", "info", "warning", "write"}
 # What keeps numbers for a person to look at, and how it is given them.
@@ -40,9 +34,10 @@ def check(view: View) -> Iterator[Found]:
         if not view.trainings.steps_in(training.loop, training.scope) and not view.training:
             continue
         here = [site for site in view.trainings.each_step(training) if site.module is view.module]
-        losses = loss_names(view, training) if here else set()
+        losses = loss_names(view.trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
+        yield from texts(view, training, losses, seen)
         for site in here:
             if site.stmt.lineno in seen:
                 continue
@@ -102,11 +97,38 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
         values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
     else:
         return False
-    return any(
-        key(value) in losses
-        and not any(read(bind.value) for bind, _ in view.origins.binds(key(value), scope, value.lineno))
-        for value in values
-    )
+    return any(on_losses(view, value, scope, losses) for value in values)
+
+
+def on_losses(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
+    """Whether a name stands for a loss that was not read before (`loss = loss.item()`)."""
+    name = key(node)
+    binds = view.origins.binds(name, scope, getattr(node, "lineno", 0)) if name in losses else []
+    return name in losses and not any(read(bind.value) for bind, _ in binds)
+
+
+def texts(view: View, training: Training, losses: set[str], seen: set[int]) -> Iterator[Found]:
+    """`line = f"loss {loss:.3f}"`: a text is made of what stands on the device."""
+    scope, loop = training.scope, training.loop
+    for stmt in scope.stmts if losses and scope.module is view.module else ():
+        if not isinstance(stmt, ast.Assign | ast.AugAssign) or stmt.lineno in seen:
+            continue
+        if not inside(stmt, loop, scope.module) or not any(
+            on_losses(view, node, scope, losses) for part in written(stmt.value) for node in bare(part)
+        ):
+            continue
+        if not view.trainings.rare(stmt, scope, loop):
+            seen.add(stmt.lineno)
+            yield Found(stmt, "a text of a loss waits for the device in every step: make it every n-th step")
+
+
+def written(value: ast.expr) -> Iterator[ast.expr]:
+    """What is written into the texts that an expression makes."""
+    for node in walk(value):
+        if isinstance(node, ast.FormattedValue):
+            yield node.value
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(constant(node.left), str):
+            yield node.right
 
 
 def first_of(node: ast.Attribute, stmt: ast.stmt) -> bool:
@@ -122,21 +144,16 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
         return f".{site.name}()" if is_tensor(view, site) else ""
     if site.name == "to" and site.receiver is not None and constant(argument(site.call, 0, "device")) == "cpu":
         return '.to("cpu")' if is_tensor(view, site) else ""
-    plain = site.name in READS and isinstance(site.call.func, ast.Name)
+    plain = site.name in (*READS, "print") and isinstance(site.call.func, ast.Name)
+    plain = plain or (site.name == "format" and isinstance(constant(site.receiver), str))
     tracks = site.name in TRACKS and last(site.receiver) in TRACKERS
     if plain or tracks or (site.name in SHOWS and site.receiver is not None):
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
-            if any(key(node) in losses or (plain and on_device(view, node, site)) for node in bare(value)):
+            shown = [node for node in bare(value) if on_losses(view, node, site.scope, losses)]
+            whole = isinstance(value, ast.Name) and f"{value.id}{{}}" in losses
+            if shown or whole or (plain and any(on_device(view, node, site) for node in bare(value))):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
-
-
-def key(node: ast.AST) -> str:
-    """A name as it stands, a loss that is taken out of a dictionary as `losses[]`; "" for anything else."""
-    if isinstance(node, ast.Subscript):
-        held = dotted(node.value)
-        return f"{held}[]" if held is not None else ""
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def on_device(view: View, node: ast.AST, site: Site) -> bool:
@@ -155,23 +172,6 @@ def moves(call: ast.Call) -> bool:
     if last(call) == "to" and isinstance(call.func, ast.Attribute):
         return bool(call.args) and constant(call.args[0]) != "cpu"
     return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
-
-
-def bare(value: ast.expr) -> Iterator[ast.AST]:
-    """The parts of an expression that are not inside a call's method chain (`loss` but not `loss.item()`)."""
-    stack: list[ast.AST] = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            stack.extend(node.args if node.func.attr == "format" else [])
-            if node.func.attr in STILL_THERE and not node.args:
-                stack.append(node.func.value)
-            continue
-        if isinstance(node, ast.Attribute) and node.attr == "data":
-            stack.append(node.value)
-        yield node
-        if not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-            stack.extend(ast.iter_child_nodes(node))
 
 
 def is_tensor(view: View, site: Site) -> bool:
@@ -231,39 +231,6 @@ def from_loader(site: Site, training: Training) -> bool:
         bind.stmt is not training.loop and training.loop.lineno < bind.stmt.lineno < site.line
         for bind in site.scope.binds.get(root.id, [])
     )
-
-
-def loss_names(view: View, training: Training) -> set[str]:
-    """The names of the losses that the loop computes gradients of, and `losses[]` for a dictionary of them."""
-    names = set()
-    for site in [training.backward, *training.scope.sites]:
-        if view.steps.backwards(site):
-            loss = view.steps.loss_of(site)
-            names |= {dotted(loss) or "", *held(loss, site.scope)}
-    for name, binds in training.scope.binds.items():
-        inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
-        if "loss" in name.lower() and inner and not any(map(read, inner)):
-            names.add(name)
-    return {name for name in names if name and ("." not in name or name.endswith("[]"))}
-
-
-def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
-    """The dictionaries that a loss is taken out of, or is the sum of, as `losses[]`."""
-    given = scope.binds.get(dotted(loss) or "", []) if loss is not None else []
-    for value in (loss, *(bind.value for bind in given)):
-        for node in walk(value) if value is not None else ():
-            name = None
-            if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
-                name = dotted(node.value)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values":
-                name = dotted(node.func.value)
-            if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
-                yield f"{name}[]"
-
-
-def read(value: ast.expr | None) -> bool:
-    """Whether a value was read from the device where it was bound."""
-    return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
 
 
 def header(loop: Loop) -> ast.expr:

@@ -1,0 +1,137 @@
+"""The losses of a training loop, by their names: what is still on the device, and in which expressions it stands."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
+from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.training import Training, Trainings
+
+__all__ = ["LOSS", "READS", "SYNCS", "bare", "key", "loss_names", "read"]
+
+SYNCS = {"item", "cpu", "tolist"}
+# They make a number or a text of what they are given.
+READS = {"float", "bool", "int", "str", "repr", "format"}
+# What gives a tensor of the device again.
+STILL_THERE = {"detach", "mean", "sum", "float", "clone"}
+# What a number on the device is called.
+LOSS = Words(r"loss|err(?!no)|cost|kld|nll|acc|penalty", re.IGNORECASE)
+
+
+def loss_names(trainings: Trainings, training: Training) -> set[str]:
+    """The names of the losses that the loop computes gradients of, and `losses[]` for a dictionary of them."""
+    names = set()
+    for site in [training.backward, *training.scope.sites]:
+        if trainings.steps.backwards(site):
+            loss = trainings.steps.loss_of(site)
+            names |= {dotted(loss) or "", *held(loss, site.scope)}
+    names |= called_losses(training)
+    names = {name for name in names if name and ("." not in name or name.endswith("[]"))}
+    return names | set(given_back(trainings, training)) | set(dictionaries(training, names))
+
+
+def called_losses(training: Training) -> set[str]:
+    """The names that say that they are a loss, without those that hold a number, or what is computed from numbers."""
+    values: dict[str, list[ast.expr]] = {}
+    for name, binds in training.scope.binds.items():
+        inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
+        if "loss" in name.lower() and inner:
+            values[name] = inner
+    numbers = {name for name, inner in values.items() if any(map(read, inner))}
+    for name, inner in values.items():
+        if name not in numbers and any(numbers & set(idents(value)) for value in inner):
+            numbers.add(name)  # `mean_loss = total_loss / count`, after `total_loss += loss.item()`
+    return values.keys() - numbers
+
+
+def given_back(trainings: Trainings, training: Training) -> Iterator[str]:
+    """The dictionaries, as `info[]`, that a function of the project returns which computes the gradients itself."""
+    for name, binds in training.scope.binds.items():
+        for bind in binds:
+            call = bind.value
+            if not isinstance(call, ast.Call) or not inside(bind.stmt, training.loop, training.module):
+                continue
+            function = trainings.calls.target(call, training.scope)
+            if function is None or not trainings.trains(function.sites):
+                continue
+            for given in function.returns():
+                for table in element_of(given, bind.path):
+                    if isinstance(table, ast.Dict) and all(map(still, on_keys(table, function))):
+                        yield f"{name}[]"
+
+
+def on_keys(table: ast.Dict, function: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """What a written dictionary holds as losses, by the names of its keys."""
+    for name, value in zip(table.keys, table.values, strict=True):
+        if LOSS.search(str(constant(name))):
+            yield value, function
+
+
+def still(found: tuple[ast.expr, Scope]) -> bool:
+    """Whether a value was certainly computed, and not read from the device."""
+    value, scope = found
+    made = [bind.value for bind in scope.binds.get(value.id, [])] if isinstance(value, ast.Name) else []
+    return bool(made) and not any(each is None or constant(each) is not None or read(each) for each in made)
+
+
+def dictionaries(training: Training, names: set[str]) -> Iterator[str]:
+    """The dictionaries that the loop puts a loss into, as `logs{}`: they may hold numbers too."""
+    for stmt in training.scope.stmts:
+        if not isinstance(stmt, ast.Assign) or not inside(stmt, training.loop, training.module):
+            continue
+        target, value = stmt.targets[0], stmt.value
+        name = dotted(target.value if isinstance(target, ast.Subscript) else target)
+        put: list[ast.expr] = [value] if isinstance(target, ast.Subscript) else []
+        if isinstance(value, ast.Dict):
+            put = value.values
+        elif isinstance(value, ast.Call) and last(value) == "dict":
+            put = [item.value for item in value.keywords]
+        if name is not None and any(key(node) in names for each in put for node in bare(each)):
+            yield f"{name}{{}}"
+
+
+def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
+    """The dictionaries that a loss is taken out of, or is the sum of, as `losses[]`."""
+    given = scope.binds.get(dotted(loss) or "", []) if loss is not None else []
+    for value in (loss, *(bind.value for bind in given)):
+        for node in walk(value) if value is not None else ():
+            name = None
+            if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+                name = dotted(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values":
+                name = dotted(node.func.value)
+            if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
+                yield f"{name}[]"
+
+
+def read(value: ast.expr | None) -> bool:
+    """Whether a value was read from the device where it was bound."""
+    return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
+
+
+def key(node: ast.AST) -> str:
+    """A name as it stands, a loss that is taken out of a dictionary as `losses[]`; "" for anything else."""
+    if isinstance(node, ast.Subscript):
+        held = dotted(node.value)
+        return f"{held}[]" if held is not None else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def bare(value: ast.expr) -> Iterator[ast.AST]:
+    """The parts of an expression that are not inside a call's method chain (`loss` but not `loss.item()`)."""
+    stack: list[ast.AST] = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            stack.extend(node.args if node.func.attr == "format" else [])
+            if node.func.attr in STILL_THERE and not node.args:
+                stack.append(node.func.value)
+            continue
+        if isinstance(node, ast.Attribute) and node.attr == "data":
+            stack.append(node.value)
+        yield node
+        if not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+            stack.extend(ast.iter_child_nodes(node))
