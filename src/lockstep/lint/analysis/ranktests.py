@@ -132,6 +132,10 @@ class RankTests:
                 found = self.test(value, home, when, depth + 1)
                 if found:
                     return found
+            elif isinstance(value, ast.Name) and key.startswith("self.") and depth < 3:
+                found = self.handed(value.id, home, when, depth + 1)  # `Logger(enable=rank == 0)`
+                if found:
+                    return found
         return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
@@ -279,7 +283,10 @@ def _attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
 
 def says_rank(node: ast.AST | None) -> bool:
     """Whether an expression is a rank by the names and words in it."""
-    if (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")) or isinstance(node, ast.Subscript):
+    if node is None:
+        return False
+    table = isinstance(node, ast.Subscript) and dotted(node.value) is not None
+    if table or (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")):
         return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
     return RANK.search(last(node))
 

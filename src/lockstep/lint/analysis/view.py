@@ -123,11 +123,20 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs of the file know of GPUs at all: by a word, or by the number of a device (`.to(0)`)."""
-        return self.effects.mentioned(self.module, "cuda", "accelerat", "gpu") or any(
-            isinstance(constant(origin.node), int)
-            for site in self.sites("to")
-            for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
+        """Whether the programs of the file know of GPUs at all: by a word, by the number of a device (`.to(0)`), or by
+        one that an option names (`torch.device(cfg.device)`).
+        """
+        return (
+            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu")
+            or any(
+                isinstance(constant(origin.node), int)
+                for site in self.sites("to")
+                for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
+            )
+            or any(
+                isinstance(next(iter(site.call.args), None), ast.Attribute) and self.full(site) == "torch.device"
+                for site in self.sites("device")
+            )
         )
 
     @functools.cached_property

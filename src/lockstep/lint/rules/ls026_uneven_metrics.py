@@ -197,7 +197,14 @@ def mean_after(site: Site) -> bool:
     """Whether the list into which the ranks' values are gathered is averaged as it is."""
     name = dotted(site.call.args[0]) if site.call.args else None
     after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
-    return name is not None and any(means(node, name) for stmt in after for node in walk(stmt))
+    names = {name} if name is not None else set()
+    for stmt in after:
+        if any(means(node, each) for each in names for node in walk(stmt)):
+            return True
+        stacked = isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call) and last(stmt.value) == "stack"
+        if stacked and names & set(idents(stmt)):
+            names |= {bind.key for bind in site.scope.bound(stmt)}
+    return False
 
 
 def means(node: ast.AST, name: str) -> bool:
@@ -214,8 +221,12 @@ def mean_of(view: View, function: Scope) -> bool:
     """Whether a function is `all_reduce, then divide by the number of ranks`."""
     if len(function.stmts) <= 15 and any(horovod_mean(view, site) for site in function.sites):
         return True
+    if len(function.stmts) > 15:
+        return False
+    if any(view.full(s).startswith("torch.distributed") and mean_after(s) for s in function.named("all_gather")):
+        return True
     reduces = [s for s in function.sites if s.name in ("all_reduce", "reduce")]
-    if len(function.stmts) > 15 or not reduces:
+    if not reduces:
         return False
     return any(last(v) == "AVG" for s in reduces for v in (*s.call.args, *(k.value for k in s.call.keywords))) or any(
         by_ranks(stmt, function) for stmt in function.stmts

@@ -33,7 +33,9 @@ def check(view: View) -> Iterator[Found]:
     for training in (*view.trainings.near(view.module), *view.trainings.engines(view.module)):
         if not view.trainings.steps_in(training.loop, training.scope) and not view.training:
             continue
-        here = [site for site in view.trainings.each_step(training) if site.module is view.module]
+        steps = view.trainings.each_step(training)
+        here = [site for site in steps if site.module is view.module]
+        beyond = {site.scope for site in steps if site.module is not view.module and reads_given(view, site)}
         losses = loss_names(view.trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
@@ -41,7 +43,7 @@ def check(view: View) -> Iterator[Found]:
         for site in here:
             if site.stmt.lineno in seen:
                 continue
-            what = syncs(view, site, losses)
+            what = syncs(view, site, losses) or passed_on(view, site, losses, beyond)
             if what and not from_loader(site, training) and not elsewhere(view, site, training):
                 seen.add(site.stmt.lineno)
                 yield at(
@@ -154,6 +156,44 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
             if shown or whole or (plain and any(on_device(view, node, site) for node in bare(value))):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
+
+
+def passed_on(view: View, site: Site, losses: set[str], beyond: set[Scope]) -> str:
+    """What is told where a loss is handed to a function of another file that reads it (`meters.update(loss)`)."""
+    function = view.calls.target(site.call, site.scope) if beyond else None
+    if function not in beyond:
+        return ""
+    for value in (*site.call.args, *(item.value for item in site.call.keywords)):
+        held = isinstance(value, ast.Name) and {f"{value.id}[]", f"{value.id}{{}}"} & losses
+        if held or any(on_losses(view, node, site.scope, losses) for node in (*bare(value), *drawn(value, site))):
+            return f"{site.name}({ast.unparse(value)[:30]})"
+    return ""
+
+
+def drawn(value: ast.expr, site: Site) -> Iterator[ast.expr]:
+    """What a comprehension's name stands for in a call (`read(v) for v in losses.values()`), as `losses[0]`."""
+    for node in walk(site.stmt) if isinstance(value, ast.Name) else ():
+        if isinstance(node, ast.comprehension) and dotted(value) in {name for name, _ in targets(node.target)}:
+            root = base(node.iter)
+            if isinstance(root, ast.Name):
+                yield ast.copy_location(ast.Subscript(root, ast.Constant(0), ast.Load()), node.iter)
+
+
+def reads_given(view: View, site: Site) -> bool:
+    """Whether a call reads what its function was given (`value.item()`, also for each value of a dictionary)."""
+    if site.scope.kind != "function" or site.name not in SYNCS or not syncs(view, site, set()):
+        return False
+    node = site.scope.node
+    arguments = getattr(node, "args", None)
+    given = {
+        *site.scope.params,
+        *(a.arg for a in (getattr(arguments, "vararg", None), getattr(arguments, "kwarg", None)) if a),
+    }
+    root: ast.AST | None = base(site.receiver) if site.receiver is not None else None
+    for bind in site.scope.binds.get(dotted(root) or "", []):
+        if bind.how == "for" and bind.value is not None:
+            root = base(bind.value)
+    return isinstance(root, ast.Name) and root.id in given and root.id != "self"
 
 
 def on_device(view: View, node: ast.AST, site: Site) -> bool:
