@@ -11,14 +11,14 @@ from lockstep.lint.analysis.nodes import keyword
 __all__ = ["divides", "parts"]
 
 # The calls in which a rank's part is taken, and how such an expression reads.
-CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node")
+CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node", "slice")
 RANK = r"[\w.]*(?:rank|get_rank\(\))"
 COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
 SLICE = rf"\[\s*{RANK}\s*::"
 PART = re.compile(
     rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
     rf"|{SLICE}|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
-    rf"|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
+    rf"|\.slice\({RANK}, [^\n]*{COUNT}\)|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
 )
 SHARD = re.compile(rf"\bshard_id={RANK}")
 

@@ -27,6 +27,8 @@ STEADY = re.compile(
 OPTIONS = {"args", "opt", "cfg", "conf", "config", "hparams", "FLAGS"}
 EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
+# From when on something is done in every step.
+STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
 COUNTS = Words(r"step|epoch|iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What a loss is called.
@@ -209,6 +211,9 @@ class Trainings:
             isinstance(node, ast.Constant) and node.value is None for node in walk(test)
         ):
             return True
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE):
+            if any(map(STARTS.search, idents(test.comparators[0]))):
+                return True  # in every step from then on (`step > discriminator_start`)
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE):
             name = dotted(test.left) or ""
             if (

@@ -29,6 +29,10 @@ FETCH = re.compile(
 )
 
 
+# Data sets that fetch their files unless they are told not to.
+BRINGS = ("torchtext.datasets.", "torch_geometric.datasets.", "dgl.data.")
+
+
 def check(view: View) -> Iterator[Found]:
     """Looks for `download=True` and fetching calls in the code that all ranks run."""
     if not view.distributed:
@@ -117,6 +121,8 @@ def fetches(view: View, site: Site) -> bool:
         return True
     if site.name in SHELLS and view.full(site).startswith(("os.", "subprocess.")):
         return any(FETCH.search(text) for text in words(site.call))
+    if site.name[:1].isupper() and view.full(site).startswith(BRINGS) and site.scope.kind != "class":
+        return True
     return view.full(site) in (
         "nltk.download",
         "urllib.request.urlretrieve",

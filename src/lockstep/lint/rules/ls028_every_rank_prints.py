@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.context import Guard, guards
 from lockstep.lint.analysis.index import Module, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
@@ -112,7 +112,13 @@ def passed_on(view: View, site: Site) -> str:
         return ""
     prints = [s for s in function.named("print") if isinstance(s.call.func, ast.Name)]
     told = [s for s in prints if not view.ranks.side(s.stmt, function) and not view.ranks.chosen(s) and not prefixed(s)]
+    told = [s for s in told if not any(map(flag, guards(s.stmt, function.module)))]
     return "print" if told else ""
+
+
+def flag(guard: Guard) -> bool:
+    """Whether a test asks for an option of an object (`if self.enable`), which may be another on each rank."""
+    return (dotted(guard.test) or "").startswith("self.")
 
 
 def failing(view: View, site: Site) -> bool:
@@ -198,7 +204,15 @@ def plain_logging(view: View) -> bool:
     found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
     if not found:
         return any(map(by_hydra, members))
-    return all(view.ranks.everywhere(s, view.module) and not by_rank(view, s) for s in found)
+    levels = [s for member in members for s in member.sites("setLevel")]
+    if any(view.ranks.side(s.stmt, s.scope) or by_rank(view, s) for s in levels):
+        return False
+    return all((on_import(view, s) or view.ranks.everywhere(s, view.module)) and not by_rank(view, s) for s in found)
+
+
+def on_import(view: View, site: Site) -> bool:
+    """Whether a call is made where its file is imported, which every rank does, the spawned ones too."""
+    return site.scope.kind == "module" and not any(True for _ in guards(site.stmt, site.module))
 
 
 def by_hydra(module: Module) -> bool:

@@ -153,6 +153,7 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
             shown = [node for node in bare(value) if on_losses(view, node, site.scope, losses)]
             whole = isinstance(value, ast.Name) and f"{value.id}{{}}" in losses
+            whole = whole or (plain and computed(view, value, site))
             if shown or whole or (plain and any(on_device(view, node, site) for node in bare(value))):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
@@ -204,6 +205,26 @@ def on_device(view: View, node: ast.AST, site: Site) -> bool:
     binds = [b for b, _ in view.origins.binds(node.id, site.scope, site.line) if inside(b.stmt, nest[0], site.module)]
     return bool(binds) and all(
         isinstance(b.value, ast.Call) and moves(b.value) and not b.path and b.how == "assign" for b in binds
+    )
+
+
+def computed(view: View, value: ast.expr, site: Site) -> bool:
+    """Whether a value is summed up from what the loop's model gave (`float((outputs.argmax(1) == y).sum())`)."""
+    if (
+        not isinstance(value, ast.Call)
+        or last(value) not in ("sum", "mean")
+        or not isinstance(value.func, ast.Attribute)
+    ):
+        return False
+    if any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(value)):
+        return False
+    nest = loops(site.stmt, site.module)
+    names = [node for node in walk(value.func.value) if isinstance(node, ast.Name)]
+    return any(
+        isinstance(bind.value, ast.Call) and not bind.path and view.kinds.is_model(bind.value.func, site.scope)
+        for node in names
+        for bind, home in view.origins.binds(node.id, site.scope, site.line)
+        if nest and home is site.scope and inside(bind.stmt, nest[0], site.module)
     )
 
 

@@ -30,9 +30,11 @@ def check(view: View) -> Iterator[Found]:
 
 
 def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
-    """The file's loops in which ranks wait for each other: with a collective, or with training under DDP or FSDP."""
+    """The file's loops in which ranks wait for each other: with a collective, or with training that
+    exchanges gradients.
+    """
     found: dict[int, tuple[Loop, Scope]] = {}
-    if view.wrappers.kinds(view.module) & {"ddp", "fsdp"}:
+    if view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or "deepspeed" in view.frameworks:
         for training in view.trainings.near(view.module):
             found[id(training.loop)] = training.loop, training.scope
             found.update({id(loop): (loop, scope) for loop, scope, _ in view.trainings.epochs(training)})
