@@ -211,9 +211,9 @@ class Trainings:
             isinstance(node, ast.Constant) and node.value is None for node in walk(test)
         ):
             return True
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE):
-            if any(map(STARTS.search, idents(test.comparators[0]))):
-                return True  # in every step from then on (`step > discriminator_start`)
+        after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]
+        if after and any(map(STARTS.search, idents(after))):
+            return True  # in every step from then on (`step > discriminator_start`)
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE):
             name = dotted(test.left) or ""
             if (
