@@ -27,6 +27,7 @@ MAIN = Words(
 MAIN_EXACT = {
     "main_process",
     "master",
+    "primary",
     "rank0",
     "rank_0",
     "rank_zero",

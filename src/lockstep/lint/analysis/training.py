@@ -207,9 +207,7 @@ class Trainings:
             return True
         if isinstance(test, ast.Compare) and _is_flag(test.left) and isinstance(constant(test.comparators[0]), str):
             return True
-        if any(STEADY.search(name) for name in idents(test)) or any(
-            isinstance(node, ast.Constant) and node.value is None for node in walk(test)
-        ):
+        if any(STEADY.search(name) for name in idents(test)) or any(map(_of_a_name, walk(test))):
             return True
         after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]
         if after and any(map(STARTS.search, idents(after))):
@@ -222,7 +220,7 @@ class Trainings:
                 and all(bind.stmt.lineno < within.lineno for bind in scope.binds.get(name, []))
             ):
                 return True  # in every step of these epochs
-        return not any(map(EVALUATION.search, idents(test))) and all(
+        return not any(map(EVALUATION.search, _held(test))) and all(
             _is_flag(part) or _is_fixed(part, scope, within) for part in _parts(test)
         )
 
@@ -264,6 +262,31 @@ def _parts(test: ast.expr) -> Iterator[ast.expr]:
             stack.extend((node.left, *node.comparators))
         elif not isinstance(node, ast.Constant):
             yield node
+
+
+def _of_a_name(node: ast.AST) -> bool:
+    """Whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        return isinstance(constant(node.left), str)
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _held(test: ast.expr) -> Iterator[str]:
+    """The names in a test, without those of flags that must not hold (`not validating`)."""
+    off = {
+        id(node)
+        for part in walk(test)
+        if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
+        for node in walk(part.operand)
+    }
+    yield from (name for node in walk(test) if id(node) not in off for name in _own(node))
+
+
+def _own(node: ast.AST) -> Iterator[str]:
+    """The name that a node itself is."""
+    name = getattr(node, "id", getattr(node, "attr", None))
+    if isinstance(name, str):
+        yield name
 
 
 def _is_flag(node: ast.expr) -> bool:

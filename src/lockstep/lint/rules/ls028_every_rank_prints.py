@@ -29,16 +29,8 @@ WRITERS = ("SummaryWriter",)
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
 PRINTERS |= {"torchsummary.summary", "print_trainable_parameters"}
 # A program that replaces print, or turns all ranks but one quiet, has taken care.
-QUIET = (
-    "builtin_print",
-    "builtins.print",
-    "__builtin__",
-    "setup_for_distributed",
-    "sys.stdout = open",
-    "devnull",
-    "disable_print",
-    "suppress_output",
-)
+REPLACED = ("builtin_print", "builtins.print", "__builtin__", "setup_for_distributed", "disable_print")
+QUIET = ("sys.stdout = open", "devnull", "suppress_output")
 # A function of such a name in a file that is not here may do the same.
 HUSHES = Words(
     r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print_|_print", re.IGNORECASE
@@ -64,11 +56,17 @@ def check(view: View) -> Iterator[Found]:
         return
     if view.effects.mentioned(view.module, *QUIET) or view.hidden(HUSHES):
         return
+    replaced = view.effects.mentioned(view.module, *REPLACED)
     prefixed_logs = logs_with_rank(view)
     levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
-        if not what or not view.ranks.everywhere(site, view.module) or failing(view, site):
+        if (
+            not what
+            or (what == "print" and replaced)
+            or not view.ranks.everywhere(site, view.module)
+            or failing(view, site)
+        ):
             continue
         if view.ranks.chosen(site) or view.ranks.programs.idle(site.scope) or (what == "log" and levelled):
             continue
