@@ -19,6 +19,7 @@ SPAWNS = {"spawn", "start_processes", "Process"}
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
+    r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
 )
 
 

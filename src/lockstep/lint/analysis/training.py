@@ -301,12 +301,12 @@ def _is_flag(node: ast.expr) -> bool:
 def _is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
     """Whether a name is bound once before the loop, or an attribute by its object's `__init__` alone."""
     key = dotted(node)
-    if key is None or COUNTS.search(key):
+    if key is None:
         return False
     if key.startswith("self.") and key.count(".") == 1 and scope.owner is not None:
         methods = [method for method in scope.owner.defs.values() if key in method.binds]
         return [method.name for method in methods] == ["__init__"]
-    if "." in key:
+    if "." in key or COUNTS.search(key):
         return False
     binds = scope.binds.get(key, [])
     if key in scope.params or binds:

@@ -205,7 +205,9 @@ def plain_logging(view: View) -> bool:
     levels = [s for member in members for s in member.sites("setLevel")]
     if any(view.ranks.side(s.stmt, s.scope) or by_rank(view, s) for s in levels):
         return False
-    return all((on_import(view, s) or view.ranks.everywhere(s, view.module)) and not by_rank(view, s) for s in found)
+    alike = [s for s in found if not by_rank(view, s) and (on_import(view, s) or view.ranks.everywhere(s, view.module))]
+    rest = [s for s in found if s not in alike]
+    return not rest or (any(s.name == "basicConfig" for s in alike) and all(view.ranks.reserved(s.scope) for s in rest))
 
 
 def on_import(view: View, site: Site) -> bool:
