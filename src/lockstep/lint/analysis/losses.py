@@ -4,13 +4,14 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import inside
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.training import Training, Trainings
 
-__all__ = ["LOSS", "READS", "SYNCS", "bare", "key", "loss_names", "read"]
+__all__ = ["LOSS", "READS", "SYNCS", "bare", "gives_number", "key", "loss_names", "read"]
 
 SYNCS = {"item", "cpu", "tolist"}
 # They make a number or a text of what they are given.
@@ -28,19 +29,20 @@ def loss_names(trainings: Trainings, training: Training) -> set[str]:
         if trainings.steps.backwards(site):
             loss = trainings.steps.loss_of(site)
             names |= {dotted(loss) or "", *held(loss, site.scope)}
-    names |= called_losses(training)
+    names |= called_losses(trainings.calls, training)
     names = {name for name in names if name and ("." not in name or name.endswith("[]"))}
     return names | set(given_back(trainings, training)) | set(dictionaries(training, names))
 
 
-def called_losses(training: Training) -> set[str]:
+def called_losses(calls: Calls, training: Training) -> set[str]:
     """The names that say that they are a loss, without those that hold a number, or what is computed from numbers."""
     values: dict[str, list[ast.expr]] = {}
     for name, binds in training.scope.binds.items():
         inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
         if "loss" in name.lower() and inner:
             values[name] = inner
-    numbers = {name for name, inner in values.items() if any(map(read, inner))}
+    scope = training.scope
+    numbers = {name for name, inner in values.items() if any(read(v) or gives_number(calls, v, scope) for v in inner)}
     for name, inner in values.items():
         if name not in numbers and any(numbers & set(idents(value)) for value in inner):
             numbers.add(name)  # `mean_loss = total_loss / count`, after `total_loss += loss.item()`
@@ -110,6 +112,13 @@ def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
 def read(value: ast.expr | None) -> bool:
     """Whether a value was read from the device where it was bound."""
     return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
+
+
+def gives_number(calls: Calls, value: ast.expr | None, scope: Scope) -> bool:
+    """Whether a value is what a function of the project has read (`loss = step(x)`, which returns `loss.item()`)."""
+    function = calls.target(value, scope) if isinstance(value, ast.Call) else None
+    given = list(function.returns()) if function is not None and function.kind == "function" else []
+    return bool(given) and all(read(each) for each in given)
 
 
 def key(node: ast.AST) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, key, loss_names, read
+from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.training import Training, every_so_often
 from lockstep.lint.analysis.view import View
@@ -106,7 +106,7 @@ def on_losses(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool
     """Whether a name stands for a loss that was not read before (`loss = loss.item()`)."""
     name = key(node)
     binds = view.origins.binds(name, scope, getattr(node, "lineno", 0)) if name in losses else []
-    return name in losses and not any(read(bind.value) for bind, _ in binds)
+    return name in losses and not any(read(b.value) or gives_number(view.calls, b.value, home) for b, home in binds)
 
 
 def texts(view: View, training: Training, losses: set[str], seen: set[int]) -> Iterator[Found]:
