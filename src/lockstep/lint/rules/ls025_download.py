@@ -255,7 +255,8 @@ def main(rank, folder):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
     note=(
         "A test before (`if not os.path.exists(...)`) does not help, since two ranks may pass it at once; folders that "
-        "are made in a `try` are left alone. Downloads that lock their place (`from_pretrained`, `load_dataset`, "
+        "are made in a `try` are left alone. Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
+        "Downloads that lock their place (`from_pretrained`, `load_dataset`, "
         "the Hub) are no finding."
     ),
 )

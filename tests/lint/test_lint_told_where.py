@@ -1,0 +1,131 @@
+"""LS025, LS026, LS028, LS037: fetched unasked, gathered and averaged, logging set up at import, a loop one leaves."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_paths
+
+GROUP = "import os\nimport torch\nimport torch.distributed as dist\nimport logging\n"
+MAIN = "\ndef main(rank):\n    dist.init_process_group('nccl')\n"
+RUN = "\nif __name__ == '__main__':\n    main(int(os.environ['RANK']))\n"
+
+
+def told(folder, rule, **files):
+    """How often a rule is told in run.py, beside other files."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))
+
+
+@pytest.mark.parametrize(
+    ("made", "body", "number"),
+    [
+        ("from torchtext.datasets import AG_NEWS", "    data = AG_NEWS(root='data', split='train')", 1),
+        ("from torch_geometric.datasets import Planetoid", "    data = Planetoid('data', 'Cora')", 1),
+        ("import dgl.data", "    data = dgl.data.CoraGraphDataset()", 1),
+        ("from torchvision.datasets import MNIST", "    data = MNIST('data')", 0),
+        ("from torch_geometric.datasets import Planetoid", "    rank == 0 and print()\n    data = Planetoid", 0),
+        (
+            "from torch_geometric.datasets import Planetoid",
+            "    if rank == 0:\n        Planetoid('data', 'Cora')\n    dist.barrier()\n    if rank != 0:\n"
+            "        Planetoid('data', 'Cora')",
+            0,
+        ),
+    ],
+)
+def test_data_sets_that_fetch_unasked(tmp_path, made, body, number):
+    assert told(tmp_path, "LS025", run=f"{GROUP}{made}\n{MAIN}{body}\n{RUN}") == number
+
+
+LOADER = "from torch.utils.data import DataLoader, DistributedSampler\n"
+VALIDATE = """
+def validate(model, val_loader):
+    losses = [model(x) for x in val_loader]
+    val_loss = torch.stack(losses).mean()
+    return {call}
+
+def make(val_data):
+    return DataLoader(val_data, sampler=DistributedSampler(val_data, shuffle=False), num_workers=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "number"),
+    [
+        ("    every = torch.stack(parts, dim=0)\n    return every.mean(0)", 1),
+        ("    return torch.stack(parts).mean()", 1),
+        ("    every = torch.stack(parts)\n    mean = every.mean()\n    return mean", 1),
+        ("    every = torch.stack(parts)\n    return every.sum(0)", 0),
+        ("    every = torch.cat(parts)\n    return every", 0),
+        ("    every = torch.stack(parts)\n    return every.max()", 0),
+    ],
+)
+def test_a_mean_that_another_function_makes_of_what_it_gathered(tmp_path, steps, number):
+    helper = (
+        "def over_ranks(value):\n    parts = [value.clone() for _ in range(dist.get_world_size())]\n"
+        f"    dist.all_gather(parts, value)\n{steps}\n"
+    )
+    run = GROUP + LOADER + VALIDATE.format(call="over_ranks(val_loss)") + helper + MAIN + RUN
+    assert told(tmp_path, "LS026", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("test", "handed", "number"),
+    [
+        ("if True:", "", 1),
+        ("if len(words) > 0:", "", 1),
+        ("if self.enable:", "enable=rank == 0", 0),
+        ("if self.enable:", "rank == 0", 0),
+        ("if self.loud:", "enable=rank == 0", 0),
+    ],
+)
+def test_a_logger_of_the_project_may_be_quiet_by_an_option(tmp_path, test, handed, number):
+    helper = (
+        "class Say:\n    def __init__(self, enable=True):\n        self.enable = self.loud = enable\n\n"
+        f"    def show(self, *words):\n        {test}\n            print(*words)\n"
+    )
+    body = f"    say = Say({handed})\n    say.show('begin')\n"
+    assert told(tmp_path, "LS028", run=f"{GROUP}from helper import Say\n{MAIN}{body}{RUN}", helper=helper) == number
+
+
+@pytest.mark.parametrize(
+    ("setting", "number"),
+    [
+        ("logging.basicConfig(level=logging.INFO)", 1),
+        ("logging.basicConfig()\nlogging.getLogger().setLevel(logging.INFO)", 1),
+        ("if int(os.environ['RANK']) == 0:\n    logging.basicConfig(level=logging.INFO)", 0),
+        ("logging.basicConfig()\nif int(os.environ['RANK']) > 0:\n    logging.getLogger().setLevel('ERROR')", 0),
+    ],
+)
+def test_logging_set_up_where_a_spawned_file_is_imported(tmp_path, setting, number):
+    run = (
+        f"{GROUP}import torch.multiprocessing as mp\nlogger = logging.getLogger()\n{setting}\n{MAIN}"
+        "    logger.info('begin')\n\nif __name__ == '__main__':\n    mp.spawn(main, nprocs=2)\n"
+    )
+    assert told(tmp_path, "LS028", run=run) == number
+
+
+@pytest.mark.parametrize(("word", "number"), [("logging.info('begin')", 1), ("print('begin')", 0)])
+def test_a_replaced_print_says_nothing_about_logging(tmp_path, word, number):
+    quiet = "import builtins\n\ndef setup_for_distributed(main):\n    builtins.print = print if main else len\n"
+    run = f"{GROUP}{quiet}logging.basicConfig(level=logging.INFO)\n{MAIN}    {word}\n{RUN}"
+    assert told(tmp_path, "LS028", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("leave", "number"),
+    [
+        ("if loss < 0.1 and rank == 0:", 1),
+        ("if rank == 0:", 1),
+        ("if epoch > 3:", 0),
+        ("if epoch > 3 and config:", 0),
+    ],
+)
+def test_a_loop_of_deepspeed_is_left_by_one_rank(tmp_path, leave, number):
+    run = (
+        "import deepspeed\nimport torch\n\ndef main(model, config, loader, rank):\n"
+        "    engine, _, _, _ = deepspeed.initialize(model=model, config=config)\n"
+        "    for epoch, x in enumerate(loader):\n        loss = engine(x)\n        engine.backward(loss)\n"
+        f"        engine.step()\n        {leave}\n            break\n"
+    )
+    assert told(tmp_path, "LS037", run=run) == number
