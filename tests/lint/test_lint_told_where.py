@@ -129,3 +129,18 @@ def test_a_loop_of_deepspeed_is_left_by_one_rank(tmp_path, leave, number):
         f"        engine.step()\n        {leave}\n            break\n"
     )
     assert told(tmp_path, "LS037", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("        print('starting')\n        dist.init_process_group('nccl')", 1),
+        ("        dist.init_process_group('nccl')\n        print('started')", 1),
+        ("        dist.init_process_group('nccl')\n        rank == 0 and print('started')", 0),
+        ("        print('alone')\n        return\n    dist.barrier()", 0),
+    ],
+)
+def test_the_test_before_a_group_is_made_is_no_single_process(tmp_path, body, number):
+    begin = "\ndef begin(rank):\n    dist.init_process_group('nccl')\n" if "init" not in body else ""
+    run = f"{GROUP}{begin}\ndef main(rank):\n    if not dist.is_initialized():\n{body}\n{RUN}"
+    assert told(tmp_path, "LS028", run=run) == number

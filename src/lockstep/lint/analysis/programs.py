@@ -10,7 +10,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import keyword, walk
 
-__all__ = ["Programs"]
+__all__ = ["STARTS", "Programs"]
 
 STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")

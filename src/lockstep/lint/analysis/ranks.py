@@ -4,11 +4,11 @@ import ast
 import re
 
 from lockstep.lint.analysis.calls import Calls
-from lockstep.lint.analysis.context import choices, guards, withs
+from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, last
-from lockstep.lint.analysis.programs import Programs
+from lockstep.lint.analysis.programs import STARTS, Programs
 from lockstep.lint.analysis.ranktests import RankTests
 
 __all__ = ["Ranks"]
@@ -69,7 +69,8 @@ class Ranks:
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""
         return any(
-            self.tests.many(guard.test, scope) == (-1 if guard.when else 1) for guard in guards(stmt, scope.module)
+            self.tests.many(guard.test, scope) == (-1 if guard.when else 1) and not starts(guard, scope)
+            for guard in guards(stmt, scope.module)
         )
 
     @kept
@@ -106,3 +107,9 @@ class Ranks:
             return self.every(site.stmt, site.scope)
         kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope)
+
+
+def starts(guard: Guard, scope: Scope) -> bool:
+    """Whether a test guards the start of the process group itself (`if not dist.is_initialized(): init...`)."""
+    made = (site for name in STARTS for site in scope.named(name))
+    return guard.when and any(inside(site.stmt, guard.stmt, scope.module) for site in made)
