@@ -121,7 +121,7 @@ def test_the_end_of_the_group_is_one_that_the_program_reaches(tmp_path, files, t
 RANKS = (
     START
     + """
-def primary():
+def elected():
     if not dist.is_initialized():
         return True
     return {}
@@ -131,7 +131,7 @@ def main(model):
     rank, rest = dist.get_rank(), model.rest
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     model = DDP(model.cuda())
-    if primary():
+    if elected():
         {}
     dist.destroy_process_group()
 
