@@ -10,6 +10,8 @@ from lockstep.lint.analysis.view import View
 __all__ = ["looked_up"]
 
 MAX_STEPS = 6
+# Of a package with more files than this, these many are read.
+MAX_FILES = 100
 GETTERS = {"get", "get_model", "build", "create"}
 
 
@@ -103,7 +105,8 @@ def in_package(view: View, name: str, module: Module) -> list[Module]:
     if found is not None and os.path.basename(found.path) != "__init__.py":
         return [found]
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    files = (view.project.load(os.path.join(folder, file)) for file in names if file.endswith(".py"))
+    names = [file for file in names if file.endswith(".py")][:MAX_FILES]
+    files = (view.project.load(os.path.join(folder, file)) for file in names)
     return [file for file in files if file is not None]
 
 
