@@ -290,3 +290,39 @@ DEBUG = LOGS.replace("{before}", "log = logging.getLogger()").replace(
 )
 def test_debug_lines_that_are_shown(level, log, told):
     assert bool(lines(DEBUG.format(level=level, log=log))) is told
+
+
+ENVIRONMENT = """
+import os
+import logging
+import torch.distributed as dist
+
+def start(args):
+    if {test}:
+        args.rank = int(os.environ["RANK"])
+    else:
+        {line}
+        return
+    dist.init_process_group("nccl")
+
+def main(args):
+    logging.basicConfig(level=20)
+    start(args)
+    dist.destroy_process_group()
+
+main(None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "told"),
+    [
+        ('"RANK" in os.environ and "WORLD_SIZE" in os.environ', False),
+        ('"SLURM_PROCID" in os.environ', False),
+        ('"HOME" in os.environ', True),
+        ('"RANK" not in os.environ', True),
+    ],
+)
+def test_what_only_one_process_does_by_its_environment(test, told):
+    assert bool(lines(ENVIRONMENT.format(test=test, line='logging.info("no launcher")'))) is told
+    assert bool(lines(ENVIRONMENT.format(test=test, line='print("no launcher")'))) is told

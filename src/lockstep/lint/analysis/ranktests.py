@@ -24,6 +24,8 @@ MAIN = Words(
     r"is_?(main|master|primary|rank_?0|rank_?zero|root|chief|local_main|world_main|global_zero)|^master_?proc",
     re.IGNORECASE,
 )
+# What a launcher of several processes puts into the environment.
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 MAIN_EXACT = {
     "main_process",
     "master",
@@ -260,6 +262,8 @@ class RankTests:
             found = [self.many(value, scope, depth) for value in test.values]
             return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            if isinstance(test.ops[0], ast.In | ast.NotIn) and constant(test.left) in LAUNCHER:
+                return 1 if isinstance(test.ops[0], ast.In) else -1  # `"RANK" in os.environ`
             if COUNT.search(last(test.left)):
                 return 1 if isinstance(test.ops[0], ast.Gt | ast.GtE | ast.NotEq) else -1
             # `rank == -1` is how scripts of the launch era say "not distributed"
