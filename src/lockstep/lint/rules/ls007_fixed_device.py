@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import loops
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
 from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
@@ -27,7 +28,7 @@ STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every place that names a device, in the code that all ranks run."""
-    if not view.distributed or any(map(PICKED.search, (m.text for m in view.project.family(view.module)))):
+    if not view.distributed or any(map(picks, view.project.family(view.module))):
         return
     chosen, told = view.effects.mentioned(view.module, *SETTERS) or view.hidden(STARTERS), False
     for site in view.sites(
@@ -50,6 +51,12 @@ def check(view: View) -> Iterator[Found]:
         for site in view.sites(*OBJECTS):
             if view.full(site).startswith("torch.distributed") and view.ranks.every(site.stmt, site.scope):
                 yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+
+
+@kept
+def picks(module: Module) -> bool:
+    """Whether a file shows each process its own GPUs alone."""
+    return "CUDA_VISIBLE_DEVICES" in module.text and PICKED.search(module.text) is not None
 
 
 def handed_to_all(view: View, site: Site) -> bool:

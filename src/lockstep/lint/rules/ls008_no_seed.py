@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
-from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.nodes import Words, last, strings
 from lockstep.lint.analysis.view import View
@@ -87,11 +86,10 @@ def seeds(view: View, alone: bool) -> bool:
     found = [
         site
         for member in members
-        if _mentions_seeds(member)
-        for site in member.sites()
-        if SEED.search(site.name)
-        and site.name != "initial_seed"  # asks only
-        and not (site.module is not view.module and by_itself(site))
+        for name, sites in member.by_name.items()
+        if SEED.search(name) and name != "initial_seed"  # which asks only
+        for site in sites
+        if not (site.module is not view.module and by_itself(site))
         and not of_other(view, site)
         and not of_data(site)
         and not of_steps(view, site)
@@ -112,11 +110,6 @@ def late(view: View, site: Site, models: list[Site], depth: int) -> bool:
         return max(beside) < site.line
     callers = view.calls.callers(site.scope) if depth < 3 else []
     return bool(callers) and all(late(view, caller, models, depth + 1) for caller in callers)
-
-
-@kept
-def _mentions_seeds(module: Module) -> bool:
-    return SEED.pattern.search(module.text) is not None
 
 
 def of_data(site: Site) -> bool:

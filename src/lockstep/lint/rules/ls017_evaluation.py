@@ -7,6 +7,7 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_true, last
 from lockstep.lint.analysis.training import Training
@@ -95,14 +96,13 @@ def forwards(view: View, site: Site) -> bool:
 def evaluates(view: View, site: Site) -> bool:
     """Whether a call runs a model over held-out data, or in a function that says it tests."""
     scope = site.scope
-    if not is_forward(view, site) or scope.name == "forward" or view.steps.backwards(site):
+    if scope.name == "forward" or view.steps.backwards(site):
         return False
     nest = loops(site.stmt, scope.module)
-    held_out = any(
-        isinstance(loop, ast.For) and any(map(EVALUATION.search, idents(view.kinds.iterated(loop.iter, scope))))
-        for loop in nest
-    )
+    held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and not tests_by_name(view, scope, bool(nest)) and not set_to_eval(site):
+        return False
+    if not is_forward(view, site):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
     if view.trainings.trains(region):
@@ -117,6 +117,13 @@ def differentiates(view: View, site: Site) -> bool:
     return site.name == "grad"
 
 
+@kept
+def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Whether a loop's header says that it runs over held-out data."""
+    return any(map(EVALUATION.search, idents(view.kinds.iterated(header, scope))))
+
+
+@kept
 def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
     """Whether a function, or all that call it in a loop, say by their names that they evaluate."""
     if loops_here:

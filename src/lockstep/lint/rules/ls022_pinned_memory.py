@@ -110,6 +110,8 @@ def unwrapped(node: ast.expr) -> ast.expr:
 def drawn(view: View, site: Site) -> set[str]:
     """The names of batches that `next(iterator)` gives, and the variables of comprehensions over them."""
     scope = site.scope
+    if "next" not in scope.module.by_name:
+        return set()
     own = {
         key
         for key, binds in scope.binds.items()

@@ -121,9 +121,10 @@ def fetches(view: View, site: Site) -> bool:
         return True
     if site.name in SHELLS and view.full(site).startswith(("os.", "subprocess.")):
         return any(FETCH.search(text) for text in words(site.call))
-    if site.name[:1].isupper() and view.full(site).startswith(BRINGS) and site.scope.kind != "class":
+    full = view.full(site)
+    if site.name[:1].isupper() and full.startswith(BRINGS) and site.scope.kind != "class":
         return True
-    return view.full(site) in (
+    return full in (
         "nltk.download",
         "urllib.request.urlretrieve",
         "wget.download",

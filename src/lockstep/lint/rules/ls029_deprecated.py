@@ -78,7 +78,9 @@ def packages(view: View) -> Iterator[Found]:
                     yield Found(stmt, "FairScale is no longer developed: its sharding is in torch.distributed.fsdp")
                 elif name.startswith(OLD_APEX):
                     yield Found(stmt, APEX)
-    if any(name == "apex" for scope in view.scopes for stmt in scope.stmts for name in imported(stmt)):
+    if "apex" in view.module.text and any(
+        name == "apex" for scope in view.scopes for stmt in scope.stmts for name in imported(stmt)
+    ):
         uses = [site for site in view.sites() if view.full(site).startswith(OLD_APEX)]
         uses = [site for site in uses if (dotted(site.call.func) or "").startswith("apex.")]
         yield from (
