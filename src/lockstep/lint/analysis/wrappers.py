@@ -39,6 +39,8 @@ class Wrappers:
 
     def of_call(self, call: ast.Call, scope: Scope) -> str:
         """The wrapper that a call makes: of torch, or of a class of the project that derives from one of torch's."""
+        if isinstance(call.func, ast.Attribute) and not call.func.attr.endswith(("Parallel", "DDP")):
+            return ""  # a full name ends as an attribute does; only a plain name may stand for another
         full = self.names.qualify(call.func, scope)
         if not (full or last(call.func)).endswith(("Parallel", "DDP")):
             return ""
