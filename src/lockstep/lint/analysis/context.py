@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import walk
 
 __all__ = ["Guard", "Loop", "above", "apart", "choices", "guards", "inside", "loops", "withs"]
@@ -15,7 +16,7 @@ Loop = ast.For | ast.AsyncFor | ast.While
 MAX_CLIMB = 150
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Guard:
     """A test that must have come out `when` for the statement to run."""
 
@@ -24,16 +25,21 @@ class Guard:
     stmt: ast.stmt
 
 
-def above(stmt: ast.stmt, module: Module) -> Iterator[tuple[ast.stmt, str]]:
+def above(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
     """The statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
-    current = stmt
-    for _ in range(MAX_CLIMB):
-        WORK.spend()
-        found = module.up.get(current)
-        if found is None:
-            return
-        yield found
-        current = found[0]
+    found = _chain(stmt, module)
+    WORK.spend(len(found))
+    return found
+
+
+@kept
+def _chain(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
+    found: list[tuple[ast.stmt, str]] = []
+    current = module.up.get(stmt)
+    while current is not None and len(found) < MAX_CLIMB:
+        found.append(current)
+        current = module.up.get(current[0])
+    return tuple(found)
 
 
 def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
