@@ -171,16 +171,14 @@ def targets(node: ast.AST) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, path
 
 
-class Words:
+class Words(dict[str, bool]):
     """A pattern for names that remembers its answers: the same few names are asked for thousands of times."""
 
     def __init__(self, pattern: str, flags: int = 0) -> None:
+        super().__init__()
         self.pattern = re.compile(pattern, flags)
-        self.known: dict[str, bool] = {}
+        self.search = self.__getitem__  # whether the pattern occurs in a name
 
-    def search(self, name: str) -> bool:
-        """Whether the pattern occurs in a name."""
-        found = self.known.get(name)
-        if found is None:
-            found = self.known[name] = self.pattern.search(name) is not None
+    def __missing__(self, name: str) -> bool:
+        found = self[name] = self.pattern.search(name) is not None
         return found
