@@ -36,7 +36,7 @@ MAX_STEPS = 120
 MAX_BINDS = 40
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Origin:
     """An expression that a value may come from, and the scope that it stands in."""
 
