@@ -53,6 +53,7 @@ class Paths:
 
     def __init__(self) -> None:
         self.is_file = functools.cache(os.path.isfile)
+        self.real = functools.cache(os.path.realpath)
         self.known: dict[tuple[str, str, int], str | None] = {}
         self.starts: dict[str, tuple[str, ...]] = {}
 
@@ -217,7 +218,7 @@ def imported(path: str, stems: set[str], resolver: Paths) -> Iterator[str]:
         if name.rpartition(".")[2] in stems:
             target = resolver.where(folder, name, level)
             if target is not None:
-                yield os.path.realpath(target)
+                yield resolver.real(target)
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:

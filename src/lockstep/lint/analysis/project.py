@@ -69,7 +69,7 @@ class Project:
             for name in (imported.full, imported.module):
                 path = self.paths.where(module.folder, name, imported.level)
                 if path is not None:
-                    found.setdefault(os.path.realpath(path), path)
+                    found.setdefault(self.paths.real(path), path)
         found.pop(self.real[module], None)
         return found
 
@@ -99,7 +99,7 @@ class Project:
 
     def load(self, path: str) -> Module | None:
         """The module at `path`, read now if it was not yet; None if it does not parse."""
-        real = os.path.realpath(path)
+        real = self.paths.real(path)
         if real not in self.modules:
             source = self.waiting.pop(real, None) or read(path)
             if source.tree is None:
