@@ -26,6 +26,7 @@ class Ranks:
         self.tests = RankTests(calls)
         self.programs = Programs(calls)
 
+    @kept
     def side(self, stmt: ast.stmt, scope: Scope) -> int:
         """1 where a statement is reserved for the main rank in its own function, -1 for the others, else 0."""
         for guard in guards(stmt, scope.module):
@@ -66,6 +67,7 @@ class Ranks:
         """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
+    @kept
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""
         return any(
@@ -89,6 +91,7 @@ class Ranks:
         kept = self.side(stmt, scope) == -1 and not self.reserved(scope) and not self.single(stmt, scope)
         return kept and self.programs.spawned(scope.module) is None and self.programs.involved(scope)
 
+    @kept
     def every(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether every rank of a program of several processes runs a statement, as far as can be seen."""
         module = scope.module
