@@ -200,7 +200,7 @@ def _asks_for_gpu(test: ast.expr) -> int:
 
 @kept
 def _on_cpu(module: Module) -> bool:
-    return CPU.search(module.text) is not None
+    return ("cpu" in module.text or "gloo" in module.text) and CPU.search(module.text) is not None
 
 
 @kept
