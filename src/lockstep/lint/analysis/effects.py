@@ -65,7 +65,7 @@ class Effects:
 
     def mentioned(self, module: Module, *words: str) -> bool:
         """Whether the text of any file of the programs that the file is part of has one of the words."""
-        return any(_contains(member, word) for member in self.project.family(module) for word in words)
+        return any(self.project.says(module, word) for word in words)
 
     def mentioned_in(self, scope: Scope, word: str) -> bool:
         """Whether the text of a function has the word."""
@@ -85,11 +85,6 @@ class Effects:
     def find(self, sites: list[Site], wanted: Callable[[Site], bool]) -> Site | None:
         """The first call, in `sites` or in what they run, that is wanted."""
         return next((site for site in self.below(sites) if wanted(site)), None)
-
-
-@kept
-def _contains(module: Module, word: str) -> bool:
-    return word in module.text
 
 
 def turns_off_gradients(node: ast.expr) -> bool:

@@ -51,7 +51,9 @@ class Kinds:
 
     def is_scaler(self, node: ast.expr | None, scope: Scope) -> bool:
         """Whether a value is a gradient scaler."""
-        return SCALER.search(last(node)) or self.made_by(node, scope, SCALERS)
+        if SCALER.search(last(node)):
+            return True
+        return self.names.project.says(scope.module, "GradScaler") and self.made_by(node, scope, SCALERS)
 
     def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
         """Whether a value is a model, by its name or because a project class or torch.nn made it."""

@@ -121,6 +121,11 @@ class Project:
         return tuple(seen)
 
     @kept
+    def says(self, module: Module, word: str) -> bool:
+        """Whether the text of any file of the programs that a file is part of has a word."""
+        return any(word in member.text for member in self.family(module))
+
+    @kept
     def users(self, module: Module) -> tuple[Module, ...]:
         """The files that import this one, directly or not, and the file itself."""
         seen = {module: None}
