@@ -134,3 +134,24 @@ def test_a_method_of_a_deriving_class_runs_in_the_steps_of_its_base(tmp_path, bo
     text = f"{START}class Mine(Base):\n    def note(self, loss):\n        self.last = {body}\n\nMine().fit([], None)\n"
     (tmp_path / "run.py").write_text(text)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS036", ""))) == number
+
+
+@pytest.mark.parametrize(
+    ("device", "number"),
+    [
+        ("torch.device(cfg.device)", 1),
+        ("torch.device(args.trainer.device)", 1),
+        ("torch.device(self.target)", 1),
+        ("torch.device('cpu')", 0),
+        ("torch.get_device(cfg.device)", 0),
+        ("cfg.device", 0),
+    ],
+)
+def test_a_device_that_an_option_names_may_be_one_to_wait_for(tmp_path, device, number):
+    text = (
+        "import torch\n\ndef fit(self, model, loader, optimizer, cfg, args):\n    model.to(%s)\n"
+        "    for x in loader:\n        loss = model(x)\n        loss.backward()\n        optimizer.step()\n"
+        "        print(loss.item())\n"
+    )
+    (tmp_path / "run.py").write_text(text % device)
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS036", ""))) == number

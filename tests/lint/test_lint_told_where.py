@@ -144,3 +144,88 @@ def test_the_test_before_a_group_is_made_is_no_single_process(tmp_path, body, nu
     begin = "\ndef begin(rank):\n    dist.init_process_group('nccl')\n" if "init" not in body else ""
     run = f"{GROUP}{begin}\ndef main(rank):\n    if not dist.is_initialized():\n{body}\n{RUN}"
     assert told(tmp_path, "LS028", run=run) == number
+
+
+OWN_PART = """
+def validate(model, val_loader):
+    right, count = 0, 0
+    for x, y in val_loader:
+        right += (model(x).argmax(1) == y).sum()
+        count += len(x)
+    accuracy = right / count
+    dist.all_reduce(accuracy, op=dist.ReduceOp.AVG)
+    return accuracy
+
+def make(shards, rank, world_size):
+    return {made}
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "number"),
+    [
+        ("wds.WebDataset(shards).slice(rank, None, world_size)", 1),
+        ("wds.WebLoader(shards).slice(dist.get_rank(), 1000, dist.get_world_size())", 1),
+        ("wds.WebDataset(shards).batched(8).slice(rank, None, world_size).decode()", 1),
+        ("wds.WebDataset(shards).slice(1000)", 0),
+        ("wds.WebDataset(shards).slice(0, None, world_size)", 0),
+        ("wds.WebDataset(shards).slice(rank, None, 1)", 0),
+    ],
+)
+def test_a_slice_of_webdataset_is_a_ranks_own_part(tmp_path, made, number):
+    run = f"{GROUP}import webdataset as wds\n{OWN_PART.format(made=made)}{MAIN}{RUN}"
+    assert told(tmp_path, "LS026", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("imported", "mark", "number"),
+    [
+        ("from torch.distributed.elastic.multiprocessing.errors import record", "@record", 1),
+        ("from torch.distributed.elastic.multiprocessing import errors", "@errors.record", 1),
+        ("import torch.distributed.elastic.multiprocessing.errors as e", "@e.record", 1),
+        ("from contextlib import contextmanager", "@contextmanager", 0),
+        ("from helper import recorded", "@recorded", 0),
+        ("from helper import recorder", "@recorder.keep", 0),
+    ],
+)
+def test_what_the_elastic_launcher_records_runs_on_every_rank(tmp_path, imported, mark, number):
+    run = f"{imported}\n\n\n{mark}\ndef main():\n    print('begin')\n\n\nif __name__ == '__main__':\n    main()\n"
+    assert told(tmp_path, "LS028", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("setting", "first", "number"),
+    [
+        ("if rank == 0:\n        add_handler()", "logging.basicConfig(level=logging.INFO)", 1),
+        ("if dist.get_rank() == 0:\n        add_handler()", "logging.basicConfig(level=logging.INFO)", 1),
+        ("rank == 0 and add_handler()", "logging.basicConfig()", 1),
+        ("if rank == 0:\n        add_handler()", "", 0),
+        ("rank == 0 and add_handler()", "", 0),
+        (
+            "add_handler()",
+            "rank = int(os.environ['RANK'])\nlogging.basicConfig(level='INFO' if rank < 1 else 'ERROR')",
+            0,
+        ),
+    ],
+)
+def test_a_handler_that_the_main_rank_adds_makes_no_other_quiet(tmp_path, setting, first, number):
+    helper = "\ndef add_handler():\n    logging.getLogger().addHandler(logging.StreamHandler())\n"
+    run = f"{GROUP}{first}\n{helper}{MAIN}    {setting}\n    logging.info('begin')\n{RUN}"
+    assert told(tmp_path, "LS028", run=run) == number
+
+
+@pytest.mark.parametrize(
+    ("test", "number"),
+    [
+        ("if primary:", 0),
+        ("if primary and epoch:", 0),
+        ("if self.primary:", 0),
+        ("if not primary:", 0),
+        ("if primary_key:", 1),
+        ("if epoch:", 1),
+        ("if primaries:", 1),
+    ],
+)
+def test_a_main_rank_may_be_called_primary(tmp_path, test, number):
+    body = f"\ndef fit(self, primary, primary_key, primaries, epoch):\n    {test}\n        print('begin')\n"
+    assert told(tmp_path, "LS028", run=f"{GROUP}{body}{MAIN}    fit(*given)\n{RUN}") == number
