@@ -55,6 +55,10 @@ def make(val_data):
         ("    every = torch.stack(parts, dim=0)\n    return every.mean(0)", 1),
         ("    return torch.stack(parts).mean()", 1),
         ("    every = torch.stack(parts)\n    mean = every.mean()\n    return mean", 1),
+        ("    concat = torch.stack(parts, dim=0)\n    return concat.mean(0)", 1),
+        ("    chain = torch.stack(parts)\n    return torch.mean(chain)", 1),
+        ("    return torch.cat(parts).mean()", 0),
+        ("    return np.concatenate(parts).mean()", 0),
         ("    every = torch.stack(parts)\n    return every.sum(0)", 0),
         ("    every = torch.cat(parts)\n    return every", 0),
         ("    every = torch.stack(parts)\n    return every.max()", 0),
@@ -229,3 +233,37 @@ def test_a_handler_that_the_main_rank_adds_makes_no_other_quiet(tmp_path, settin
 def test_a_main_rank_may_be_called_primary(tmp_path, test, number):
     body = f"\ndef fit(self, primary, primary_key, primaries, epoch):\n    {test}\n        print('begin')\n"
     assert told(tmp_path, "LS028", run=f"{GROUP}{body}{MAIN}    fit(*given)\n{RUN}") == number
+
+
+BACKENDS = """
+import torch.distributed as dist
+
+class Nccl:
+    def __init__(self):
+        dist.init_process_group("nccl")
+
+    def is_master_process(self):
+        return dist.get_rank() == 0
+
+TABLE = {"nccl": Nccl}
+
+def make(name):
+    return TABLE[name]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "number"),
+    [
+        ("if backend.is_master_process():\n        print('only here')", 1),
+        ("share = len(data) // backend.get_world_size()", 1),
+        ("backend.is_local_main_process() and print('only here')", 1),
+        ("if backend.is_ready():\n        backend.go()", 0),
+        ("share = len(data) // backend.get_size()", 0),
+        ("backend.is_main_thread()", 0),
+    ],
+)
+def test_who_asks_an_unknown_object_for_its_place_is_one_of_several(tmp_path, asked, number):
+    train = f"\ndef train(backend, data):\n    {asked}\n    print('begin')\n"
+    run = f"import torch\nfrom helper import make\n{train}\ntrain(make('nccl'), [])\n"
+    assert told(tmp_path, "LS028", run=run, helper=BACKENDS) == number

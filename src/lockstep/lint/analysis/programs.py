@@ -8,7 +8,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import keyword, walk
+from lockstep.lint.analysis.nodes import Words, keyword, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -21,6 +21,8 @@ LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
     r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
 )
+# How a file asks for the place of its process, which whoever asks has started.
+ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
 
 
 class Programs:
@@ -64,6 +66,11 @@ class Programs:
             for site in module.sites()
             for function in self.calls.runs(site)
         )
+
+    @kept
+    def asks(self, module: Module) -> bool:
+        """Whether a file asks an object for the place of its process (`backend.is_master_process()`)."""
+        return any(s.receiver is not None and ASKS.search(s.name) for s in module.sites())
 
     def wraps(self, site: Site) -> bool:
         """Whether a call wraps a model for several processes."""
@@ -190,7 +197,7 @@ class Programs:
         seen, queue = {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
-            if self.direct(current.module) or self.started(current.module):
+            if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
             for site in self.calls.callers(current):
                 if site.scope not in seen:

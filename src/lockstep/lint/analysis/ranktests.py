@@ -21,7 +21,7 @@ RANK = Words(
     re.IGNORECASE,
 )
 MAIN = Words(
-    r"is_?(main|master|primary|rank_?0|rank_?zero|root|chief|local_main|world_main|global_zero)|^master_?proc",
+    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief)|is_?global_zero|^master_?proc",
     re.IGNORECASE,
 )
 # What a launcher of several processes puts into the environment.

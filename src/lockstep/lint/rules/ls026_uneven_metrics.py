@@ -210,8 +210,8 @@ def mean_after(site: Site) -> bool:
 def means(node: ast.AST, name: str) -> bool:
     """Whether an expression is the mean of a list (`sum(parts) / world_size`, `torch.stack(parts).mean()`)."""
     if isinstance(node, ast.Call) and last(node) == "mean":
-        names = {*idents(node)}
-        return name in names and not names & {"cat", "concat", "concatenate"}
+        joined = any(isinstance(part, ast.Call) and last(part) in JOINS for part in walk(node))
+        return name in {*idents(node)} and not joined
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last(node.left) == "sum":
         return name in {*idents(node.left)} and (is_count(node.right) or name in {*idents(node.right)})
     return False
