@@ -55,7 +55,23 @@ class Names:
             return ""
         if module.stars and head in COMMON and head not in module.top.binds:
             return f"{COMMON[head]}.{rest}" if rest else COMMON[head]
+        brought = self.brought(head, module)
+        if brought:
+            return f"{brought}.{rest}" if rest else brought
         return self.star_name(name, module)
+
+    def brought(self, head: str, module: Module) -> str:
+        """The full name of what a star import of a project's file brings because that file imports it."""
+        if not module.stars or head in module.top.binds or head in module.top.defs:
+            return ""
+        for star in module.stars:
+            target = self.project.find(module, star.module, star.level)
+            imported = target.imports.get(head) if target is not None else None
+            if target is None or imported is None or "__all__" in target.top.binds:
+                continue
+            if not imported.level and not self.project.find(module, imported.full, 0):
+                return imported.full
+        return ""
 
     def star_name(self, name: str, module: Module) -> str:
         """A name that an external star import may have brought (`from torch.nn import *`)."""

@@ -15,7 +15,7 @@ def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function."""
     for site in view.sites("DataParallel", "data_parallel"):
         full = view.full(site)
-        if full.startswith("torch.nn.") or (not full and site.name == "DataParallel"):
+        if full.startswith(("torch.nn.", "torch_geometric.nn.")) or (not full and site.name == "DataParallel"):
             yield at(site, MESSAGE)
     for site in view.module.sites() if "Parallel" in view.module.text else ():
         owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
@@ -24,8 +24,8 @@ def check(view: View) -> Iterator[Found]:
 
 
 def is_torchs(name: str) -> bool:
-    """Whether the full name of a class is torch's DataParallel."""
-    return name.startswith("torch.nn.") and name.endswith(".DataParallel")
+    """Whether the full name of a class is torch's DataParallel, or PyG's, which derives from it."""
+    return name.startswith(("torch.nn.", "torch_geometric.nn.")) and name.endswith(".DataParallel")
 
 
 RULE = Rule(

@@ -24,7 +24,7 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites():
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
-        if value is not None and (is_true(value) or (len(made) == 1 and is_true(made[0].node))):
+        if value is not None and (asked(value) or (len(made) == 1 and asked(made[0].node))):
             yield at(site, MESSAGE)
         elif keyword(site.call, "strategy") is not None and "find_unused_parameters_true" in view.module.text:
             strategy = keyword(site.call, "strategy")
@@ -35,6 +35,13 @@ def check(view: View) -> Iterator[Found]:
                 yield at(site, MESSAGE)
         else:
             yield from unpacked(view, site)
+
+
+def asked(value: ast.AST) -> bool:
+    """Whether a value is True, or is one constant or another by a test and may be True."""
+    if isinstance(value, ast.IfExp):
+        return isinstance(value.orelse, ast.Constant) and is_true(value.body)
+    return is_true(value)
 
 
 def unpacked(view: View, site: Site) -> Iterator[Found]:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import constant, dotted
@@ -13,6 +14,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 FLAGS = ("--local_rank", "--local-rank")
+OLD_FSDP = ("torch.distributed.fsdp", "torch.distributed._fsdp")
+# What wraps, or makes something that wraps, with the class that it is given.
+WRAPS = ("enable_wrap", "partial")
 OLD_APEX = ("apex.amp", "apex.parallel")
 APEX = "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel"
 # The variable that torchrun sets.
@@ -45,14 +49,29 @@ def handled(view: View, site: Site) -> bool:
 
 
 def sharded(view: View) -> Iterator[Found]:
-    """Calls that wrap with FSDP1, under any name; where there are none, the first call of one of its own methods."""
+    """Calls that wrap with FSDP1 or are handed it to wrap with, under any name; where there are none, the first call of
+    one of its own methods.
+    """
     if "FullyShardedDataParallel" not in view.module.text:
         return
     uses = [(site, view.full(site).rpartition("FullyShardedDataParallel")) for site in view.sites()]
-    uses = [(site, parts) for site, parts in uses if parts[0].startswith("torch.distributed.fsdp")]
+    uses = [(site, parts) for site, parts in uses if parts[0].startswith(OLD_FSDP)]
     wraps = [site for site, parts in uses if not parts[2]]
-    for site in wraps or [site for site, _ in sorted(uses, key=lambda use: use[0].line)][:1]:
+    handed = [site for site in view.sites(*WRAPS) if any(map(partial(is_old, view, site), arguments(site)))]
+    for site in [*wraps, *handed] or [site for site, _ in sorted(uses, key=lambda use: use[0].line)][:1]:
         yield at(site, "FSDP1 is deprecated: use torch.distributed.fsdp.fully_shard")
+
+
+def arguments(site: Site) -> Iterator[ast.expr]:
+    """What a call is given, by place or by name."""
+    yield from site.call.args
+    yield from (item.value for item in site.call.keywords)
+
+
+def is_old(view: View, site: Site, value: ast.expr) -> bool:
+    """Whether a value is FSDP1's class."""
+    full = view.names.qualify(value, site.scope)
+    return full.startswith(OLD_FSDP) and full.endswith(".FullyShardedDataParallel")
 
 
 def launchers(view: View) -> Iterator[Found]:
