@@ -37,7 +37,7 @@ def check(view: View) -> Iterator[Found]:
 def undivided(view: View, found: Accumulation) -> bool:
     """Whether nothing between the model and backward divides or scales the loss."""
     site = found.training.backward
-    if "accelerat" in view.module.text:  # accelerator.backward divides
+    if "Accelerator" in view.module.text or last(site.receiver) == "accelerator":  # its backward divides
         return False
     loss = view.steps.loss_of(site)
     if site.call.args and loss is not site.call.args[0]:
@@ -54,7 +54,12 @@ def undivided(view: View, found: Accumulation) -> bool:
             return False
         if isinstance(value, ast.BinOp):
             queue += [value.left, value.right]
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and last(value.func.value) != "self":
+        elif (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and last(value.func.value) != "self"
+            and view.calls.target(value, site.scope) is None  # an object of the project is no part of the loss
+        ):
             queue.append(value.func.value)  # loss.mean()
         key = dotted(value)
         if key is None or key in seen:
