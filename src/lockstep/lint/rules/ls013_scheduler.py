@@ -15,6 +15,7 @@ __all__ = ["RULE"]
 
 STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
 EPOCHS = re.compile(r"epoch", re.IGNORECASE)
+HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
 TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 
 
@@ -118,7 +119,7 @@ def early(view: View, site: Site) -> str:
         return ""  # another library's scheduler, with rules of its own
     nest = loops(site.stmt, site.module)
     if not nest:
-        return ""
+        return HEAD if heads_epoch(view, site) else ""
     block = nest[0].body
     if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))]:
         return ""
@@ -132,8 +133,21 @@ def early(view: View, site: Site) -> str:
                 and site.line < stmt.lineno
                 and not trained_before(view, site, nest[0])
             ):
-                return "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
+                return HEAD
     return ""
+
+
+def heads_epoch(view: View, site: Site) -> bool:
+    """Whether a step stands before the loop of a function that trains one epoch, which a loop over epochs calls."""
+    if any(named(guard.test, EPOCHS) for guard in guards(site.stmt, site.module)):
+        return False  # `if epoch > 0`
+    if any(s.line < site.line and view.steps.steps_optimizer(s) for s in site.scope.sites):
+        return False
+    trainings = [t for t in view.trainings.near(site.module) if t.scope is site.scope]
+    first = min(trainings, key=lambda training: training.loop.lineno, default=None)
+    if first is None or site.line >= first.loop.lineno or loops(first.loop, site.module):
+        return False
+    return any(scope is not site.scope for _, scope, _ in view.trainings.epochs(first))
 
 
 def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
