@@ -62,7 +62,7 @@ class Programs:
     def started(self, module: Module) -> bool:
         """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
         return any(
-            function.module is not module and any(function.named(name) for name in STARTS)
+            function.module is not module and self.makes_group(function)
             for site in module.sites()
             for function in self.calls.runs(site)
         )
@@ -194,6 +194,8 @@ class Programs:
     @kept
     def involved(self, scope: Scope) -> bool:
         """Whether a function belongs to the part of a program that runs distributed: its file, or its callers' file."""
+        if self.elsewhere(scope):
+            return False
         seen, queue = {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
@@ -204,6 +206,28 @@ class Programs:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
+
+    @kept
+    def elsewhere(self, scope: Scope) -> bool:
+        """Whether all programs that run a function of this file are other files, which run one process each."""
+        tops, seen, queue = set(), {scope}, [scope]
+        while queue and len(seen) < 60:
+            current = queue.pop()
+            callers = {site.scope for site in self.calls.callers(current)} if current.kind == "function" else set()
+            if current.kind == "module":
+                tops.add(current)
+            elif not callers:
+                return False
+            queue += callers - seen
+            seen |= callers
+        return bool(tops) and not any(top.module is scope.module or self.parallel(top) for top in tops)
+
+    @kept
+    def parallel(self, top: Scope) -> bool:
+        """Whether what a file runs when it is started starts a process group or wraps a model for several processes."""
+        if self.direct(top.module) or self.asks(top.module):
+            return True
+        return any(below.named(name) for below in self.reach([top]) for name in (*STARTS, *WRAPPERS))
 
 
 def _repeated(site: Site) -> bool:

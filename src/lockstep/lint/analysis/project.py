@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from lockstep.lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths
 from lockstep.lint.analysis.index import Module, index
@@ -139,8 +140,16 @@ class Project:
 
     @kept
     def family(self, module: Module) -> tuple[Module, ...]:
-        """Every file of every program that the file is part of."""
+        """Every file of every program that the file is part of; unit tests that use it are none."""
         seen: dict[Module, None] = {}
         for user in self.users(module):
-            seen.update(dict.fromkeys(self.closure(user)))
+            if user is module or not unit_test(user):
+                seen.update(dict.fromkeys(self.closure(user)))
         return tuple(seen)
+
+
+def unit_test(module: Module) -> bool:
+    """Whether a file holds unit tests, by its name or folder and what it imports."""
+    path = PurePath(module.path)
+    named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[:-1][-3:])
+    return bool(named) and ("pytest" in module.imports or "unittest" in module.imports or "def test_" in module.text)

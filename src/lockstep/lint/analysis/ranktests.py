@@ -39,7 +39,7 @@ MAIN_EXACT = {
     "is_log",
 }
 MULTI = Words(
-    r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_training)?$",
+    r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
     re.IGNORECASE,
 )
 COUNT = Words(

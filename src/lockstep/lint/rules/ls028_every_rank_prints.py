@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Guard, guards
-from lockstep.lint.analysis.index import Module, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
@@ -205,9 +205,17 @@ def plain_logging(view: View) -> bool:
     levels = [s for member in members for s in member.sites("setLevel")]
     if any(view.ranks.side(s.stmt, s.scope) or by_rank(view, s) for s in levels):
         return False
-    alike = [s for s in found if not by_rank(view, s) and (on_import(view, s) or view.ranks.everywhere(s, view.module))]
+    shared = (s for s in found if not by_rank(view, s) and asked_for(view, s.scope, members))
+    alike = [s for s in shared if on_import(view, s) or view.ranks.everywhere(s, view.module)]
     rest = [s for s in found if s not in alike]
     return not rest or (any(s.name == "basicConfig" for s in alike) and all(view.ranks.reserved(s.scope) for s in rest))
+
+
+def asked_for(view: View, scope: Scope, members: tuple[Module, ...]) -> bool:
+    """Whether more than the main rank of the programs of some files calls a function, as far as calls are in sight."""
+    callers = view.calls.callers(scope)
+    near = [s for s in callers if s.module in members]
+    return not callers or any(not view.ranks.main_only(s.stmt, s.scope) for s in near)
 
 
 def on_import(view: View, site: Site) -> bool:
