@@ -75,11 +75,19 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
             continue
         steps = [s for s in (sites if rare else same) if steps_by(view, s)]
         tests = [
-            next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None) for s in steps
+            next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None)
+            or (told_when(s) if view.steps.helps(s) else None)
+            for s in steps
         ]
         if tests and tests[0] is not None and all(tests):
             return Accumulation(replace(training, backward=backward), steps[0], tests[0])
     return None
+
+
+def told_when(site: Site) -> Guard | None:
+    """The test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
+    tests = (part.value for part in site.call.keywords if modulo(part.value, site.scope) is not None)
+    return next((Guard(test, True, site.stmt) for test in tests), None)
 
 
 def steps_by(view: View, site: Site) -> bool:

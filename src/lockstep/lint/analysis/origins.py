@@ -247,6 +247,11 @@ class _Walk:
                 if target is not None and isinstance(pair, ast.Tuple | ast.List):
                     yield from ((element, target) for element in element_of(pair, bind.path))
             return
+        if bind.path and isinstance(value, ast.Name) and value.id in home.params and value.id not in home.binds:
+            for site in self.origins.calls.callers(home)[:8]:
+                whole = passed(site, home, value.id)
+                yield from ((part, site.scope) for part in element_of(whole, bind.path))
+            return
         yield from ((element, home) for element in element_of(value, bind.path))
 
     def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
@@ -287,13 +292,14 @@ class _Walk:
 GETTERS = ("property", "cached_property")
 
 
-def element_of(value: ast.expr, path: tuple[int, ...]) -> Iterator[ast.expr]:
+def element_of(value: ast.expr | None, path: tuple[int, ...]) -> Iterator[ast.expr]:
     """What stands at a place of a tuple that is written out."""
     for place in path:
         if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
             return
         value = value.elts[place]
-    yield value
+    if value is not None:
+        yield value
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:

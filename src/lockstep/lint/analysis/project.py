@@ -151,5 +151,5 @@ class Project:
 def unit_test(module: Module) -> bool:
     """Whether a file holds unit tests, by its name or folder and what it imports."""
     path = PurePath(module.path)
-    named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[:-1][-3:])
+    named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[-4:-1])
     return bool(named) and ("pytest" in module.imports or "unittest" in module.imports or "def test_" in module.text)

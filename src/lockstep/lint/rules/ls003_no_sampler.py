@@ -69,6 +69,8 @@ def divided(view: View, site: Site) -> bool:
     if data is None or DIVIDED.search(ast.unparse(data)):
         return True
     for origin in view.origins.of(data, site.scope):
+        if isinstance(origin.node, ast.List) and not origin.node.elts:
+            continue  # `data = []`, before one of several is chosen
         if not isinstance(origin.node, ast.Call) or divides(view, origin.node, origin.scope):
             return True
     return False
@@ -89,7 +91,8 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 def feeds(view: View, site: Site, training: Training) -> bool:
     """Whether the training loop certainly runs over this loader."""
     header = training.loop.iter if isinstance(training.loop, ast.For) else None
-    if header is None or EVALUATION.search(training.scope.name):
+    name = training.scope.name.lower()
+    if header is None or (EVALUATION.search(name) and "train" not in name):
         return False  # `evaluate` may call the method that trains, and tell it not to
     made = view.kinds.loader_call(view.kinds.iterated(header, training.scope), training.scope)
     return made is not None and made[0] is site.call
