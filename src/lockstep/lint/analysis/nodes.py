@@ -12,6 +12,7 @@ __all__ = [
     "dotted",
     "has_star",
     "idents",
+    "is_none",
     "is_true",
     "keyword",
     "last",
@@ -128,6 +129,11 @@ def constant(node: ast.AST | None) -> object:
         value = node.operand.value
         return -value if isinstance(value, int | float) else None
     return node.value if isinstance(node, ast.Constant) else None
+
+
+def is_none(node: ast.AST) -> bool:
+    """Whether an expression is the literal None."""
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def is_true(node: ast.AST | None) -> bool:

@@ -7,7 +7,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Module, Scope
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, last, strings
+from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, is_none, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
 
@@ -299,11 +299,6 @@ def says_rank(node: ast.AST | None) -> bool:
 def is_call_for_rank(node: ast.expr) -> bool:
     """Whether an expression asks the process group or the environment for the rank."""
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
-
-
-def is_none(node: ast.AST) -> bool:
-    """Whether an expression is the literal None."""
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def is_empty(node: ast.AST) -> bool:

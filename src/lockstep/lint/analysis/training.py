@@ -11,7 +11,7 @@ from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
@@ -242,10 +242,16 @@ def every_so_often(test: ast.expr) -> bool:
 
 
 def _evaluates(guard: Guard) -> bool:
-    """Whether a statement stands in the arm where a flag like `is_train` does not hold."""
+    """Whether a statement stands in the arm where a flag like `is_train` does not hold, or where there is no
+    optimizer.
+    """
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and when else [test]
+    for part in parts:
+        if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
+            return isinstance(part.ops[0], ast.Is | ast.Eq) is when
     return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.hosts import made_on_host, moves, on_host
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
@@ -16,8 +17,7 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 FINITE = {"isnan", "isinf", "isfinite"}
-# They make a tensor on the CPU.
-MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
+TORCHS = {f"torch.{name}" for name in FINITE}
 # They make a text or a number of what they are given, at once.
 SHOWS = {"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description", "info", "warning", "write"}
 # What keeps numbers for a person to look at, and how it is given them.
@@ -73,7 +73,7 @@ def old_reads(view: View, training: Training, here: list[Site], losses: set[str]
 
 def tests(view: View, training: Training, here: list[Site], losses: set[str], seen: set[int]) -> Iterator[Found]:
     """`if torch.isnan(loss)`, `assert loss < 10`: Python decides by what stands on the device."""
-    for scope in dict.fromkeys((training.scope, *(site.scope for site in here))) if losses else ():
+    for scope in dict.fromkeys((training.scope, *(site.scope for site in here))):
         within = training.loop if scope is training.scope else None
         for stmt in scope.stmts:
             if not isinstance(stmt, ast.If | ast.While | ast.Assert) or stmt.lineno in seen:
@@ -95,6 +95,9 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
     if isinstance(node, ast.Compare):
         plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
         values = [node.left, *node.comparators] if plain else []
+    elif isinstance(node, ast.Call) and last(node) in ("any", "all") and isinstance(node.func, ast.Attribute):
+        asks = node.func.value  # `assert not torch.isnan(flow).any()`
+        return isinstance(asks, ast.Call) and last(asks) in FINITE and view.names.qualify(asks.func, scope) in TORCHS
     elif isinstance(node, ast.Call) and last(node) in FINITE:
         values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
     else:
@@ -228,13 +231,6 @@ def computed(view: View, value: ast.expr, site: Site) -> bool:
     )
 
 
-def moves(call: ast.Call) -> bool:
-    """Whether a call gives back its object on the device."""
-    if last(call) == "to" and isinstance(call.func, ast.Attribute):
-        return bool(call.args) and constant(call.args[0]) != "cpu"
-    return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
-
-
 def is_tensor(view: View, site: Site) -> bool:
     """Whether the receiver may be a tensor on the device: not a number of Python's, numpy's or the data's."""
     root = base(site.receiver) if site.receiver is not None else None
@@ -252,30 +248,13 @@ def is_tensor(view: View, site: Site) -> bool:
     ):
         return False
     if site.receiver is not None and (
-        on_host(view, site.receiver, site.scope)
+        on_host(view.origins, site.receiver, site.scope, 1)
         or any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(site.receiver))
     ):
         return False  # `.detach().cpu().numpy()` is reported once, for its first sync
-    if isinstance(root, ast.Name):
-        given = [bind for bind, _ in view.origins.binds(root.id, site.scope, site.line)]
-        if given and all(b.value is not None and not b.path and on_host(view, b.value, site.scope) for b in given):
-            return False
+    if isinstance(root, ast.Name) and made_on_host(view.origins, root, site.scope, 1):
+        return False
     return "optimizer" not in name and name != "lr"
-
-
-def on_host(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Whether a value is read from the device, computed by numpy, or a tensor that is made on the CPU."""
-    while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
-        if isinstance(value, ast.Call):
-            full = view.names.qualify(value.func, scope)
-            if full.startswith("numpy.") or last(value) in (*SYNCS, "numpy"):
-                return True
-            if full in MADE and not any(item.arg == "device" for item in value.keywords):
-                return True
-            value = value.func
-        else:
-            value = value.value
-    return False
 
 
 def from_loader(site: Site, training: Training) -> bool:
