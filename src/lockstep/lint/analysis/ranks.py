@@ -71,7 +71,7 @@ class Ranks:
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""
         return any(
-            self.tests.many(guard.test, scope) == (-1 if guard.when else 1) and not starts(guard, scope)
+            self.tests.many(guard.test, scope, guard.when) == -1 and not starts(guard, scope)
             for guard in guards(stmt, scope.module)
         )
 

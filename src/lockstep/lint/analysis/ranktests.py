@@ -169,7 +169,7 @@ class RankTests:
         if flag and not isinstance(value, ast.Constant):
             return 0
         found = next(filter(None, (self.test(g.test, home, g.when, depth + 1) for g in tests)), 0)
-        alone = any(self.many(g.test, home) == (-1 if g.when else 1) for g in tests)
+        alone = any(self.many(g.test, home, g.when) == -1 for g in tests)
         return None if not found and alone else found
 
     def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
@@ -254,13 +254,19 @@ class RankTests:
         callers = self.calls.callers(scope)[:MAX_CALLERS]
         return bool(callers) and all(site.name in NUMBERED for site in callers)
 
-    def many(self, test: ast.expr, scope: Scope, depth: int = 0) -> int:
-        """1 if a test holds only with several processes, -1 if only with one, else 0."""
+    def many(self, test: ast.expr, scope: Scope, when: bool = True) -> int:
+        """1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return -self.many(test.operand, scope, depth)
+            return self.many(test.operand, scope, not when)
         if isinstance(test, ast.BoolOp):
-            found = [self.many(value, scope, depth) for value in test.values]
-            return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
+            found = [self.many(value, scope, when) for value in test.values]
+            if isinstance(test.op, ast.And) is when:  # each part has come out so
+                return next((value for value in found if value), 0)
+            return found[0] if len(set(found)) == 1 else 0
+        return self.asks_many(test, scope) * (1 if when else -1)
+
+    def asks_many(self, test: ast.expr, scope: Scope) -> int:
+        """The same for a test of one part that holds."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             if isinstance(test.ops[0], ast.In | ast.NotIn) and constant(test.left) in LAUNCHER:
                 return 1 if isinstance(test.ops[0], ast.In) else -1  # `"RANK" in os.environ`

@@ -123,10 +123,7 @@ def led_to(view: View, site: Site) -> Site | None:
 
 def certain(view: View, site: Site, scope: Scope) -> bool:
     """Whether a function that is called reaches a call in it, wherever there are several processes."""
-    return all(
-        view.ranks.tests.many(guard.test, scope) == (1 if guard.when else -1)
-        for guard in guards(site.stmt, scope.module)
-    )
+    return all(view.ranks.tests.many(guard.test, scope, guard.when) == 1 for guard in guards(site.stmt, scope.module))
 
 
 def has_both_sides(view: View, function: Scope) -> bool:

@@ -1,6 +1,7 @@
 """LS028: print, log or W&B on every rank."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -54,15 +55,17 @@ def check(view: View) -> Iterator[Found]:
         or "print" in view.module.imports
     ):
         return
-    if view.effects.mentioned(view.module, *QUIET) or view.hidden(HUSHES):
+    if any(quietens(view, member) for member in view.project.family(view.module)) or view.hidden(HUSHES):
         return
     replaced = view.effects.mentioned(view.module, *REPLACED)
     prefixed_logs = logs_with_rank(view)
     levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
+    silenced = set(disabled(view))
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
         if (
             not what
+            or (what == "log" and silent(site, silenced))
             or (what == "print" and replaced)
             or not view.ranks.everywhere(site, view.module)
             or failing(view, site)
@@ -78,6 +81,35 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
         elif loguru(view, site) or (from_logging(site.module) and plain_logging(view)):
             yield at(site, "every rank logs this: log on rank 0 only")
+
+
+def quietens(view: View, module: Module) -> bool:
+    """Whether a file sends output to nowhere, other than in functions that all ranks call alike."""
+    if not any(word in module.text for word in QUIET):
+        return False
+    inside = [s for s in module.scopes if s.kind == "function" and any(view.effects.mentioned_in(s, w) for w in QUIET)]
+    return not inside or not all(map(functools.partial(for_all, view), inside))
+
+
+def for_all(view: View, function: Scope) -> bool:
+    """Whether a function says nothing of ranks, nor do the calls of it."""
+    callers = view.calls.callers(function)
+    if not callers or any(view.ranks.side(stmt, function) for stmt in function.stmts):
+        return False
+    return not any(view.ranks.main_only(site.stmt, site.scope) or view.ranks.chosen(site) for site in callers)
+
+
+def disabled(view: View) -> Iterator[tuple[Scope, int]]:
+    """Where a rank's logger is turned off (`if rank != 0: logger.disabled = True`)."""
+    for scope in view.scopes:
+        for key, binds in scope.binds.items():
+            if key.endswith(SILENCES):
+                yield from ((scope, b.stmt.lineno) for b in binds if view.ranks.side(b.stmt, scope))
+
+
+def silent(site: Site, silenced: set[tuple[Scope, int]]) -> bool:
+    """Whether a call of a logger comes after it was turned off on the other ranks, as far as a file's order tells."""
+    return any(site.scope is not scope or site.line > line for scope, line in silenced)
 
 
 def speaks(view: View, site: Site) -> str:
