@@ -37,6 +37,9 @@ class Programs:
         """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
         if LAUNCHED.search(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
+        told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
+        if any(told) and not module.path.endswith(".ipynb"):
+            return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
             return starts and any(self.initiates(site) for site in module.sites("init"))
@@ -228,6 +231,12 @@ class Programs:
         if self.direct(top.module) or self.asks(top.module):
             return True
         return any(below.named(name) for below in self.reach([top]) for name in (*STARTS, *WRAPPERS))
+
+
+def told_place(site: Site) -> bool:
+    """Whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's file."""
+    given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
+    return any(value is not None and not isinstance(value, ast.Constant) for value in given)
 
 
 def _repeated(site: Site) -> bool:

@@ -123,7 +123,9 @@ def speaks(view: View, site: Site) -> str:
         return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
-    shown = site.name in ("info", "warning") or (site.name == "debug" and (loguru(view, site) or debugs(view, site)))
+    shown = site.name in ("info", "warning", "warn") or (
+        site.name == "debug" and (loguru(view, site) or debugs(view, site))
+    )
     if shown and isinstance(site.call.func, ast.Attribute):
         receiver = site.receiver
         name = getattr(receiver, "id", getattr(receiver, "attr", ""))
@@ -154,7 +156,7 @@ def flag(guard: Guard) -> bool:
 def failing(view: View, site: Site) -> bool:
     """Whether the output belongs to an error, which may differ from rank to rank."""
     block = view.module.up.get(site.stmt)
-    if block is not None and block[1] == "handlers":
+    if block is not None and block[1] == "handlers" and not goes_on(site, block[0]):
         return True
     siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
     return any(isinstance(stmt, ast.Raise) for stmt in siblings) or any(
@@ -163,6 +165,14 @@ def failing(view: View, site: Site) -> bool:
         and ast.unparse(stmt.value.func) in ("exit", "sys.exit", "quit")
         for stmt in siblings
     )
+
+
+def goes_on(site: Site, attempt: ast.stmt) -> bool:
+    """Whether the handler of an exception only says that something is not there, and leaves what it did then."""
+    handlers = [h for h in getattr(attempt, "handlers", []) if site.stmt in h.body]
+    ends = (ast.Raise, ast.Return, ast.Break, ast.Continue)
+    told = any(isinstance(node, ast.Name) and node.id == h.name for h in handlers for node in walk(site.call))
+    return not told and not any(isinstance(stmt, ends) for h in handlers for stmt in h.body)
 
 
 def prefixed(site: Site) -> bool:
