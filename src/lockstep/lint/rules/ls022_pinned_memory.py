@@ -110,17 +110,14 @@ def unwrapped(node: ast.expr) -> ast.expr:
 def drawn(view: View, site: Site) -> set[str]:
     """The names of batches that `next(iterator)` gives, and the variables of comprehensions over them."""
     scope = site.scope
-    if "next" not in scope.module.by_name:
+    if not {"next", "__next__"} & scope.module.by_name.keys():
         return set()
     own = {
         key
         for key, binds in scope.binds.items()
         for bind in binds
-        if isinstance(bind.value, ast.Call)
-        and last(bind.value) == "next"
-        and bind.value.args
-        and gives_batches(view, bind.value.args[0], site)
-        and not EVALUATION.search(last(bind.value.args[0]))
+        for source in (asked(bind.value),)
+        if source is not None and gives_batches(view, source, site) and not EVALUATION.search(last(source))
     }
     own |= {
         key
@@ -131,12 +128,21 @@ def drawn(view: View, site: Site) -> set[str]:
     return own | comprehension_names(site, own) if own else own
 
 
+def asked(value: ast.expr | None) -> ast.expr | None:
+    """The iterator that `next(iterator)` or `iterator.__next__()` asks."""
+    if isinstance(value, ast.Call) and last(value) in ("next", "__next__"):
+        method = isinstance(value.func, ast.Attribute) and not value.args
+        return value.func.value if method else next(iter(value.args), None)  # type: ignore[attr-defined]
+    return None
+
+
 def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
     """Whether `next` of a value is a batch: of an iterator of a loader, or of a project's generator over one."""
     if view.kinds.is_loader(node, site.scope):
         return True
     for origin in view.origins.of(node, site.scope):
-        if origin.call is not None and origin.call is not node and last(origin.call) == "iter" and origin.call.args:
+        plain = origin.call is not None and origin.call is not node and last(origin.call) in ("iter", "enumerate")
+        if plain and origin.call is not None and origin.call.args:
             return view.kinds.is_loader(origin.call.args[0], origin.scope)
         function = view.calls.target(origin.call, origin.scope) if origin.call is not None else None
         if function is not None and function.kind == "function" and origin.call is not None and origin.call.args:
