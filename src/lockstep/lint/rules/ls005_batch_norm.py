@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import given
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.lookups import looked_up
 from lockstep.lint.analysis.nodes import argument, constant, keyword, last, strings
@@ -58,7 +59,7 @@ def has_norm(view: View, site: Site) -> bool:
             return True
         owner = view.names.definition(call.func, scope)
         if owner is not None and owner.kind == "class":
-            if class_has_norm(view, owner, set()):
+            if class_has_norm(view, owner, set()) or any(builds(view, owner, part, call, scope) for part in call.args):
                 return True
         elif owner is None and mostly(view, looked_up(view, call.func, scope)):
             return True
@@ -67,6 +68,19 @@ def has_norm(view: View, site: Site) -> bool:
         ):
             return True
     return False
+
+
+def builds(view: View, owner: Scope, part: ast.expr, call: ast.Call, scope: Scope) -> bool:
+    """Whether a class makes a part of itself by what it is given, which has BatchNorm layers (`MoCo(resnet50)`)."""
+    start = owner.defs.get("__init__")
+    names = {s.name for s in start.sites if isinstance(s.call.func, ast.Name)} if start is not None else set()
+    if start is None or not any(given(call, start, name) is part for name in names.intersection(start.params)):
+        return False
+    maker = view.names.definition(part, scope)
+    if maker is not None:
+        return class_has_norm(view, maker, set())
+    made = ast.copy_location(ast.Call(part, [], []), part)
+    return torchvision(made, scope, view.names.qualify(part, scope), view)
 
 
 def mostly(view: View, made: list[Scope]) -> bool:
