@@ -16,7 +16,7 @@ MAX_CALLERS = 20
 MAX_BINDS = 20
 
 RANK = Words(
-    r"(^|_)((local|global|world|my|node|dist|proc)?ranks?|gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
+    r"(^|_)((local|global|world|my|node|dist|proc)?ranks?|(?<!single_)(?<!multi_)(?<!use_)(?<!no_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
     r"proc_idx|device_id|rank_?id|process_id|node_id)$",
     re.IGNORECASE,
 )
@@ -42,6 +42,7 @@ MULTI = Words(
     r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
     re.IGNORECASE,
 )
+SINGLE = Words(r"^(use_|is_)?single_?(gpu|process|device|node_gpu)$", re.IGNORECASE)
 COUNT = Words(
     r"(world_?size|n_?gpus?|num_?gpus?|nprocs|n_?procs|ngpus_per_node|device_count|num_replicas|get_world_size|num_processes)$",
     re.IGNORECASE,
@@ -278,6 +279,8 @@ class RankTests:
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             return 0
         name = last(test)
+        if SINGLE.search(name):
+            return -1
         return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
 
 

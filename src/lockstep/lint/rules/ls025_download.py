@@ -155,10 +155,11 @@ def in_turn(view: View, site: Site) -> bool:
     first = any(fetches(view, s) and view.ranks.side(s.stmt, s.scope) == 1 for s in site.scope.sites)
     if first and view.ranks.side(site.stmt, site.scope) == -1:
         return True  # the main rank has fetched it, and the others find it there
+    own = view.ranks.side(site.stmt, site.scope)
     return any(
-        view.ranks.side(s.stmt, site.scope) not in (0, view.ranks.side(site.stmt, site.scope))
+        view.ranks.side(s.stmt, site.scope) not in (0, own)
         for s in site.scope.sites
-        if s.name in ("barrier", "wait_for_everyone") and not left(s, site)
+        if s.name in ("barrier", "wait_for_everyone") and not left(s, site) and (own or s.line < site.line)
     )
 
 
