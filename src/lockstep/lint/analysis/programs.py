@@ -236,7 +236,7 @@ class Programs:
 def told_place(site: Site) -> bool:
     """Whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's file."""
     given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
-    return any(value is not None and not isinstance(value, ast.Constant) for value in given)
+    return any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
 
 
 def _repeated(site: Site) -> bool:

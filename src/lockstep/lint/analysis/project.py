@@ -15,6 +15,8 @@ __all__ = ["Project"]
 # huge repository cheap; they are each file's own, so that no file's findings depend on which others are checked.
 MAX_IMPORTED = 150
 MAX_USERS = 60
+# A file that names none of these trains nothing.
+TRAINS = ("torch", "accelerat", "TrainingArguments")
 
 
 class Project:
@@ -33,7 +35,7 @@ class Project:
     def take(self, source: Source) -> None:
         """Indexes a file that may train; any other waits until a file imports it."""
         real = os.path.realpath(source.path)
-        if source.tree is not None and ("torch" in source.text or "accelerat" in source.text):
+        if source.tree is not None and any(word in source.text for word in TRAINS):
             self.checked.append(self.add(real, source))
         else:
             self.waiting[real] = source

@@ -97,7 +97,11 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
         values = [node.left, *node.comparators] if plain else []
     elif isinstance(node, ast.Call) and last(node) in ("any", "all") and isinstance(node.func, ast.Attribute):
         asks = node.func.value  # `assert not torch.isnan(flow).any()`
-        return isinstance(asks, ast.Call) and last(asks) in FINITE and view.names.qualify(asks.func, scope) in TORCHS
+        if not isinstance(asks, ast.Call) or view.names.qualify(asks.func, scope) not in TORCHS:
+            return False
+        root = base(asks.args[0]) if asks.args else None
+        binds = view.origins.binds(dotted(root) or "", scope, node.lineno)
+        return not any(bind.how == "for" for bind, _ in binds)  # the loader's, on the CPU
     elif isinstance(node, ast.Call) and last(node) in FINITE:
         values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
     else:
