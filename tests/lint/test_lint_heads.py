@@ -44,3 +44,12 @@ def test_a_schedule_at_the_head_of_an_epochs_function(tmp_path, head, tail, call
     path = tmp_path / "run.py"
     path.write_text(TEXT.format(head=head, tail=tail, calls=calls))
     assert len(check_paths([str(path)], configure({}, "LS013", ""))) == number
+
+
+@pytest.mark.parametrize(("event", "number"), [("EPOCH_STARTED", 1), ("EPOCH_COMPLETED", 0), ("STARTED", 0)])
+def test_a_schedule_stepped_by_an_event_of_ignite(tmp_path, event, number):
+    path = tmp_path / "run.py"
+    text = "from ignite.engine import Events\nfrom torch.optim.lr_scheduler import StepLR\n\n"
+    text += "def train(trainer, optimizer):\n    scheduler = StepLR(optimizer, 30)\n\n"
+    path.write_text(f"{text}    @trainer.on(Events.{event})\n    def adjust(engine):\n        scheduler.step()\n")
+    assert len(check_paths([str(path)], configure({}, "LS013", ""))) == number

@@ -119,7 +119,7 @@ def early(view: View, site: Site) -> str:
         return ""  # another library's scheduler, with rules of its own
     nest = loops(site.stmt, site.module)
     if not nest:
-        return HEAD if heads_epoch(view, site) else ""
+        return HEAD if begins_epoch(site.scope) or heads_epoch(view, site) else ""
     block = nest[0].body
     if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))]:
         return ""
@@ -135,6 +135,14 @@ def early(view: View, site: Site) -> str:
             ):
                 return HEAD
     return ""
+
+
+def begins_epoch(scope: Scope) -> bool:
+    """Whether an Engine of ignite runs a function where each epoch begins (`@trainer.on(Events.EPOCH_STARTED)`)."""
+    return any(
+        isinstance(item, ast.Call) and last(item) == "on" and "EPOCH_STARTED" in map(last, item.args)
+        for item in scope.decorators
+    )
 
 
 def heads_epoch(view: View, site: Site) -> bool:
