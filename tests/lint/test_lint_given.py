@@ -211,3 +211,28 @@ def step(model, x, optim=None):
 )
 def test_what_a_step_reads(size, test, number):
     assert told(STEP.format(size=size, test=test), "LS036") == number
+
+
+MICRO = """
+def train(model, batches, optimizer, n):
+    for step in range(100):
+        {outer}
+        for micro_step in range(n):
+            {inner}
+            loss = model(batches.next()) / n
+            loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "number"),
+    [
+        ("optimizer.zero_grad()", "optimizer.zero_grad()", 1),
+        ("pass", "optimizer.zero_grad()", 1),
+        ("optimizer.zero_grad()", "pass", 0),
+        ("pass", "if micro_step == 0: optimizer.zero_grad()", 0),
+    ],
+)
+def test_gradients_that_are_cleared_in_every_micro_batch(outer, inner, number):
+    assert told(MICRO.format(outer=outer, inner=inner), "LS021") == number

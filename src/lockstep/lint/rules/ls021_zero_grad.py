@@ -34,8 +34,9 @@ def check(view: View) -> Iterator[Found]:
         if wrong is not None:
             yield at(wrong, "clears the gradients between backward and step: the step then does nothing")
         found = accumulating.get(training.loop)
-        if found is not None and found.guard is not None:
-            early = in_every_turn(view, training)
+        if found is not None:
+            micro = found.training.micro if found.guard is None else None
+            early = in_every_turn(view, training, micro or training.loop)
             if early is not None:
                 yield at(
                     early,
@@ -75,10 +76,11 @@ def between(view: View, training: Training, step: Site) -> Site | None:
     return zero if zero.name == "zero_grad" and back.name != "zero_grad" and same and together else None
 
 
-def in_every_turn(view: View, training: Training) -> Site | None:
-    """A zero_grad that stands in the loop's body itself, outside every test."""
+def in_every_turn(view: View, training: Training, loop: ast.stmt) -> Site | None:
+    """A zero_grad that stands in the body of the loop over micro-batches itself, outside every test."""
+    body = getattr(loop, "body", [])
     for site in view.trainings.body(training.loop, training.scope):
-        if site.name == "zero_grad" and isinstance(site.stmt, ast.Expr) and site.stmt in training.loop.body:
+        if site.name == "zero_grad" and isinstance(site.stmt, ast.Expr) and site.stmt in body:
             return site
     return None
 
