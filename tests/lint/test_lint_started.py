@@ -190,3 +190,18 @@ def test_barriers_before_a_folder(tmp_path, before, after, number):
     text = "import os\nimport torch.distributed as dist\n\ndef main(rank, out):\n    dist.init_process_group('nccl')\n"
     text += f"    {before}\n    if not os.path.exists(out):\n        os.makedirs(out)\n    {after}\n"
     assert len(told(tmp_path, {"run.py": text}, "LS025")) == number
+
+
+@pytest.mark.parametrize(
+    ("leave", "number"),
+    [
+        ("if rank == 0 and bad:\n            return -1", 1),
+        ("if rank == 0 and bad:\n            break", 1),
+        ("if bad:\n            return -1", 0),
+        ("if rank == 0:\n            print('x')", 0),
+    ],
+)
+def test_a_rank_that_returns_out_of_the_training(tmp_path, leave, number):
+    text = "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef main(rank, model, loader, optimizer, bad):\n"
+    text += "    model = DDP(model)\n    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
+    assert len(told(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number
