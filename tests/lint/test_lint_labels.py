@@ -69,7 +69,6 @@ def test_the_half_kept_aside_is_named_or_not_seen(bench, tmp_path):
     both = [
         entry({"A": ([], [])}),
         entry({"A": ([], [])}, "other.py", "aside"),
-        entry({"A": ([], [])}, "c.py", "aside2"),
     ]
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(both))
@@ -176,6 +175,27 @@ def test_the_score_is_of_the_named_labels(bench, tmp_path, monkeypatch, capsys):
     assert "no part 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lines", "strong", "arguable", "counts"),
+    [
+        ([10, 30, 50], [10, 30], [], ("1.00", 1, "1.00", 1)),
+        ([10, 30, 50], [10], [], ("0.00", 1, "1.00", 1)),
+        ([10, 30, 50], [10], [50], ("1.00", 1, "1.00", 1)),
+        ([10, 30], [], [], ("0.00", 1, "-", 0)),
+        ([10], [], [10], ("-", 0, "-", 0)),
+        ([], [10, 30], [], ("-", 0, "0.00", 1)),
+        ([], [], [], ("-", 0, "-", 0)),
+    ],
+)
+def test_a_rule_that_is_told_once_a_file_counts_once(bench, lines, strong, arguable, counts):
+    tally = bench["score"].Tally()
+    labels = {"labels": [label("LS028", n) for n in strong], "arguable": [label("LS028", n) for n in arguable]}
+    labels["labels"].append(label("LS015", 7))
+    tally.fold([label("LS028", n) for n in lines] + [label("LS015", 7)], {**entry({}), **labels})
+    assert tally.row(["LS028"]) == counts
+    assert tally.row(["LS015"]) == ("1.00", 1, "1.00", 1)
+
+
 def test_the_second_set_is_what_it_says(bench):
     labelled = bench["labelled"]
     second = json.loads(labelled.SECOND.read_text(encoding="utf-8"))
@@ -194,7 +214,10 @@ def test_the_second_set_is_what_it_says(bench):
                 assert ("cell" in each) == e["path"].endswith(".ipynb")
     assert all(len(names) == 1 for names in parts.values())  # a repository lies in one part
     counts = Counter(e["part"] for e in second)
-    read_once, read_twice = {"development5", "development6"}, {"development2", "development3", "development4"}
+    read_once, read_twice = (
+        {"development5", "development6"},
+        {"development2", "development3", "development4", "development7"},
+    )
     assert {*counts} == {*read_once, *read_twice, *labelled.ASIDE}
     assert all(len(e["readers"]) == 2 for e in second if e["part"] not in read_once)
     assert all(counts[part] >= 60 for part in labelled.ASIDE)  # none of which has shaped a rule

@@ -203,5 +203,6 @@ def test_barriers_before_a_folder(tmp_path, before, after, number):
 )
 def test_a_rank_that_returns_out_of_the_training(tmp_path, leave, number):
     text = "from torch.nn.parallel import DistributedDataParallel as DDP\n\n"
-    text += "def main(rank, model, loader, optimizer, bad):\n    model = DDP(model)\n    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
+    text += "def main(rank, model, loader, optimizer, bad):\n    model = DDP(model)\n"
+    text += "    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
     assert len(told(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number

@@ -54,7 +54,7 @@ def certain(view: View) -> Callable[[Site], bool]:
 
 
 def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
-    """A `break` that some ranks take: under a test of the rank, or of a flag that only one rank sets; a `return` too."""
+    """A `break` or `return` that some ranks take: under a test of the rank, or of a flag that only one rank sets."""
     for stmt in scope.stmts:
         if not isinstance(stmt, ast.Break | ast.Return) or loops(stmt, scope.module)[:1] != [loop]:
             continue

@@ -1,0 +1,147 @@
+"""How a program sets up logging: alike on all ranks, by the rank, by loguru or Hydra, turned off on some."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.view import View
+
+__all__ = ["by_rank", "debugs", "disabled", "from_logging", "logs_with_rank", "loguru", "plain_logging", "silent"]
+
+# The calls with which a function sets up logging.
+SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "StreamHandler", "FileHandler", "Formatter"}
+SETS_UP |= {"add", "remove", "configure"}
+# The attributes of a logger that make it quiet.
+SILENCES = (".disabled", ".level", ".handlers")
+BY_RANK = Words(r"rank|is_main|master")
+
+
+def disabled(view: View) -> Iterator[tuple[Scope, int]]:
+    """Where a rank's logger is turned off (`if rank != 0: logger.disabled = True`)."""
+    for scope in view.scopes:
+        for key, binds in scope.binds.items():
+            if key.endswith(SILENCES):
+                yield from ((scope, b.stmt.lineno) for b in binds if view.ranks.side(b.stmt, scope))
+
+
+def silent(site: Site, silenced: set[tuple[Scope, int]]) -> bool:
+    """Whether a call of a logger comes after it was turned off on the other ranks, as far as a file's order tells."""
+    return any(site.scope is not scope or site.line > line for scope, line in silenced)
+
+
+def logs_with_rank(view: View) -> bool:
+    """Whether the logging format names the rank, on all ranks alike."""
+    named = False
+    for member in view.project.family(view.module):
+        for site in member.sites("basicConfig", "Formatter"):
+            told = keyword(site.call, "format") or keyword(site.call, "fmt") or next(iter(site.call.args), None)
+            rest = [k.value for k in site.call.keywords if k.value is not told]
+            if any("rank" in ast.unparse(value).lower() for value in rest):
+                return False  # the level, most often: other ranks are quiet
+            named |= told is not None and "rank" in ast.unparse(told).lower()
+    return named
+
+
+def loguru(view: View, site: Site) -> bool:
+    """Whether a call logs with loguru, which writes all levels on every rank unless the program sets it up by the
+    rank, or gives it no place to write to.
+    """
+    if not view.full(site).startswith("loguru.logger."):
+        return False
+    members = view.project.family(view.module)
+    found = [s for member in members for s in member.sites("remove", "add", "disable", "configure")]
+    found = [s for s in found if view.full(s).startswith("loguru.logger.")]
+    if not found:
+        return True
+    shown = any(s.name == "add" for s in found) and (site.name != "debug" or any(map(shows_debug, found)))
+    return shown and not any(by_rank(view, s) or view.ranks.main_only(s.stmt, s.scope) for s in found)
+
+
+def debugs(view: View, site: Site) -> bool:
+    """Whether the logger of a call, or logging as a whole, is set to write debug lines."""
+    levels = [s.call for s in view.sites("setLevel") if dotted(s.receiver) == dotted(site.receiver)]
+    levels += [s.call for member in view.project.family(view.module) for s in member.sites("basicConfig")]
+    return any(last(argument(call, 0, "level")) == "DEBUG" for call in levels)
+
+
+def shows_debug(site: Site) -> bool:
+    """Whether a sink of loguru takes debug lines."""
+    level = keyword(site.call, "level")
+    return site.name == "add" and (level is None or constant(level) in ("DEBUG", "TRACE", 0, 5, 10))
+
+
+def from_logging(module: Module) -> bool:
+    """Whether a file's loggers may be the standard library's: those of Accelerate write on the main process alone."""
+    makers = [site.call.func for site in module.sites("get_logger")]
+    given = (item.module for item in module.imports.values())
+    return "accelerate.logging" not in {
+        *given,
+        *(dotted(item.value) for item in makers if isinstance(item, ast.Attribute)),
+    }
+
+
+def plain_logging(view: View) -> bool:
+    """Whether the program certainly configures logging alike on every rank."""
+    members = view.project.family(view.module)
+    found = [s for member in members for s in member.sites("basicConfig")]
+    found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
+    if not found:
+        return any(map(by_hydra, members))
+    levels = [s for member in members for s in member.sites("setLevel")]
+    if any(view.ranks.side(s.stmt, s.scope) or by_rank(view, s) for s in levels):
+        return False
+    shared = (s for s in found if not by_rank(view, s) and asked_for(view, s.scope, members))
+    alike = [s for s in shared if on_import(view, s) or view.ranks.everywhere(s, view.module)]
+    rest = [s for s in found if s not in alike]
+    return not rest or (any(s.name == "basicConfig" for s in alike) and all(view.ranks.reserved(s.scope) for s in rest))
+
+
+def asked_for(view: View, scope: Scope, members: tuple[Module, ...]) -> bool:
+    """Whether more than the main rank of the programs of some files calls a function, as far as calls are in sight."""
+    callers = view.calls.callers(scope)
+    near = [s for s in callers if s.module in members]
+    return not callers or any(not view.ranks.main_only(s.stmt, s.scope) for s in near)
+
+
+def on_import(view: View, site: Site) -> bool:
+    """Whether a call is made where its file is imported, which every rank does, the spawned ones too."""
+    return site.scope.kind == "module" and not any(True for _ in guards(site.stmt, site.module))
+
+
+def by_hydra(module: Module) -> bool:
+    """Whether a file's main function is Hydra's, which configures logging on every rank alike."""
+    return "hydra" in module.imports and any(
+        dotted(item.func if isinstance(item, ast.Call) else item) == "hydra.main"
+        for scope in module.scopes
+        for item in scope.decorators
+    )
+
+
+def by_rank(view: View, site: Site) -> bool:
+    """Whether logging is set up by the rank: in what the function gives to logging, in the values that this is made
+    from, or in a test around it; a format that names the rank is not.
+    """
+    scope = site.scope
+    sites = [each for each in scope.sites if each is site or each.name in SETS_UP]
+    formats = {id(node) for each in sites for part in written(each) for node in walk(part)}
+    asked: list[ast.AST] = [each.call for each in sites]
+    asked += [guard.test for each in sites for guard in guards(each.stmt, scope.module)]
+    asked += [bind.stmt for key, binds in scope.binds.items() if key.endswith(SILENCES) for bind in binds]
+    names = {node.id for part in asked for node in walk(part) if isinstance(node, ast.Name) and id(node) not in formats}
+    for bind in (bind for name in names for bind in scope.binds.get(name, [])):
+        asked += [bind.stmt, *(guard.test for guard in guards(bind.stmt, scope.module))]
+    nodes = [node for part in asked for node in walk(part) if id(node) not in formats]
+    nodes = [node for node in nodes if not view.ranks.tests.left_out(node, scope)]
+    words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
+    return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
+
+
+def written(site: Site) -> Iterator[ast.expr]:
+    """What a call that sets up logging says of the form of a line."""
+    if site.name == "Formatter":
+        yield from site.call.args
+    for part in site.call.keywords if site.name in ("Formatter", "basicConfig") else ():
+        if part.arg in ("format", "fmt", "datefmt"):
+            yield part.value
