@@ -112,7 +112,8 @@ def test_logging_set_up_where_a_spawned_file_is_imported(tmp_path, setting, numb
 @pytest.mark.parametrize(("word", "number"), [("logging.info('begin')", 1), ("print('begin')", 0)])
 def test_a_replaced_print_says_nothing_about_logging(tmp_path, word, number):
     quiet = "import builtins\n\ndef setup_for_distributed(main):\n    builtins.print = print if main else len\n"
-    run = f"{GROUP}{quiet}logging.basicConfig(level=logging.INFO)\n{MAIN}    {word}\n{RUN}"
+    body = f"    setup_for_distributed(rank == 0)\n    {word}\n"
+    run = f"{GROUP}{quiet}logging.basicConfig(level=logging.INFO)\n{MAIN}{body}{RUN}"
     assert told(tmp_path, "LS028", run=run) == number
 
 

@@ -15,7 +15,7 @@ __all__ = ["Calls", "given", "passed"]
 MAX_BINDS = 20
 MAX_CLASS_STEPS = 60
 RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch", "timeit"}
-RUNNERS |= {"step"}  # an optimizer's, with a closure
+RUNNERS |= {"step", "run"}  # an optimizer's, with a closure; a launcher's
 
 
 class Calls:
@@ -136,9 +136,14 @@ class Calls:
             given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
             candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
             for value in candidates:
-                found = self.names.definition(value, site.scope) if value is not None else None
+                found = self.handed(value, site.scope) if value is not None else None
                 if found is not None and found.kind == "function":
                     yield found
+
+    def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
+        """The function, or the method of a known object (`self.work`), that an expression hands on."""
+        found = self.names.definition(value, scope)
+        return self.method(value, scope) if found is None and isinstance(value, ast.Attribute) else found
 
     @kept
     def edges(self, module: Module) -> dict[Scope, list[Site]]:

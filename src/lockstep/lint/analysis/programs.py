@@ -8,7 +8,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, keyword, walk
+from lockstep.lint.analysis.nodes import Words, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -91,11 +91,18 @@ class Programs:
         starts = [
             function
             for member in self.project.family(module)
-            for site in member.sites(*SPAWNS)
+            for site in (*member.sites(*SPAWNS), *filter(self.spreads, member.sites("run")))
             if not self.idle(site.scope)
             for function in (*self.calls.runs(site), *self.handed(site))
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
+
+    def spreads(self, site: Site) -> bool:
+        """Whether a call starts its function in the processes of Spark (`TorchDistributor(...).run(train)`)."""
+        made = site.receiver
+        if isinstance(made, ast.Name):
+            made = next((value for value, _ in self.calls.values(made.id, site.scope)), None)
+        return last(made) == "TorchDistributor"
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`)."""

@@ -7,7 +7,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Module, Scope
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, is_none, last, strings
+from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, is_none, is_true, last, strings
 
 __all__ = ["COUNT", "RANK", "RankTests"]
 
@@ -84,9 +84,9 @@ class RankTests:
         if isinstance(node, ast.IfExp):
             return self.choice(node, scope, when, depth)
         name = last(node).lstrip("_")
-        if MAIN.search(name) or name in MAIN_EXACT:
-            return sign
         key = dotted(node)
+        if (MAIN.search(name) or name in MAIN_EXACT) and not (key is not None and self.always(key, scope)):
+            return sign
         if key is not None and depth < 3 and not isinstance(node, ast.Call):
             return self.named(key, scope, when, depth)
         return self.asked(node, scope, when, depth) if isinstance(node, ast.Call) and depth < 3 else 0
@@ -99,6 +99,13 @@ class RankTests:
         values = [v for v in function.returns() if not isinstance(v, ast.Constant)] if function is not None else []
         found = {self.test(v, function, when, depth + 1) for v in values if function is not None}
         return found.pop() if len(found) == 1 else 0
+
+    def always(self, key: str, scope: Scope) -> bool:
+        """Whether all that a name of a rank's flag is ever given is True: it tells no rank."""
+        own = "." not in key or key.startswith("self.")  # an attribute of another object may be set elsewhere
+        binds = self.bound(key, scope) if own else []
+        alike = all(is_true(bind.value) and not any(guards(bind.stmt, home.module)) for bind, home in binds)
+        return bool(binds) and alike
 
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
         """A value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ... else
@@ -250,7 +257,8 @@ class RankTests:
 
     def numbers(self, key: str, scope: Scope) -> bool:
         """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""
-        if scope.params[:1] != [key] or key in scope.binds:
+        first = [name for name in scope.params if name != "self"][:1]
+        if first != [key] or key in scope.binds:
             return False
         callers = self.calls.callers(scope)[:MAX_CALLERS]
         return bool(callers) and all(site.name in NUMBERED for site in callers)

@@ -11,6 +11,7 @@ from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
+from lockstep.lint.analysis.muting import Muting
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import Words, base, constant, last
 from lockstep.lint.analysis.origins import Origins
@@ -61,6 +62,7 @@ class Analysis:
         self.origins = Origins(self.calls)
         self.effects = Effects(self.calls)
         self.ranks = Ranks(self.calls)
+        self.muting = Muting(self.calls)
         self.kinds = Kinds(self.origins)
         self.steps = Steps(self.kinds)
         self.wrappers = Wrappers(self.names, self.origins)
@@ -94,6 +96,7 @@ class View:
         self.origins = analysis.origins
         self.effects = analysis.effects
         self.ranks = analysis.ranks
+        self.muting = analysis.muting
         self.kinds = analysis.kinds
         self.trainings = analysis.trainings
         self.frameworks = analysis.frameworks(module)

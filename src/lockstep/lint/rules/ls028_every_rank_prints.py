@@ -17,7 +17,7 @@ from lockstep.lint.analysis.logs import (
     plain_logging,
     silent,
 )
-from lockstep.lint.analysis.nodes import Words, dotted, idents, keyword, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -39,8 +39,7 @@ WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
 PRINTERS |= {"torchsummary.summary", "print_trainable_parameters"}
-# A program that replaces print, or turns all ranks but one quiet, has taken care.
-REPLACED = ("builtin_print", "builtins.print", "__builtin__", "setup_for_distributed", "disable_print")
+# A program that turns all ranks but one quiet has taken care.
 QUIET = ("sys.stdout = open", "devnull", "suppress_output")
 # A function of such a name in a file that is not here may do the same.
 HUSHES = Words(
@@ -61,7 +60,6 @@ def check(view: View) -> Iterator[Found]:
         return
     if any(quietens(view, member) for member in view.project.family(view.module)) or view.hidden(HUSHES):
         return
-    replaced = view.effects.mentioned(view.module, *REPLACED)
     prefixed_logs = logs_with_rank(view)
     levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
     silenced = set(disabled(view))
@@ -70,7 +68,7 @@ def check(view: View) -> Iterator[Found]:
         if (
             not what
             or (what == "log" and silent(site, silenced))
-            or (what == "print" and replaced)
+            or (what == "print" and view.muting.muted(site, view.module))
             or not view.ranks.everywhere(site, view.module)
             or failing(view, site)
         ):
@@ -117,15 +115,16 @@ def speaks(view: View, site: Site) -> str:
     shown = site.name in ("info", "warning", "warn") or (
         site.name == "debug" and (loguru(view, site) or debugs(view, site))
     )
-    if shown and isinstance(site.call.func, ast.Attribute):
-        receiver = site.receiver
-        name = getattr(receiver, "id", getattr(receiver, "attr", ""))
-        return (
-            "log"
-            if name.lower() in ("logging", "logger", "log", "_logger") and view.full(site) != "warnings.warning"
-            else ""
-        )
-    return ""
+    return "log" if shown and site.receiver is not None and is_logger(view, site, site.receiver) else ""
+
+
+def is_logger(view: View, site: Site, receiver: ast.expr) -> bool:
+    """Whether a method is a logger's, by what its object is called or by where it comes from."""
+    name = last(receiver).lower()
+    if name in ("logging", "logger", "log", "_logger"):
+        return view.full(site) != "warnings.warning"
+    made = view.origins.calls_of(receiver, site.scope) if "log" in name else ()
+    return any(full == "logging.getLogger" for _, _, full in made)
 
 
 def passed_on(view: View, site: Site) -> str:
@@ -150,12 +149,14 @@ def failing(view: View, site: Site) -> bool:
     if block is not None and block[1] == "handlers" and not goes_on(site, block[0]):
         return True
     siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
-    return any(isinstance(stmt, ast.Raise) for stmt in siblings) or any(
-        isinstance(stmt, ast.Expr)
-        and isinstance(stmt.value, ast.Call)
-        and ast.unparse(stmt.value.func) in ("exit", "sys.exit", "quit")
-        for stmt in siblings
-    )
+    return any(isinstance(stmt, ast.Raise) or gives_up(stmt) for stmt in siblings)
+
+
+def gives_up(stmt: ast.stmt) -> bool:
+    """Whether a statement ends the program, other than with the code of success."""
+    call = stmt.value if isinstance(stmt, ast.Expr) else None
+    ends = isinstance(call, ast.Call) and ast.unparse(call.func) in ("exit", "sys.exit", "quit")
+    return isinstance(call, ast.Call) and ends and constant(next(iter(call.args), None)) != 0
 
 
 def goes_on(site: Site, attempt: ast.stmt) -> bool:
