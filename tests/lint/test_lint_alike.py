@@ -41,6 +41,39 @@ def test_a_program_that_ends_well(last, number):
 
 
 @pytest.mark.parametrize(
+    ("block", "number"),
+    [
+        ("scores = evaluate()\n        print(scores)\n        exit()", 1),
+        ("print('no data')\n        exit()", 0),
+        ("scores = evaluate()\n        print(scores)\n        exit(2)", 0),
+    ],
+)
+def test_a_program_that_ends_after_its_work(block, number):
+    assert told(f"{GROUP}    if args:\n        {block}\n") == number
+
+
+@pytest.mark.parametrize(("leave", "number"), [("break", 1), ("pass", 1), ("continue", 0), ("raise", 0), ("return", 0)])
+def test_a_loop_that_an_exception_ends(leave, number):
+    loop = "    for x in args:\n        try:\n            step(x)\n        except KeyError:\n            print('out')\n"
+    assert told(f"{GROUP}{loop}            {leave}\n") == number
+
+
+@pytest.mark.parametrize(
+    ("tests", "number"),
+    [
+        (("args.distributed", "args.gpu is None"), 1),
+        (("args.distributed", "args.gpu is not None"), 1),
+        (("not args.distributed", "args.gpu is None"), 0),
+        (("args.gpu is None", "args.loud"), 0),
+        (("not args.distributed", "torch.cuda.device_count() > 1"), 0),
+    ],
+)
+def test_no_device_where_there_are_several_processes(tests, number):
+    outer, inner = tests
+    assert told(f"{GROUP}    if {outer}:\n        if {inner}:\n            print('wrapped')\n") == number
+
+
+@pytest.mark.parametrize(
     ("made", "line", "number"),
     [
         ("base_logger = logging.getLogger('base')", "base_logger.info('begin')", 1),

@@ -118,3 +118,97 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("change", "lines"), [({"first": "print('begin')"}, [7]), ({"last": "print('begin')"}, [])])
 def test_a_worker_that_mutes_itself(tmp_path, change, lines):
     assert told(tmp_path, MUTES, **change) == lines
+
+
+LENT = """
+import os, sys, contextlib, subprocess, wandb
+import torch.distributed as dist
+
+def {head}:
+    {hush}
+        load(results)
+
+def main(args, rank):
+    print("begin")
+    dist.init_process_group("nccl")
+    {last}
+
+if __name__ == "__main__":
+    main(parse(), 0)
+"""
+BLOCK = "with open(os.devnull, 'w') as devnull, contextlib.redirect_stdout(devnull):"
+
+
+@pytest.mark.parametrize(
+    ("head", "hush", "last", "lines"),
+    [
+        ("update(results)", BLOCK, "pass", [10]),
+        ("update(results)", f"if dist.get_rank() != 0:\n      {BLOCK}", "pass", []),
+        ("update(results)", "sys.stdout = open(os.devnull, 'w')\n    if results:", "pass", []),
+        ("convert(results)", "subprocess.Popen(results, stdout=open(os.devnull, 'wb'))\n    if results:", "pass", [11]),
+        ("update(results)", "sys.stdout = open(os.devnull, 'w')\n    if results:", "wandb.init()", [13]),
+    ],
+)
+def test_output_of_one_block_that_is_sent_away(tmp_path, head, hush, last, lines):
+    assert told(tmp_path, LENT.replace("{head}", head).replace("{hush}", hush), last=last) == lines
+
+
+HIDDEN = """
+import wandb
+import torch.distributed as dist
+import logging
+from absent.helpers import init_distributed_mode, setup_logger
+logging.basicConfig(level=logging.INFO)
+
+def main(args):
+    {first}
+    {start}
+    {last}
+    dist.init_process_group("nccl")
+
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        ({"first": "print('begin')"}, [9]),
+        ({"last": "print('begin')"}, []),
+        ({"last": "wandb.init(project='p')"}, [11]),
+        ({"first": "logging.info('begin')"}, []),
+        ({"start": "setup_logger(args)", "last": "print('begin')"}, [11]),
+        ({"start": "setup_logger(args)", "last": "logging.info('begin')"}, []),
+    ],
+)
+def test_a_helper_that_is_not_there_may_mute_what_comes_after(tmp_path, change, lines):
+    assert told(tmp_path, HIDDEN, **change) == lines
+
+
+PARTED = """
+import torch.distributed as dist
+
+def main(args):
+    dist.init_process_group("nccl")
+
+def {name}(args):
+    print("closing")
+
+if __name__ == "__main__":
+    {block}
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "number"),
+    [
+        ("try:\n        main(1)\n    finally:\n        close(1)", 1),
+        ("try:\n        main(1)\n    except KeyError:\n        raise\n    else:\n        close(1)", 1),
+        ("for each in runs:\n        main(each)\n    else:\n        close(1)", 1),
+        ("if runs:\n        main(1)\n    else:\n        close(1)", 0),
+    ],
+)
+def test_only_the_arms_of_a_test_keep_programs_apart(tmp_path, block, number):
+    (tmp_path / "run.py").write_text(PARTED.format(name="close", block=block))
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS028", ""))) == number

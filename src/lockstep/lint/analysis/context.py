@@ -50,7 +50,8 @@ def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
 def apart(site: Site, other: Site) -> bool:
     """Whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
     arms = dict(above(other.stmt, other.module))
-    return any({place, arms.get(node)} == {"body", "orelse"} for node, place in above(site.stmt, site.module))
+    around = above(site.stmt, site.module)
+    return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
 
 
 def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:

@@ -1,80 +1,109 @@
-"""Where a program turns `print` off on the other ranks, and what is printed before that."""
+"""Where a program turns the output of the other ranks off, and what is printed before that."""
 
+import functools
 import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import constant
+from lockstep.lint.analysis.nodes import Words, constant
+from lockstep.lint.analysis.view import View
 
-__all__ = ["Muting"]
+__all__ = ["HUSHES", "muted", "quietens"]
 
-# The words of a program that replaces print, and of what such functions are called.
+# The words of a program that replaces print.
 REPLACED = ("builtin_print", "builtins.print", "__builtin__", "setup_for_distributed", "disable_print")
 BUILTINS = re.compile(r"builtins?_*\.print$")
+# A program that turns all ranks but one quiet has taken care.
+QUIET = ("sys.stdout = open", "devnull", "suppress_output")
+# A function of such a name in a file that is not here may turn `print` off.
+HUSHES = Words(
+    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|print|env)|quiet|print_|_print", re.IGNORECASE
+)
+# What a block's own output, or that of another program, is sent away with.
+LENDS = ("redirect_stdout", "redirect_stderr", "Popen", "run", "call", "check_call", "check_output")
 MAX_CALLERS = 40
 
+Places = dict[Scope, list[int]]
 
-class Muting:
-    """Answers whether `print` has been replaced by the time a call is made."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-        self.project = calls.project
+def muted(view: View, site: Site, hidden: tuple[Site, ...]) -> bool:
+    """Whether a call may come after what replaces `print` in the file's programs, or a `hidden` call."""
+    if not hidden and not view.effects.mentioned(view.module, *REPLACED):
+        return False
+    table = places(view.calls, view.module, hidden)
+    return table is None or (bool(table) and later(view.calls, site.scope, site.line, table, 0))
 
-    def muted(self, site: Site, module: Module) -> bool:
-        """Whether a call may come after `print` was replaced in the programs of a file."""
-        if not any(self.project.says(module, word) for word in REPLACED):
-            return False
-        places = self.places(module)
-        return places is None or self.later(site.scope, site.line, places, 0)
 
-    def later(self, scope: Scope, line: int, places: dict[Scope, list[int]], depth: int) -> bool:
-        """Whether a line of a scope is reached after one of the places; what nobody is seen to call may be."""
-        if any(place < line for place in places.get(scope, ())):
-            return True
-        if scope.kind != "function":
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        if not callers or depth > 5:
-            return scope not in places
-        return any(self.later(site.scope, site.line, places, depth + 1) for site in callers)
+def later(calls: Calls, scope: Scope, line: int, table: Places, depth: int) -> bool:
+    """Whether a line of a scope is reached after one of the places; what nobody is seen to call may be."""
+    if any(place < line for place in table.get(scope, ())):
+        return True
+    if scope.kind != "function":
+        return False
+    callers = calls.callers(scope)[:MAX_CALLERS]
+    if not callers or depth > 5:
+        return scope not in table
+    return any(later(calls, site.scope, site.line, table, depth + 1) for site in callers)
 
-    @kept
-    def places(self, module: Module) -> dict[Scope, list[int]] | None:
-        """The lines of each function of a file's programs that replace `print`, or call what does; None if what
-        replaces it is not to be found.
-        """
-        table: dict[Scope, list[int]] = {}
-        members = self.project.family(module)
-        for member in members:
-            for scope, line in self.replaced(member):
-                table.setdefault(scope, []).append(line)
-        queue = [scope for scope in table if scope.kind == "function"]
-        if not table or any(not self.calls.callers(s) and self.named(s, members) for s in queue):
-            return None
-        seen = set(queue)
-        while queue:
-            for site in self.calls.callers(queue.pop()):
-                table.setdefault(site.scope, []).append(site.line)
-                if site.scope.kind == "function" and site.scope not in seen:
-                    seen.add(site.scope)
-                    queue.append(site.scope)
-        return table
 
-    def named(self, function: Scope, members: tuple[Module, ...]) -> bool:
-        """Whether more than its definition names a function."""
-        return sum(member.words[function.name] for member in members) > 1
+@kept
+def places(calls: Calls, module: Module, hidden: tuple[Site, ...]) -> Places | None:
+    """The lines of each function of a file's programs that replace `print`, or call what does, if any program comes
+    there; None if what replaces it is not to be found.
+    """
+    members = calls.project.family(module)
+    table: Places = {}
+    for scope, line in (place for member in members for place in replaced(member)):
+        table.setdefault(scope, []).append(line)
+    queue = [scope for scope in table if scope.kind == "function"]
+    if any(not calls.callers(scope) and named(scope, members) for scope in queue) or not (table or hidden):
+        return None
+    for site in hidden:
+        table.setdefault(site.scope, []).append(site.line)
+        queue += [site.scope] if site.scope.kind == "function" else []
+    seen = set(queue)
+    while queue:
+        for site in calls.callers(queue.pop()):
+            table.setdefault(site.scope, []).append(site.line)
+            if site.scope.kind == "function" and site.scope not in seen:
+                seen.add(site.scope)
+                queue.append(site.scope)
+    starts = (s for s in table if s.kind != "function" or not calls.callers(s))
+    return table if any(s.kind != "function" or s.name == "main" or named(s, members) for s in starts) else {}
 
-    def replaced(self, module: Module) -> Iterator[tuple[Scope, int]]:
-        """The lines of a file that give `print` another meaning everywhere."""
-        if "builtin" not in module.text:
-            return
-        for scope in module.scopes:
-            for key, binds in scope.binds.items():
-                if BUILTINS.search(key):
-                    yield from ((scope, bind.stmt.lineno) for bind in binds)
-            for site in scope.named("setattr"):
-                if [constant(value) for value in site.call.args[1:2]] == ["print"]:
-                    yield scope, site.line
+
+def named(function: Scope, members: tuple[Module, ...]) -> bool:
+    """Whether more than its definition names a function."""
+    return sum(member.words[function.name] for member in members) > 1
+
+
+def replaced(module: Module) -> Iterator[tuple[Scope, int]]:
+    """The lines of a file that give `print` another meaning everywhere."""
+    for scope in module.scopes if "builtin" in module.text else ():
+        for key, binds in scope.binds.items():
+            if BUILTINS.search(key):
+                yield from ((scope, bind.stmt.lineno) for bind in binds)
+        for site in scope.named("setattr"):
+            if [constant(value) for value in site.call.args[1:2]] == ["print"]:
+                yield scope, site.line
+
+
+def quietens(view: View, module: Module) -> bool:
+    """Whether a file sends output to nowhere, other than in functions that all ranks call alike."""
+    if not any(word in module.text for word in QUIET):
+        return False
+    inside = [s for s in module.scopes if s.kind == "function" and any(view.effects.mentioned_in(s, w) for w in QUIET)]
+    return not inside or not all(map(functools.partial(for_all, view), inside))
+
+
+def for_all(view: View, function: Scope) -> bool:
+    """Whether a function says nothing of ranks, nor do the calls of it; or sends away only what runs in its block."""
+    if any(view.ranks.side(stmt, function) for stmt in function.stmts):
+        return False
+    if "sys.stdout" not in function.binds and any(map(function.named, LENDS)):
+        return True
+    callers = view.calls.callers(function)
+    kept_to_some = (view.ranks.main_only(site.stmt, site.scope) or view.ranks.chosen(site) for site in callers)
+    return bool(callers) and not any(kept_to_some)

@@ -7,7 +7,7 @@ from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, last
+from lockstep.lint.analysis.nodes import Words, is_none, last
 from lockstep.lint.analysis.programs import STARTS, Programs
 from lockstep.lint.analysis.ranktests import RankTests
 
@@ -70,9 +70,10 @@ class Ranks:
     @kept
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Whether a statement runs only where there is one process (`if not distributed:`)."""
+        found = [(self.tests.many(g.test, scope, g.when), g) for g in guards(stmt, scope.module)]
+        several = any(many == 1 for many, _ in found)  # there, `gpu is None` leaves it to the wrapper to take them all
         return any(
-            self.tests.many(guard.test, scope, guard.when) == -1 and not starts(guard, scope)
-            for guard in guards(stmt, scope.module)
+            many == -1 and not starts(guard, scope) and not (several and asks_none(guard.test)) for many, guard in found
         )
 
     @kept
@@ -110,6 +111,11 @@ class Ranks:
             return self.every(site.stmt, site.scope)
         kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope)
+
+
+def asks_none(test: ast.expr) -> bool:
+    """Whether a test compares with None."""
+    return isinstance(test, ast.Compare) and is_none(test.comparators[0])
 
 
 def starts(guard: Guard, scope: Scope) -> bool:

@@ -11,7 +11,6 @@ from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
-from lockstep.lint.analysis.muting import Muting
 from lockstep.lint.analysis.names import Names
 from lockstep.lint.analysis.nodes import Words, base, constant, last
 from lockstep.lint.analysis.origins import Origins
@@ -62,7 +61,6 @@ class Analysis:
         self.origins = Origins(self.calls)
         self.effects = Effects(self.calls)
         self.ranks = Ranks(self.calls)
-        self.muting = Muting(self.calls)
         self.kinds = Kinds(self.origins)
         self.steps = Steps(self.kinds)
         self.wrappers = Wrappers(self.names, self.origins)
@@ -96,7 +94,6 @@ class View:
         self.origins = analysis.origins
         self.effects = analysis.effects
         self.ranks = analysis.ranks
-        self.muting = analysis.muting
         self.kinds = analysis.kinds
         self.trainings = analysis.trainings
         self.frameworks = analysis.frameworks(module)
@@ -169,14 +166,17 @@ class View:
 
     def hidden(self, words: Words) -> bool:
         """Whether the programs call something of such a name that comes from a file that cannot be found."""
+        return any(True for _ in self.hidden_calls(words))
+
+    def hidden_calls(self, words: Words) -> Iterator[Site]:
+        """The programs' calls of something of such a name that comes from a file that cannot be found."""
         alone = self.module.is_script  # what other scripts that import it call is not its program
-        return any(
-            words.search(site.name)
-            and ("*" in unseen or (isinstance(root := base(site.call), ast.Name) and root.id in unseen))
-            for member in (self.project.closure(self.module) if alone else self.project.family(self.module))
-            if (unseen := self.project.unseen(member))
-            for site in member.sites()
-        )
+        for member in self.project.closure(self.module) if alone else self.project.family(self.module):
+            unseen = self.project.unseen(member)
+            for site in member.sites() if unseen else ():
+                root = base(site.call) if words.search(site.name) else None
+                if root is not None and ("*" in unseen or (isinstance(root, ast.Name) and root.id in unseen)):
+                    yield site
 
     @functools.cached_property
     def distributed(self) -> bool:

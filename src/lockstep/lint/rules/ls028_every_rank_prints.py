@@ -1,12 +1,11 @@
 """LS028: print, log or W&B on every rank."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Guard, guards
-from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.logs import (
     by_rank,
     debugs,
@@ -17,6 +16,7 @@ from lockstep.lint.analysis.logs import (
     plain_logging,
     silent,
 )
+from lockstep.lint.analysis.muting import HUSHES, muted, quietens
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
@@ -39,12 +39,8 @@ WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
 PRINTERS |= {"torchsummary.summary", "print_trainable_parameters"}
-# A program that turns all ranks but one quiet has taken care.
-QUIET = ("sys.stdout = open", "devnull", "suppress_output")
-# A function of such a name in a file that is not here may do the same.
-HUSHES = Words(
-    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|logg|print|env)|quiet|print_|_print", re.IGNORECASE
-)
+# A function of such a name in a file that is not here may set up logging by the rank.
+SETS_LOGS = Words(r"^(init|setup|prepare)_logg", re.IGNORECASE)
 # What a function that only shows something is called (`progress.display(i)`).
 SHOWS = Words(r"^(display|show|report|print|describe|summary)(_|$)")
 PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]", re.IGNORECASE)
@@ -52,30 +48,18 @@ PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]"
 
 def check(view: View) -> Iterator[Found]:
     """Looks for output in the code that every rank runs."""
-    if (
-        not (view.distributed or view.ranks.programs.accelerated(view.module))
-        or "print" in view.module.top.defs
-        or "print" in view.module.imports
-    ):
+    if not (view.distributed or view.ranks.programs.accelerated(view.module)):
         return
-    if any(quietens(view, member) for member in view.project.family(view.module)) or view.hidden(HUSHES):
+    if "print" in view.module.top.defs or "print" in view.module.imports:
         return
-    prefixed_logs = logs_with_rank(view)
-    levelled = any(by_rank(view, s) for member in view.project.family(view.module) for s in member.sites("basicConfig"))
-    silenced = set(disabled(view))
+    setting = Setting(view)
     for site in view.sites():
         what = speaks(view, site) or passed_on(view, site)
-        if (
-            not what
-            or (what == "log" and silent(site, silenced))
-            or (what == "print" and view.muting.muted(site, view.module))
-            or not view.ranks.everywhere(site, view.module)
-            or failing(view, site)
-        ):
+        if not what or setting.hushes(site, what) or not view.ranks.everywhere(site, view.module):
             continue
-        if view.ranks.chosen(site) or view.ranks.programs.idle(site.scope) or (what == "log" and levelled):
+        if failing(view, site) or view.ranks.chosen(site) or view.ranks.programs.idle(site.scope):
             continue
-        if what in ("print", "log") and (prefixed(site) or (what == "log" and prefixed_logs)):
+        if what in ("print", "log") and (prefixed(site) or (what == "log" and setting.prefixed)):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
@@ -85,20 +69,24 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank logs this: log on rank 0 only")
 
 
-def quietens(view: View, module: Module) -> bool:
-    """Whether a file sends output to nowhere, other than in functions that all ranks call alike."""
-    if not any(word in module.text for word in QUIET):
-        return False
-    inside = [s for s in module.scopes if s.kind == "function" and any(view.effects.mentioned_in(s, w) for w in QUIET)]
-    return not inside or not all(map(functools.partial(for_all, view), inside))
+class Setting:
+    """What a file's programs do to make the other ranks quiet."""
 
+    def __init__(self, view: View) -> None:
+        members = view.project.family(view.module)
+        self.view = view
+        self.prefixed = logs_with_rank(view)
+        self.quiet = any(quietens(view, member) for member in members)
+        self.hidden = tuple(view.hidden_calls(HUSHES))
+        set_up = (site for member in members for site in member.sites("basicConfig"))
+        self.levelled = bool(self.hidden) or view.hidden(SETS_LOGS) or any(by_rank(view, site) for site in set_up)
+        self.silenced = set(disabled(view))
 
-def for_all(view: View, function: Scope) -> bool:
-    """Whether a function says nothing of ranks, nor do the calls of it."""
-    callers = view.calls.callers(function)
-    if not callers or any(view.ranks.side(stmt, function) for stmt in function.stmts):
-        return False
-    return not any(view.ranks.main_only(site.stmt, site.scope) or view.ranks.chosen(site) for site in callers)
+    def hushes(self, site: Site, what: str) -> bool:
+        """Whether the output of a call is turned off on the other ranks; a tracker's is by nothing of the kind."""
+        if what == "log":
+            return self.quiet or self.levelled or silent(site, self.silenced)
+        return what == "print" and (self.quiet or muted(self.view, site, self.hidden))
 
 
 def speaks(view: View, site: Site) -> str:
@@ -149,20 +137,23 @@ def failing(view: View, site: Site) -> bool:
     if block is not None and block[1] == "handlers" and not goes_on(site, block[0]):
         return True
     siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
-    return any(isinstance(stmt, ast.Raise) or gives_up(stmt) for stmt in siblings)
+    return any(isinstance(stmt, ast.Raise) or gives_up(stmt, siblings) for stmt in siblings)
 
 
-def gives_up(stmt: ast.stmt) -> bool:
-    """Whether a statement ends the program, other than with the code of success."""
+def gives_up(stmt: ast.stmt, siblings: list[ast.stmt]) -> bool:
+    """Whether a statement of a block ends the program with an error: by its code, or after nothing but output."""
     call = stmt.value if isinstance(stmt, ast.Expr) else None
-    ends = isinstance(call, ast.Call) and ast.unparse(call.func) in ("exit", "sys.exit", "quit")
-    return isinstance(call, ast.Call) and ends and constant(next(iter(call.args), None)) != 0
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("exit", "sys.exit", "quit"):
+        return False
+    if call.args:
+        return constant(call.args[0]) != 0
+    return all(isinstance(each, ast.Expr) for each in siblings)
 
 
 def goes_on(site: Site, attempt: ast.stmt) -> bool:
     """Whether the handler of an exception only says that something is not there, and leaves what it did then."""
     handlers = [h for h in getattr(attempt, "handlers", []) if site.stmt in h.body]
-    ends = (ast.Raise, ast.Return, ast.Break, ast.Continue)
+    ends = (ast.Raise, ast.Return, ast.Continue)
     told = any(isinstance(node, ast.Name) and node.id == h.name for h in handlers for node in walk(site.call))
     return not told and not any(isinstance(stmt, ends) for h in handlers for stmt in h.body)
 
