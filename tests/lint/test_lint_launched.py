@@ -101,6 +101,14 @@ CLASS = "import torch.distributed as dist\nclass Engine:\n    def __exit__(self,
         ({"run.py": START + MAIN.format("pass"), "test_run.py": "import run\n" + PACKAGE + "stop()\n"}, True),
         ({"run.py": START + "from diffusers import DDPMScheduler\n" + MAIN.format("DDPMScheduler()")}, True),
         ({"run.py": START + "from unseen import distance\n" + MAIN.format("distance(1)")}, True),
+        ({"run.py": START + "from unseen import setup_logger\n" + MAIN.format("setup_logger(1)")}, True),
+        ({"run.py": START + "from unseen import DistributedLoader\n" + MAIN.format("DistributedLoader(1)")}, True),
+        ({"run.py": START + "import unseen\n" + MAIN.format("unseen.DistributedEvalSampler(1)")}, True),
+        ({"run.py": START + "import unseen\n" + MAIN.format("unseen.DistributedRun(1)")}, False),
+        ({"run.py": START + "from unseen import setup_run\n" + MAIN.format("setup_run(1)")}, False),
+        # its own lines start the group, so they are a program
+        ({"run.py": START + "dist.init_process_group('nccl')\nwork()\n"}, True),
+        ({"run.py": START + "def start():\n    dist.init_process_group('nccl')\n"}, False),
         ({"run.py": START + "from kit import stop\n" + MAIN.format("stop()"), "kit.py": PACKAGE}, False),
         ({"run.py": START + "import kit\n" + MAIN.format("kit.stop()"), "kit.py": PACKAGE}, False),
         ({"run.py": START + "from kit import Engine\n" + MAIN.format("Engine()"), "kit.py": CLASS}, False),
@@ -194,3 +202,39 @@ main(None, None)
 )
 def test_a_generator_passes_on_the_batches_of_its_loader(over, given, told):
     assert bool(lines(ENDLESS.format(over=over, given=given), "LS003")) == told
+
+
+REPORT = """
+import torch.distributed as dist
+
+class Report:
+    def mean(self, loss):
+        if not dist.is_initialized():
+            return loss
+        dist.all_reduce(loss)
+        return loss
+
+    def show(self, loss, reduce=True):
+        {line}
+
+def main(rank, loss):
+    dist.init_process_group("nccl")
+    report = Report()
+    if rank == 0:
+        report.show(loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("self.mean(loss)", 1),
+        ("total = self.mean(loss) if dist.is_initialized() else loss", 1),
+        ("total = self.mean(loss) if reduce else loss", 0),
+        ("total = reduce and self.mean(loss)", 0),
+        ("if reduce: self.mean(loss)", 0),
+    ],
+)
+def test_a_collective_that_an_option_leaves_out(line, number):
+    found = check_text(REPORT.format(line=line), configure({}, "LS018", ""))
+    assert len(found) == number

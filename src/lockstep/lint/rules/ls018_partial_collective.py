@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.context import choices, guards
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import dotted, last
@@ -123,7 +123,8 @@ def led_to(view: View, site: Site) -> Site | None:
 
 def certain(view: View, site: Site, scope: Scope) -> bool:
     """Whether a function that is called reaches a call in it, wherever there are several processes."""
-    return all(view.ranks.tests.many(guard.test, scope, guard.when) == 1 for guard in guards(site.stmt, scope.module))
+    tests = (*guards(site.stmt, scope.module), *choices(site))
+    return all(view.ranks.tests.many(guard.test, scope, guard.when) == 1 for guard in tests)
 
 
 def has_both_sides(view: View, function: Scope) -> bool:

@@ -12,7 +12,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ENDS = Words(
-    r"dist(?!anc|il|ort)|ddp(?!m)|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|exit|launch|^init|^setup|^main|^run|worker",
+    r"dist(?!anc|il|ort|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)|clean|destroy|teardown|tear_down|shut_?down"
+    r"|finali[sz]e|finish|exit|launch|^init(?!_?log|_?seed)|^setup(?!_?log|_?seed)|^main|^run|worker",
     re.IGNORECASE,
 )
 
@@ -27,7 +28,7 @@ def check(view: View) -> Iterator[Found]:
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):
-        if runnable or view.training:
+        if runnable or view.training or site.scope.kind == "module":
             yield at(
                 site, "the process group is never ended: call torch.distributed.destroy_process_group() at the end"
             )
