@@ -88,11 +88,18 @@ def test_what_is_printed_before_the_other_ranks_are_muted(tmp_path, change, line
         ({"first": "describe(args)"}, [19]),
         ({"last": "describe(args)"}, []),
         ({"first": "describe(args)", "last": "describe(args)"}, []),
-        ({}, []),  # called by nobody
+        ({"after": "pass"}, []),  # called by nobody
     ],
 )
 def test_a_helper_that_prints_before_or_after(tmp_path, change, lines):
     assert told(tmp_path, RUN, "helper.py", **change) == lines
+
+
+def test_a_helper_that_only_tries_itself_out(tmp_path):
+    alone = "\n\nif __name__ == '__main__':\n    describe(1)\n"
+    (tmp_path / "helper.py").write_text(HELPER.format(**USUAL) + alone)
+    (tmp_path / "run.py").write_text(RUN.format(**USUAL))
+    assert not check_paths([str(tmp_path / "helper.py")], configure({}, "LS028", ""))
 
 
 MUTES = """

@@ -37,12 +37,12 @@ def muted(view: View, site: Site, hidden: tuple[Site, ...]) -> bool:
 
 
 def later(calls: Calls, scope: Scope, line: int, table: Places, depth: int) -> bool:
-    """Whether a line of a scope is reached after one of the places; what nobody is seen to call may be."""
+    """Whether a line of a scope is reached after one of the places; what no program that comes there is seen to run
+    may be.
+    """
     if any(place < line for place in table.get(scope, ())):
         return True
-    if scope.kind != "function":
-        return False
-    callers = calls.callers(scope)[:MAX_CALLERS]
+    callers = calls.callers(scope)[:MAX_CALLERS] if scope.kind == "function" else []
     if not callers or depth > 5:
         return scope not in table
     return any(later(calls, site.scope, site.line, table, depth + 1) for site in callers)

@@ -42,7 +42,9 @@ MULTI = Words(
     r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
     re.IGNORECASE,
 )
-SINGLE = Words(r"^(use_|is_)?single_?(gpu|process|device|node_gpu)$", re.IGNORECASE)
+SINGLE = Words(
+    r"^(use_|is_)?single_?(gpu|process|device|node_gpu)$|^(no|disable)_?(ddp|dist|distributed)$", re.IGNORECASE
+)
 COUNT = Words(
     r"(world_?size|n_?gpus?|num_?gpus?|nprocs|n_?procs|ngpus_per_node|device_count|num_replicas|get_world_size|num_processes)$",
     re.IGNORECASE,

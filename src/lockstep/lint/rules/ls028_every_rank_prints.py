@@ -142,12 +142,19 @@ def failing(view: View, site: Site) -> bool:
 
 def gives_up(stmt: ast.stmt, siblings: list[ast.stmt]) -> bool:
     """Whether a statement of a block ends the program with an error: by its code, or after nothing but output."""
-    call = stmt.value if isinstance(stmt, ast.Expr) else None
-    if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("exit", "sys.exit", "quit"):
+    call = ends_program(stmt)
+    if call is None:
         return False
     if call.args:
         return constant(call.args[0]) != 0
     return all(isinstance(each, ast.Expr) for each in siblings)
+
+
+def ends_program(stmt: ast.stmt) -> ast.Call | None:
+    """The call with which a statement ends the program."""
+    call = stmt.value if isinstance(stmt, ast.Expr) else None
+    named = isinstance(call, ast.Call) and ast.unparse(call.func) in ("exit", "sys.exit", "quit")
+    return call if named and isinstance(call, ast.Call) else None
 
 
 def goes_on(site: Site, attempt: ast.stmt) -> bool:
@@ -155,7 +162,8 @@ def goes_on(site: Site, attempt: ast.stmt) -> bool:
     handlers = [h for h in getattr(attempt, "handlers", []) if site.stmt in h.body]
     ends = (ast.Raise, ast.Return, ast.Continue)
     told = any(isinstance(node, ast.Name) and node.id == h.name for h in handlers for node in walk(site.call))
-    return not told and not any(isinstance(stmt, ends) for h in handlers for stmt in h.body)
+    left = any(isinstance(stmt, ends) or ends_program(stmt) is not None for h in handlers for stmt in h.body)
+    return not told and not left
 
 
 def prefixed(site: Site) -> bool:
@@ -263,6 +271,7 @@ def main(model, score, rank, report):
         "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. "
         "A `SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
         "where it is configured alike on all ranks (by Hydra too), or is loguru's. The processes of Accelerate count, "
-        "but not its own loggers, nor notebooks. What an `except` prints counts where it goes on without its error."
+        "but not its own loggers, nor notebooks. What an `except` prints counts where it goes on without its error, "
+        "and so does what is printed before the program turns `print` off on the other ranks."
     ),
 )
