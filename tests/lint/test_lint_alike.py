@@ -46,6 +46,8 @@ def test_a_program_that_ends_well(last, number):
         ("scores = evaluate()\n        print(scores)\n        exit()", 1),
         ("print('no data')\n        exit()", 0),
         ("scores = evaluate()\n        print(scores)\n        exit(2)", 0),
+        ("print('waiting')\n        debugpy.wait_for_attach()", 0),
+        ("print('waiting')\n        debugpy.attach()", 1),
     ],
 )
 def test_a_program_that_ends_after_its_work(block, number):
@@ -65,6 +67,10 @@ def test_a_loop_that_an_exception_ends(leave, number):
         (("args.distributed", "args.gpu is not None"), 1),
         (("not args.distributed", "args.gpu is None"), 0),
         (("args.loud", "args.nodist"), 0),
+        (("args.loud", "args.launcher == 'none'"), 0),
+        (("args.loud", "args.launcher != 'none'"), 1),
+        (("args.loud", "args.launcher == 'slurm'"), 1),
+        (("args.loud", "args.mode == 'none'"), 1),
         (("args.loud", "not args.no_ddp"), 1),
         (("args.loud", "not ('RANK' in os.environ and not args.nodist)"), 0),
         (("args.gpu is None", "args.loud"), 0),

@@ -71,7 +71,9 @@ def places(calls: Calls, module: Module, hidden: tuple[Site, ...]) -> Places | N
                 seen.add(site.scope)
                 queue.append(site.scope)
     starts = (s for s in table if s.kind != "function" or not calls.callers(s))
-    return table if any(s.kind != "function" or s.name == "main" or named(s, members) for s in starts) else {}
+    if any(s.kind != "function" or s.name == "main" or named(s, members) for s in starts):
+        return table
+    return {} if any(member.is_script for member in calls.project.users(module)) else None  # a library's programs
 
 
 def named(function: Scope, members: tuple[Module, ...]) -> bool:

@@ -285,6 +285,8 @@ class RankTests:
                 return 1 if isinstance(test.ops[0], ast.Gt | ast.GtE | ast.NotEq) else -1
             # `rank == -1` is how scripts of the launch era say "not distributed"
             right = test.comparators[0]
+            if last(test.left) == "launcher" and (is_none(right) or constant(right) == "none"):
+                return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             if (is_none(right) or constant(right) == -1) and self.is_rank(test.left, scope):
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             return 0

@@ -132,11 +132,13 @@ def flag(guard: Guard) -> bool:
 
 
 def failing(view: View, site: Site) -> bool:
-    """Whether the output belongs to an error, which may differ from rank to rank."""
+    """Whether the output belongs to an error, which may differ from rank to rank, or to a debugger's start."""
     block = view.module.up.get(site.stmt)
     if block is not None and block[1] == "handlers" and not goes_on(site, block[0]):
         return True
     siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
+    if any(isinstance(stmt, ast.Expr) and last(stmt.value) == "wait_for_attach" for stmt in siblings):
+        return True
     return any(isinstance(stmt, ast.Raise) or gives_up(stmt, siblings) for stmt in siblings)
 
 
