@@ -3,14 +3,14 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_true, last
-from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.modes import lasting
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -18,6 +18,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 TRAINS = Words(r"^(is_)?train$|^training$")
+# What says that a program without a training needs no gradients at all.
+FROZEN = ("requires_grad = False", "requires_grad_(False)")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -100,9 +102,14 @@ def evaluates(view: View, site: Site) -> bool:
         return False
     nest = loops(site.stmt, scope.module)
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
-    if not held_out and not tests_by_name(view, scope, bool(nest)) and not set_to_eval(site):
-        return False
+    held_out = held_out or tests_by_name(view, scope, bool(nest))
     if not is_forward(view, site):
+        inner = run_by(view, site) if nest else None
+        if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
+            return False
+        if tests_by_name(view, inner.scope, False):  # told there
+            return False
+    elif not held_out and not set_to_eval(site, dotted(site.call.func), nest):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
     if view.trainings.trains(region):
@@ -132,36 +139,13 @@ def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
     return bool(callers) and all(EVALUATION.search(c.scope.name) and loops(c.stmt, c.module) for c in callers)
 
 
-def set_to_eval(site: Site) -> bool:
-    """Whether the function switched this very model to eval mode before, and not back."""
-    name = dotted(site.call.func)
-    if name is None:
+def set_to_eval(site: Site, name: str | None, nest: list[Loop]) -> bool:
+    """Whether the function switched the model of this name to eval mode before, and not back."""
+    if name is None or (site.scope.kind != "function" and not nest):
         return False
     modes = (*site.scope.named("eval"), *site.scope.named("train"))
     switched = sorted((s for s in modes if dotted(s.receiver) == name and s.line < site.line), key=lambda s: s.line)
-    return site.scope.kind == "function" and bool(switched) and switched[-1].name == "eval"
-
-
-def is_forward(view: View, site: Site) -> bool:
-    """Whether a call is a model called with data."""
-    func = site.call.func
-    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
-        return False
-    if view.full(site) or view.names.definition(func, site.scope) is not None:
-        return False
-    modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]
-    if any(dotted(s.receiver) == dotted(func) for s in modules):
-        return True
-    if last(func) in ("model", "net", "netG", "generator", "encoder", "classifier", "ddp_model", "network") or last(
-        func
-    ).endswith(("_model", "_net")):
-        return True
-    return view.kinds.module_class(func, site.scope) is not None
-
-
-def optimized(site: Site) -> bool:
-    """Whether the parameters that a call gives go to an optimizer."""
-    return any(OPTIMIZER.search(bind.key) for bind in site.scope.bound(site.stmt))
+    return site.scope.kind != "class" and bool(switched) and switched[-1].name == "eval"
 
 
 def in_eval_mode(view: View, site: Site) -> bool | None:
@@ -173,7 +157,18 @@ def in_eval_mode(view: View, site: Site) -> bool | None:
         return None  # comes in eval mode
     if site.scope.binds.get(dotted(site.call.func) or "") and site.scope.kind == "function":  # no caller has it
         return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
-    return present(view, site.scope, site.line, switches, 0)
+    found = present(view, site.scope, site.line, switches, 0)
+    return False if found is None and never_switched(view, site.scope) else found
+
+
+def never_switched(view: View, scope: Scope) -> bool:
+    """Whether no file of the programs switches any mode, and nothing that runs a method is out of sight."""
+    owner = scope.owner
+    if owner is None or any(name != "object" for name in foreign(view, owner)) or view.project.unseen(view.module):
+        return False
+    return not any(
+        switches(site) for member in view.project.family(view.module) for site in member.sites("eval", "train")
+    )
 
 
 def switches(site: Site) -> bool:
@@ -198,103 +193,68 @@ def present(view: View, scope: Scope, line: int, wanted, depth: int) -> bool | N
 
 def without_graph(view: View, site: Site) -> bool | None:
     """Whether no graph is kept: by a `with`, a decorator, a global switch, or the callers."""
-    return shielded(view, site.stmt, site.scope, site.line, 0)
-
-
-def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int) -> bool | None:
-    if any(turns_off_gradients(item) for item in withs(stmt, scope.module)):
+    inner = None if is_forward(view, site) else run_by(view, site)
+    if inner is not None and shields(inner):
         return True
-    if any(turns_off_gradients(item) for item in scope.decorators):
+    switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
+    return shielded(view, site.stmt, site.scope, site.line, 0, switched)
+
+
+def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, switched: bool) -> bool | None:
+    if any(map(turns_off_gradients, (*withs(stmt, scope.module), *scope.decorators))):
         return True
     if any(s.name in ("set_grad_enabled", "enter_context") and s.line < line for s in scope.sites):
         return True
-    if view.effects.mentioned(view.module, "requires_grad = False", "requires_grad_(False)") and not view.training:
+    if not view.trainings.near(view.module) and view.effects.mentioned(view.module, *FROZEN):
+        return True
+    if "volatile=True" in view.module.text:  # of a torch before no_grad
         return True
     if scope.kind != "function":
         return False
     callers = view.calls.callers(scope)
     if not callers:
-        return False if loops(stmt, scope.module) and alone(view, scope, line) else None
+        sure = (depth > 0 or loops(stmt, scope.module)) and switched and alone(view, scope)
+        return False if sure else None
     if depth > 4:
         return None if scope.decorators or scope.owner is not None else False
-    answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1) for c in callers[:6]]
+    answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False
 
 
-def alone(view: View, scope: Scope, line: int) -> bool:
-    """Whether a function that nothing in sight calls or names sees to the model's mode itself, and so to the graph."""
-    if scope.parent is not scope.module.top or scope.decorators or scope.name.startswith("test_"):
+def alone(view: View, scope: Scope) -> bool:
+    """Whether nothing in sight that runs a function keeps the graph away: nothing names it, or, of a method of a class
+    of the project's own, what calls something of its name.
+    """
+    if scope.decorators or scope.name.startswith("test_"):
         return False
-    named = sum(member.words[scope.name] for member in view.project.family(scope.module))
-    return named == 1 and any(s.receiver is not None and s.line < line for s in scope.named("eval"))
+    if scope.parent is scope.module.top:
+        return sum(member.words[scope.name] for member in view.project.family(scope.module)) == 1
+    owner = scope.owner
+    if owner is None or scope.parent is not owner or any(name != "object" for name in foreign(view, owner)):
+        return False
+    return not any(map(shields, view.calls.namesakes(scope)))
+
+
+def foreign(view: View, owner: Scope) -> Iterator[str]:
+    """What a class derives from that is not the project's."""
+    known = {parent.name for parent in view.names.parents(owner)}
+    yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
 
 
 def not_restored(view: View) -> Iterator[Found]:
     """A loop that switches to eval mode and trains on in it."""
     for training in view.training:
+        before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
+        meant = any(s.receiver is not None for s in before)  # frozen statistics
         for loop, scope, _ in list(view.trainings.epochs(training)) or [(training.loop, training.scope, training.loop)]:
-            if scope.module is not view.module:
+            if scope.module is not view.module or meant:
                 continue
             sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
-            switch = next((s for s in sites if evals_model(view, s, training)), None)
-            before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
-            meant = any(s.receiver is not None for s in before)  # frozen statistics
-            if (
-                switch is not None
-                and not meant
-                and not restores(view, sites)
-                and first_trains(view, sites, switch, loop)
-            ):
+            switch = next(lasting(view, sites, training), None)
+            if switch is not None:
                 yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
-
-
-def evals_model(view: View, site: Site, training: Training) -> bool:
-    """Whether a call switches the trained model to eval mode, itself or below."""
-    if site.name == "eval":
-        return site.receiver is not None and trained(view, site.receiver, training)
-    return any(
-        trained(view, given_for(s, f, site), training)
-        for f in view.calls.runs(site)
-        if EVALUATION.search(f.name)
-        for s in f.named("eval")
-    )
-
-
-def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:
-    """What a method is called on: the caller's argument where that is a parameter, nothing where it is made there."""
-    name = dotted(site.receiver)
-    if name in function.params:
-        return passed(call, function, name)
-    return None if name in function.binds else site.receiver
-
-
-def trained(view: View, node: ast.expr | None, training: Training) -> bool:
-    """Whether a value is the trained model, by its name or because the training switches it to train mode."""
-    if last(node) in ("model", "net", "network", "ddp_model", "self"):
-        return True
-    modes = (s for s in training.scope.named("train") if s.receiver is not None and not trains_object(view, s))
-    return node is not None and any(dotted(s.receiver) == dotted(node) for s in modes)
-
-
-def restores(view: View, sites: list[Site]) -> bool:
-    return (
-        view.effects.find(sites, lambda s: s.name == "train" and s.receiver is not None and not trains_object(view, s))
-        is not None
-    )
-
-
-def trains_object(view: View, site: Site) -> bool:
-    """Whether `x.train(...)` is a method of the project rather than nn.Module's."""
-    return view.calls.target(site.call, site.scope) is not None and not (
-        not site.call.args or is_true(site.call.args[0])
-    )
-
-
-def first_trains(view: View, sites: list[Site], switch: Site, loop: Loop) -> bool:
-    """Whether the loop trains, so that the next turn trains in eval mode."""
-    return view.trainings.trains(sites) and switch.stmt is not loop
 
 
 RULE = Rule(

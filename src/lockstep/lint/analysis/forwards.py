@@ -1,0 +1,78 @@
+"""The calls that run a model: of the model itself, of its methods that run it, and of helpers that do."""
+
+import ast
+
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import loops, withs
+from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.kinds import OPTIMIZER
+from lockstep.lint.analysis.nodes import Words, dotted, last
+from lockstep.lint.analysis.view import View
+
+__all__ = ["is_forward", "model_of", "run_by", "shields"]
+
+MODELS = Words(
+    r"^(model|net|netG|generator|encoder|classifier|ddp_model|network|unet|vae|detector|segmenter|student)$"
+    r"|^(?!(get|load|build|create|make|save|init|setup|wrap|prepare|convert|export|print|log|reset)_).*_(model|net)$"
+)
+# Methods of a model that run it.
+RUNS = Words(r"^forward|(^|_)loss(es)?$")
+
+
+def is_forward(view: View, site: Site) -> bool:
+    """Whether a call is a model called with data, or a method of it that runs it (`model.module.get_loss(x)`)."""
+    func = site.call.func
+    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
+        return False
+    if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
+        return runs_model(view, func.value, site.scope)
+    if view.full(site) or view.names.definition(func, site.scope) is not None:
+        return False
+    modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]
+    if any(dotted(s.receiver) == dotted(func) for s in modules):
+        return True
+    return MODELS.search(last(func)) or view.kinds.module_class(func, site.scope) is not None
+
+
+def runs_model(view: View, receiver: ast.expr, scope: Scope) -> bool:
+    """Whether the object of a method that runs a model is one, and no module of functions."""
+    if isinstance(receiver, ast.Attribute) and receiver.attr == "module":
+        receiver = receiver.value
+    if dotted(receiver) in (None, "self") or view.names.qualify(receiver, scope):
+        return False
+    return MODELS.search(last(receiver)) or view.kinds.module_class(receiver, scope) is not None
+
+
+def optimized(site: Site) -> bool:
+    """Whether the parameters that a call gives go to an optimizer."""
+    return any(OPTIMIZER.search(bind.key) for bind in site.scope.bound(site.stmt))
+
+
+@kept
+def forward_in(view: View, function: Scope) -> Site | None:
+    """The call of the model, for one batch, in a function that several loops may share (`self.process(batch)`)."""
+    if function.kind != "function" or function.name in ("__init__", "__call__", "forward"):
+        return None
+    found = next((site for site in function.sites if is_forward(view, site)), None)
+    return found if found is not None and not loops(found.stmt, found.module) else None
+
+
+def run_by(view: View, site: Site) -> Site | None:
+    """The call of a model in the function that a call runs."""
+    function = view.calls.target(site.call, site.scope)
+    return forward_in(view, function) if function is not None else None
+
+
+def model_of(site: Site, inner: Site) -> str | None:
+    """The name, where `site` stands, of the model that the function which it calls runs by `inner`."""
+    name, function = dotted(inner.call.func), inner.scope
+    if name in function.params:
+        return dotted(passed(site, function, name))
+    return None if name in function.binds else name
+
+
+def shields(site: Site) -> bool:
+    """Whether a call keeps no graph by the `with` around it or its function's decorators."""
+    return any(map(turns_off_gradients, (*withs(site.stmt, site.module), *site.scope.decorators)))

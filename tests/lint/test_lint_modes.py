@@ -1,0 +1,141 @@
+"""LS017: forwards by helpers and methods, methods that nothing in sight shields, and what a loop switches last."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+
+def told(text):
+    return bool(check_text(text, configure({}, "LS017", "")))
+
+
+SHARED = """
+import torch
+
+class Experiment:
+    def check(self, test_loader, criterion):
+        {mode}
+        total = 0
+        {context}
+            for x, y in test_loader:
+                {forward}
+                total += criterion(guess, y).item()
+        self.model.train()
+        return total
+
+    def fit(self, loader, test_loader, criterion, optimizer):
+        self.model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(self.process(x), y).backward()
+            optimizer.step()
+        self.check(test_loader, criterion)
+
+    {decorator}
+    def process(self, x):
+        return self.model(x.cuda())
+
+Experiment().fit([], [], None, None)
+"""
+USUAL = {
+    "mode": "self.model.eval()",
+    "context": "if True:",
+    "forward": "guess = self.process(x)",
+    "decorator": "# plain",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"forward": "guess = self.model.forward(x)"}, True),
+        ({"forward": "guess = self.model.module.mean_loss(x)"}, True),
+        ({"mode": "pass", "context": "with torch.no_grad():"}, True),
+        ({"context": "with torch.no_grad():"}, False),
+        ({"decorator": "@torch.no_grad()"}, False),
+        ({"forward": "guess = self.prepare(x)"}, False),
+        ({"forward": "guess = self.load_model(x)"}, False),
+        ({"forward": "guess = self.process(x); torch.autograd.grad(guess, x)"}, False),
+        ({"forward": "guess = torch.nn.functional.mse_loss(x, y)"}, False),
+    ],
+)
+def test_an_evaluation_by_a_function_that_training_shares(change, expected):
+    assert told(SHARED.format(**(USUAL | change))) is expected
+
+
+METHOD = """
+import torch
+from library import Base
+
+class Tester{base}:
+    def test(self, test_loader):
+        {mode}
+        for x in test_loader:
+            print(self.model(x))
+
+def main(tester, loader):
+    {use}
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "mode", "use", "expected"),
+    [
+        ("", "self.model.eval()", "tester.test(loader)", True),
+        ("(object)", "self.model.eval()", "pass", True),
+        ("(Base)", "self.model.eval()", "tester.test(loader)", False),
+        ("", "pass", "tester.test(loader)", False),
+        ("", "self.model.eval()", "with torch.no_grad(): tester.test(loader)", False),
+    ],
+)
+def test_a_method_of_an_object_whose_class_is_not_known(base, mode, use, expected):
+    assert told(METHOD.format(base=base, mode=mode, use=use)) is expected
+
+
+ORDER = """
+import torch
+
+@torch.no_grad()
+def estimate(net):
+    net.eval()
+    print(net(1))
+    {end}
+
+@torch.no_grad()
+def draw(net):
+    net.eval()
+    print(net(2))
+
+def main(engine, loader):
+    raw_model = engine.module
+    teacher = engine.teacher
+    while True:
+        {first}
+        {second}
+        loss = engine(next(loader)).mean()
+        engine.backward(loss)
+        engine.step()
+        {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "first", "second", "last", "expected"),
+    [
+        ("net.train()", "estimate(raw_model)", "draw(raw_model)", "pass", True),
+        ("pass", "raw_model.train()", "estimate(raw_model)", "pass", True),
+        ("net.train()", "draw(raw_model)", "estimate(raw_model)", "pass", False),
+        ("pass", "raw_model.train()", "pass", "draw(raw_model)", False),
+        ("pass", "raw_model.train()", "draw(teacher)", "pass", False),
+    ],
+)
+def test_the_last_switch_before_training_counts(end, first, second, last, expected):
+    assert told(ORDER.format(end=end, first=first, second=second, last=last)) is expected
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("model.eval()", True), ("model.train()", False), ("pass", False)])
+def test_a_loop_of_a_notebook_after_a_switch(mode, expected):
+    text = f"import torch\nmodel = make()\n{mode}\nfor i in range(0, len(rest), 8):\n    y = model(rest[i : i + 8])\n"
+    assert told(text) is expected
