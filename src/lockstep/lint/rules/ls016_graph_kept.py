@@ -4,10 +4,9 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import inside, loops, withs
-from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.index import Bind, Scope
-from lockstep.lint.analysis.nodes import dotted, idents, last, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.graphs import added, chain, cuts_graph, expanded, holds, live_names
+from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.nodes import dotted, idents, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -16,81 +15,60 @@ from lockstep.lint.rules.base import Found, Rule, edit
 __all__ = ["RULE"]
 
 MESSAGE = "keeps every step's graph alive: add {}.item() or .detach() instead of the tensor"
-# Calls and attributes after which nothing of the graph is left.
-CUTS = {
-    "item",
-    "detach",
-    "tolist",
-    "numpy",
-    "float",
-    "int",
-    "data",
-    "len",
-    "size",
-    "shape",
-    "argmax",
-    "str",
-    "eq",
-    "round",
-}
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at sums and lists that outlive a step and take in tensors of its graph."""
     for training in view.training:
-        live = graph_names(view, training) if training.backward.scope is training.scope else handed(view, training)
+        live = live_names(view, training)
         yield from sums(view, training, live)
         yield from lists(view, training, live)
         yield from meters(view, training, live)
+        if training.backward.scope is not training.scope and training.backward.scope.module is view.module:
+            loss = dotted(view.steps.loss_of(training.backward))
+            yield from kept_by_object(training.backward.scope, {loss} if loss else set())
+    if "LightningModule" in view.module.text:
+        for scope in view.scopes:
+            if scope.name == "training_step" and scope.owner is not None:
+                yield from kept_by_object(scope, returned(scope))
 
 
-def graph_names(view: View, training: Training) -> set[str]:
-    """The names in the loop that hold tensors of the graph: the loss, and what it is made from."""
-    loss = view.steps.loss_of(training.backward)
-    names = {key for key in [dotted(loss)] if key}
-    scope = training.scope
-    for _ in range(2):
-        for name in list(names):
-            for bind in scope.binds.get(name, []):
-                if bind.value is not None and bind.stmt.lineno >= training.loop.lineno:
-                    names.update(n for n in plain(bind.value) if "loss" in n.lower() or n in ("err", "cost"))
-    return {name for name in names if rebound_inside(scope, name, training)}
+def returned(step: Scope) -> set[str]:
+    """The names of the losses that a step of Lightning's returns, and of the outputs that they are computed from."""
+    losses = {dotted(value) or "" for value in step.returns()} - {""}
+    made = [bind.value for name in losses for bind in step.binds.get(name, []) if isinstance(bind.value, ast.Call)]
+    return losses | {name for value in made for each in value.args for name in idents(each) if output(step, name)}
 
 
-def handed(view: View, training: Training) -> set[str]:
-    """The names in the loop that get the loss from the function that ran backward on it (`loss = self.step(batch)`)."""
-    function = training.backward.scope
-    loss = dotted(view.steps.loss_of(training.backward))
-    found: set[str] = set()
-    if loss is None or any(b.stmt.lineno > training.backward.line for b in function.binds.get(loss, [])):
-        return found  # made anew after backward: what is given back is not known
-    for site in view.trainings.body(training.loop, training.scope):
-        if function not in view.calls.runs(site):
+def output(step: Scope, name: str) -> bool:
+    """Whether a name is what the module itself gave (`logits = self(x)`)."""
+    made = [bind.value for bind in step.binds.get(name, [])]
+    return bool(made) and all(
+        isinstance(value, ast.Call) and dotted(value.func) in ("self", "self.forward", "self.model") for value in made
+    )
+
+
+def kept_by_object(step: Scope, losses: set[str]) -> Iterator[Found]:
+    """What a function that runs in every step leaves in a list or a sum of its object."""
+    live = {name for name in expanded(losses, step, 0) if name in step.binds or name in step.params}
+    for site in step.named("append"):
+        value = site.call.args[0] if len(site.call.args) == 1 else None
+        name = holder(site)
+        if value is None or chain(value) not in live or name is None or not name.startswith("self."):
             continue
-        for bind in training.scope.bound(site.stmt):
-            if bind.value is site.call and bind.how == "assign":
-                given = [part for value in function.returns() for part in element_of(value, bind.path)]
-                if given and all(chain(value) == loss for value in given):
-                    found.add(bind.key)
-    return found
+        if name not in step.binds and not without_graph(site.stmt, step):
+            yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
+    for name, binds in step.binds.items():
+        for bind in binds if name.startswith("self.") and all(map(added, binds)) else ():
+            value = added(bind)
+            if value is not None and chain(value) in live - {name} and not without_graph(bind.stmt, step):
+                yield Found(bind.stmt, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
 
 
-def plain(value: ast.expr) -> Iterator[str]:
-    """The names that arithmetic combines: the operands, not what functions are called with."""
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.BinOp):
-            stack += [node.left, node.right]
-        else:
-            key = dotted(node)
-            if key is not None:
-                yield key
-
-
-def rebound_inside(scope: Scope, name: str, training: Training) -> bool:
-    """Whether the loop gives the name a new tensor in each turn."""
-    return any(b.how == "assign" and inside(b.stmt, training.loop, scope.module) for b in scope.binds.get(name, []))
+def holder(site: Site) -> str | None:
+    """The name of the list that a call appends to, or of the dictionary that has it under a key."""
+    receiver = site.receiver
+    return dotted(receiver.value if isinstance(receiver, ast.Subscript) else receiver)
 
 
 def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
@@ -98,10 +76,8 @@ def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     scope = training.scope
     for name, binds in (*scope.binds.items(), *items(scope)):
         for bind in binds:
-            if bind.value is None or not inside(bind.stmt, training.loop, scope.module) or no_graph(bind.stmt, view):
-                continue
-            value = added(bind)
-            if value is None or not holds(value, live) or name in live:
+            value = added(bind) if inside(bind.stmt, training.loop, scope.module) else None
+            if value is None or not holds(value, live) or name in live or without_graph(bind.stmt, scope):
                 continue
             if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
@@ -119,61 +95,6 @@ def items(scope: Scope) -> Iterator[tuple[str, list[Bind]]]:
             name = dotted(stmt.target.value)
             if name is not None and name in scope.binds:
                 yield name, [Bind(name, stmt.value, (), stmt, "aug")]
-
-
-def added(bind: Bind) -> ast.expr | None:
-    """What a binding adds to its own name."""
-    if bind.how == "aug" and isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Add):
-        return bind.value
-    if isinstance(bind.value, ast.BinOp) and isinstance(bind.value.op, ast.Add) and dotted(bind.value.left) == bind.key:
-        return bind.value.right
-    return None
-
-
-# Methods that give back a tensor of the same graph.
-KEEPS = {
-    "cpu",
-    "cuda",
-    "to",
-    "float",
-    "half",
-    "double",
-    "mean",
-    "sum",
-    "clone",
-    "squeeze",
-    "unsqueeze",
-    "view",
-    "reshape",
-}
-
-
-def keeps(node: ast.AST) -> bool:
-    """Whether a call is a method of a tensor whose result belongs to the same graph (`loss.cpu()`)."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS
-
-
-def chain(value: ast.expr) -> str | None:
-    """The name at the start of a chain of methods that keep the graph."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
-        value = value.func.value
-    return dotted(value)
-
-
-def holds(value: ast.expr, live: set[str]) -> bool:
-    """Whether an expression still carries the graph of one of the names."""
-    if keeps(value):
-        return chain(value) in live
-    if isinstance(value, ast.BinOp):  # `loss / len(loader)`: a length cuts nothing off the loss
-        return holds(value.left, live) or holds(value.right, live)
-    for node in walk(value):
-        if isinstance(node, ast.Call) and (last(node.func) in CUTS) and not keeps(node):
-            return False
-        if isinstance(node, ast.Attribute) and node.attr in CUTS:
-            return False
-    if isinstance(value, ast.Call | ast.Compare):
-        return False
-    return any(isinstance(node, ast.Name | ast.Attribute) and dotted(node) in live for node in walk(value))
 
 
 def around(view: View, training: Training) -> list[ast.stmt]:
@@ -225,8 +146,8 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     """`losses.append(loss)` onto a list from outside the loop."""
     scope = training.scope
     for site in view.trainings.body(training.loop, scope):
-        name = dotted(site.receiver)
-        if site.name != "append" or name is None or len(site.call.args) != 1 or no_graph(site.stmt, view):
+        name = holder(site)
+        if site.name != "append" or name is None or len(site.call.args) != 1 or without_graph(site.stmt, scope):
             continue
         value = site.call.args[0]
         if chain(value) in live and outlives_list(scope, name, training) and not flows_back(view, training, name):
@@ -243,12 +164,16 @@ def outlives_list(scope: Scope, name: str, training: Training) -> bool:
 def meters(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     """`meter.update(loss)` where the project's meter adds up what it is given."""
     for site in view.trainings.body(training.loop, training.scope):
-        if site.name not in ("update", "add") or not site.call.args or dotted(site.call.args[0]) not in live:
+        value = site.call.args[0] if site.call.args else None
+        if site.name not in ("update", "add") or value is None or not holds(value, live):
             continue
         target = view.calls.target(site.call, site.scope)
         if target is not None and target.owner is not None and sums_up(target):
+            simple = chain(value) is not None
             yield Found(
-                site.call, MESSAGE.format(dotted(site.call.args[0])), edit=edit("method", site.call.args[0], "detach")
+                site.call,
+                MESSAGE.format(ast.unparse(value) if simple else "loss"),
+                edit=edit("method", value, "detach") if simple else None,
             )
 
 
@@ -269,8 +194,9 @@ def sums_up(method: Scope) -> bool:
     return False
 
 
-def no_graph(stmt: ast.stmt, view: View) -> bool:
-    return any(turns_off_gradients(item) for item in withs(stmt, view.module))
+def without_graph(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a statement stands in a block that certainly keeps no graph."""
+    return any(map(cuts_graph, withs(stmt, scope.module)))
 
 
 RULE = Rule(

@@ -25,8 +25,8 @@ FROZEN = ("requires_grad = False", "requires_grad_(False)")
 def check(view: View) -> Iterator[Found]:
     """Looks at the loops that evaluate, and at training loops that evaluate in between."""
     done: set[Scope] = set()
-    for site in view.sites():
-        if site.scope in done or not evaluates(view, site):
+    for site in evaluations(view):
+        if site.scope in done:
             continue
         missing = [
             what
@@ -41,6 +41,18 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, f"evaluates without {' and '.join(missing)}")
     yield from by_flag(view)
     yield from not_restored(view)
+
+
+def evaluations(view: View) -> Iterator[Site]:
+    """The calls that evaluate, those of a helper after those of a model."""
+    later: list[Site] = []
+    for site in view.sites():
+        if evaluates(view, site):
+            if is_forward(view, site):
+                yield site
+            else:
+                later.append(site)
+    yield from later
 
 
 def by_flag(view: View) -> Iterator[Found]:
@@ -102,7 +114,8 @@ def evaluates(view: View, site: Site) -> bool:
         return False
     nest = loops(site.stmt, scope.module)
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
-    held_out = held_out or tests_by_name(view, scope, bool(nest))
+    if not held_out and tests_by_name(view, scope, bool(nest)):
+        held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
     if not is_forward(view, site):
         inner = run_by(view, site) if nest else None
         if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
@@ -218,6 +231,8 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
     if depth > 4:
         return None if scope.decorators or scope.owner is not None else False
     answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
+    if depth == 0 and switched and False in answers:
+        return False  # called with a shield too, but not everywhere
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False

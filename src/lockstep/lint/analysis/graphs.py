@@ -1,0 +1,208 @@
+"""Which names hold tensors of a training step's graph, and which expressions still carry it."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.nodes import constant, dotted, is_true, last, walk
+from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.view import View
+
+__all__ = ["added", "chain", "cuts_graph", "expanded", "holds", "live_names"]
+
+# Calls and attributes after which nothing of the graph is left.
+CUTS = {
+    "item",
+    "detach",
+    "tolist",
+    "numpy",
+    "float",
+    "int",
+    "data",
+    "len",
+    "size",
+    "shape",
+    "argmax",
+    "str",
+    "eq",
+    "round",
+}
+# Methods that give back a tensor of the same graph.
+KEEPS = {
+    "cpu",
+    "cuda",
+    "to",
+    "float",
+    "half",
+    "double",
+    "mean",
+    "sum",
+    "clone",
+    "squeeze",
+    "unsqueeze",
+    "view",
+    "reshape",
+}
+
+
+def live_names(view: View, training: Training) -> set[str]:
+    """The names in a loop that hold tensors of the step's graph."""
+    if training.backward.scope is training.scope:
+        loss = dotted(view.steps.loss_of(training.backward))
+        return graph_names(training, {loss} if loss else set())
+    return handed(view, training) | graph_names(training, given(view, training))
+
+
+def graph_names(training: Training, losses: set[str]) -> set[str]:
+    """The losses among the names of a loop, and what they are made from."""
+    names = expanded(losses, training.scope, training.loop.lineno)
+    return {name for name in names if rebound_inside(training.scope, name, training)}
+
+
+def expanded(losses: set[str], scope: Scope, start: int) -> set[str]:
+    """The losses, and the losses and terms that they are the sum of by what stands after a line."""
+    names = set(losses)
+    for _ in range(2):
+        for name in list(names):
+            for bind in scope.binds.get(name, []):
+                if bind.value is not None and bind.stmt.lineno >= start:
+                    names.update(n for n in plain(bind.value) if "loss" in n.lower() or n in ("err", "cost"))
+                    names.update(n for n in terms(bind.value) if computed(scope, n, start))
+    return names
+
+
+def handed(view: View, training: Training) -> set[str]:
+    """The names in the loop that get the loss from the function that ran backward on it (`loss = self.step(batch)`)."""
+    function = training.backward.scope
+    loss = dotted(view.steps.loss_of(training.backward))
+    found: set[str] = set()
+    if loss is None or any(b.stmt.lineno > training.backward.line for b in function.binds.get(loss, [])):
+        return found  # made anew after backward: what is given back is not known
+    for site in calls_of(view, training):
+        for bind in training.scope.bound(site.stmt):
+            if bind.value is site.call and bind.how == "assign":
+                parts = [part for value in function.returns() for part in element_of(value, bind.path)]
+                if parts and all(chain(value) == loss for value in parts):
+                    found.add(bind.key)
+    return found
+
+
+def given(view: View, training: Training) -> set[str]:
+    """The names of the loop that it hands to the function that runs backward on them (`self.step(loss)`)."""
+    function = training.backward.scope
+    loss = dotted(view.steps.loss_of(training.backward))
+    if loss not in function.params:
+        return set()
+    names = (dotted(passed(site, function, loss)) for site in calls_of(view, training))
+    return {name for name in names if name is not None}
+
+
+def calls_of(view: View, training: Training) -> Iterator[Site]:
+    """The calls in a loop of the function that computes its gradients."""
+    for site in view.trainings.body(training.loop, training.scope):
+        if training.backward.scope in view.calls.runs(site):
+            yield site
+
+
+def plain(value: ast.expr) -> Iterator[str]:
+    """The names that arithmetic combines: the operands, not what functions are called with."""
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.BinOp):
+            stack += [node.left, node.right]
+        else:
+            key = dotted(node)
+            if key is not None:
+                yield key
+
+
+def terms(value: ast.expr) -> Iterator[str]:
+    """The names that a sum adds as they stand, or times a number that is written out."""
+    summed = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Sub)
+    stack: list[ast.expr] = [value] if summed else []
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            stack += [node.left, node.right]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            sides = (node.left, node.right)
+            stack += [side for side, other in zip(sides, sides[::-1], strict=True) if constant(other) is not None]
+        else:
+            key = dotted(node)
+            if key is not None:
+                yield key
+
+
+def computed(scope: Scope, name: str, start: int) -> bool:
+    """Whether a name is given nothing but computed tensors after a line, as far as can be seen."""
+    values = [bind.value for bind in scope.binds.get(name, []) if bind.stmt.lineno >= start and bind.how == "assign"]
+    return bool(values) and all(map(lives, values))
+
+
+def lives(value: ast.expr | None) -> bool:
+    """Whether an expression is computed from tensors, as far as can be seen, and cuts nothing off."""
+    if isinstance(value, ast.BinOp):  # `kl.sum() / x.shape[0]`
+        return lives(value.left) or lives(value.right)
+    return isinstance(value, ast.Call) and not cuts(value)
+
+
+def rebound_inside(scope: Scope, name: str, training: Training) -> bool:
+    """Whether the loop gives the name a new tensor in each turn."""
+    return any(b.how == "assign" and inside(b.stmt, training.loop, scope.module) for b in scope.binds.get(name, []))
+
+
+def added(bind: Bind) -> ast.expr | None:
+    """What a binding adds to its own name."""
+    if bind.how == "aug" and isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Add):
+        return bind.value
+    if isinstance(bind.value, ast.BinOp) and isinstance(bind.value.op, ast.Add) and dotted(bind.value.left) == bind.key:
+        return bind.value.right
+    return None
+
+
+def keeps(node: ast.AST) -> bool:
+    """Whether a call is a method of a tensor whose result belongs to the same graph (`loss.cpu()`)."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS
+
+
+def chain(value: ast.expr) -> str | None:
+    """The name at the start of a chain of methods that keep the graph."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
+        value = value.func.value
+    return dotted(value)
+
+
+def cuts(value: ast.expr) -> bool:
+    """Whether a part of an expression cuts the graph off."""
+    for node in walk(value):
+        if isinstance(node, ast.Call) and last(node.func) in CUTS and not keeps(node):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in CUTS and node.attr not in KEEPS:
+            return True
+    return False
+
+
+def holds(value: ast.expr, live: set[str]) -> bool:
+    """Whether an expression still carries the graph of one of the names."""
+    if keeps(value):
+        return chain(value) in live
+    if isinstance(value, ast.BinOp):  # `loss / len(loader)`: a length cuts nothing off the loss
+        return holds(value.left, live) or holds(value.right, live)
+    if isinstance(value, ast.Call | ast.Compare) or cuts(value):
+        return False
+    return any(isinstance(node, ast.Name | ast.Attribute) and dotted(node) in live for node in walk(value))
+
+
+def cuts_graph(context: ast.expr) -> bool:
+    """Whether a `with` certainly keeps no graph, whatever the flags of the run are."""
+    if isinstance(context, ast.Call) and last(context) == "set_grad_enabled":
+        return len(context.args) == 1 and constant(context.args[0]) is False
+    if last(context) == "no_grad":
+        return True
+    return last(context) == "inference_mode" and not (
+        isinstance(context, ast.Call) and any(not is_true(value) for value in context.args)
+    )
