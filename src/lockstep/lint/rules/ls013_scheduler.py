@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, guards, loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, idents, keyword, last, strings
+from lockstep.lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
+from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -16,6 +17,10 @@ __all__ = ["RULE"]
 STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
 EPOCHS = re.compile(r"epoch", re.IGNORECASE)
 HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
+# The class of a scheduler, the call that makes it and the scope of that.
+Made = tuple[str, ast.Call, Scope]
+# How far a length is followed.
+MAX_NAMES = 60
 TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 
 
@@ -25,22 +30,31 @@ def check(view: View) -> Iterator[Found]:
         if not view.steps.steps_scheduler(site) or site.call.args or site.call.keywords:
             continue  # `step(epoch)` sets that epoch's own rate wherever it stands
         made = schedulers(view, site)
-        if any(name == "ReduceLROnPlateau" for name, _ in made) or view.names.definition(site.call.func, site.scope):
+        if any(name == "ReduceLROnPlateau" for name, *_ in made) or view.names.definition(site.call.func, site.scope):
             continue
         message = misplaced(view, site, made) or early(view, site)
         if message:
             yield at(site, message)
 
 
-def schedulers(view: View, site: Site) -> list[tuple[str, ast.Call]]:
-    """The classes and calls that the scheduler may come from, where the step's own tests let them pass."""
+def schedulers(view: View, site: Site) -> list[Made]:
+    """The schedulers that a step may be of, where its own tests let them pass, and those that they are made of."""
     made = view.origins.calls_of(site.receiver, site.scope)
-    found = [(full.rsplit(".", 1)[-1], call) for call, _, full in made if full]
-    if len({name for name, _ in found}) < 2:
-        return found
-    kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
-    same = [item for item in found if any(plain(kind) in item[0].lower() for kind in kinds)]
-    return same if kinds else found
+    found = [(full.rsplit(".", 1)[-1], call, scope) for call, scope, full in made if full]
+    if len({name for name, _, _ in found}) > 1:
+        kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
+        same = [item for item in found if any(plain(kind) in item[0].lower() for kind in kinds)]
+        found = same if kinds else found
+    return [*found, *(inner for item in found for inner in joined(view, *item))]
+
+
+def joined(view: View, name: str, call: ast.Call, scope: Scope) -> Iterator[Made]:
+    """The schedulers that a SequentialLR runs one after the other, or a ChainedScheduler together."""
+    place = {"SequentialLR": 1, "ChainedScheduler": 0}.get(name)
+    listed = argument(call, place, "schedulers") if place is not None else None
+    for item in listed.elts if isinstance(listed, ast.List) else []:
+        for made, home, full in view.origins.calls_of(item, scope):
+            yield full.rsplit(".", 1)[-1], made, home
 
 
 def plain(kind: str) -> str:
@@ -48,21 +62,18 @@ def plain(kind: str) -> str:
     return kind.lower().replace("_", "").replace("lr", "")
 
 
-def misplaced(view: View, site: Site, made: list[tuple[str, ast.Call]]) -> str:
+def misplaced(view: View, site: Site, made: list[Made]) -> str:
     """A horizon counted in steps with a step an epoch, or the other way round."""
     where = place(view, site)
-    for name, call in made:
-        if where == "epoch" and name == "OneCycleLR":
+    for name, call, scope in made:
+        if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(call):
             return "OneCycleLR counts batches, but is stepped once an epoch: step it after every optimizer.step()"
-        horizon = (
-            keyword(call, "T_max")
-            or keyword(call, "num_training_steps")
-            or (call.args[1] if name == "CosineAnnealingLR" and len(call.args) > 1 else None)
-        )
+        horizon = length(name, call)
         if horizon is None:
             continue
         by_epoch, by_step = named(horizon, EPOCHS), named(horizon, STEPS)
-        if where == "epoch" and by_step and (by_epoch or name.startswith("get_")):
+        sure = by_step and (by_epoch or name.startswith("get_"))
+        if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
             return "the schedule's length is in steps, but it is stepped once an epoch: step it with the optimizer"
         if where == "batch" and by_epoch and not by_step and not multiplied(horizon):
             return "T_max counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
@@ -74,6 +85,36 @@ def misplaced(view: View, site: Site, made: list[tuple[str, ast.Call]]) -> str:
         ):
             return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
     return ""
+
+
+def length(name: str, call: ast.Call) -> ast.expr | None:
+    """What a scheduler is told of its length."""
+    given = keyword(call, "T_max") or keyword(call, "num_training_steps")
+    return given or (argument(call, 1, "T_max") if name == "CosineAnnealingLR" else None)
+
+
+def by_the_epoch(call: ast.Call) -> bool:
+    """Whether a OneCycleLR is told to count epochs (`total_steps=epochs`, `steps_per_epoch=1`)."""
+    total = keyword(call, "total_steps")
+    return (total is not None and named(total, EPOCHS) and not named(total, STEPS)) or (
+        constant(keyword(call, "steps_per_epoch")) == 1
+    )
+
+
+def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
+    """Whether a length is computed from a loader's, by the names that it is given to on the way."""
+    queue, seen = [(horizon, scope)], 0
+    while queue and seen < MAX_NAMES:
+        value, home = queue.pop()
+        for node in walk(value):
+            seen += 1
+            if isinstance(node, ast.Call) and last(node) == "len" and node.args:
+                if view.kinds.is_loader(node.args[0], home):
+                    return True
+            elif isinstance(node, ast.Name | ast.Attribute):
+                found = view.origins.of(node, home)
+                queue += [(item.node, item.scope) for item in found if isinstance(item.node, ast.BinOp | ast.Call)]
+    return False
 
 
 def named(node: ast.expr, pattern: re.Pattern[str]) -> bool:
@@ -108,7 +149,15 @@ def place(view: View, site: Site) -> str:
         for training in view.trainings.near(site.module):
             if site.scope is training.backward.scope and site.scope is not training.scope:
                 return "batch"
+            if site.scope is training.scope and ends_epoch(view, site, training):
+                return "epoch"
     return ""
+
+
+def ends_epoch(view: View, site: Site, training: Training) -> bool:
+    """Whether a call stands after the loop of a function that trains one epoch."""
+    ended = (training.loop.end_lineno or site.line) < site.line and not loops(training.loop, site.module)
+    return ended and any(scope is not site.scope for _, scope, _ in view.trainings.epochs(training))
 
 
 def early(view: View, site: Site) -> str:

@@ -1,0 +1,49 @@
+"""LS013: lengths that are computed from a loader's, schedulers in one, steps at the end of a function for an epoch."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+SCRIPT = """
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+
+def train_one(model, loader, optimizer, scheduler):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        {batch}
+    {epoch}
+
+def main(model, loader, optimizer, epochs):
+    per_epoch = len(loader)
+    total = epochs * per_epoch
+    warm = 100
+    scheduler = {made}
+    for epoch in range(epochs):
+        train_one(model, loader, optimizer, scheduler)
+"""
+JOINED = "SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, {})], milestones=[warm])"
+
+
+@pytest.mark.parametrize(
+    ("made", "batch", "epoch", "expected"),
+    [
+        ("CosineAnnealingLR(optimizer, T_max=total)", "pass", "scheduler.step()", True),
+        ("CosineAnnealingLR(optimizer, total - warm)", "pass", "scheduler.step()", True),
+        (JOINED.format("T_max=total - warm"), "pass", "scheduler.step()", True),
+        ("OneCycleLR(optimizer, 0.1, total_steps=total)", "pass", "scheduler.step()", True),
+        ("CosineAnnealingLR(optimizer, T_max=total)", "scheduler.step()", "pass", False),
+        ("CosineAnnealingLR(optimizer, T_max=epochs)", "pass", "scheduler.step()", False),
+        (JOINED.format("epochs"), "pass", "scheduler.step()", False),
+        (JOINED.format("epochs"), "scheduler.step()", "pass", True),
+        ("OneCycleLR(optimizer, 0.1, total_steps=epochs)", "pass", "scheduler.step()", False),
+        ("OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=1)", "pass", "scheduler.step()", False),
+        ("StepLR(optimizer, step_size=total)", "pass", "scheduler.step()", False),
+    ],
+)
+def test_a_length_and_where_it_is_counted(made, batch, epoch, expected):
+    text = SCRIPT.format(made=made, batch=batch, epoch=epoch)
+    assert bool(check_text(text, configure({}, "LS013", ""))) is expected
