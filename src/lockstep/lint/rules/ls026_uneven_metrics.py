@@ -8,9 +8,9 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.means import JOINS, by_ranks, divided_after, mean_after
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.parts import parts
-from lockstep.lint.analysis.ranktests import COUNT
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -27,11 +27,7 @@ SCORE = Words(r"loss|acc|top_?\d|prec|correct|meter|iou|dice|psnr|error", re.IGN
 
 # What says that a statement is about held-out data, as text (`create_pipeline(valdir, is_training=False)`).
 HELD = re.compile(r"(?<![a-z])(val|test|eval)", re.IGNORECASE)
-# What makes one list of the ranks' lists.
-JOINS = {"cat", "concat", "concatenate", "extend", "chain", "from_iterable"}
-
 MAX_CALLERS = 20
-BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
 # What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
 ALONE = Words(r"^torch\.(?!distributed)|^warnings\.|sync_?batch_?norm|syncbn", re.IGNORECASE)
 TELLS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
@@ -193,30 +189,6 @@ def mean_gathered(view: View, site: Site) -> bool:
     return gathers and not any(s.name in JOINS for s in function.sites)
 
 
-def mean_after(site: Site) -> bool:
-    """Whether the list into which the ranks' values are gathered is averaged as it is."""
-    name = dotted(site.call.args[0]) if site.call.args else None
-    after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
-    names = {name} if name is not None else set()
-    for stmt in after:
-        if any(means(node, each) for each in names for node in walk(stmt)):
-            return True
-        stacked = isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call) and last(stmt.value) == "stack"
-        if stacked and names & set(idents(stmt)):
-            names |= {bind.key for bind in site.scope.bound(stmt)}
-    return False
-
-
-def means(node: ast.AST, name: str) -> bool:
-    """Whether an expression is the mean of a list (`sum(parts) / world_size`, `torch.stack(parts).mean()`)."""
-    if isinstance(node, ast.Call) and last(node) == "mean":
-        joined = any(isinstance(part, ast.Call) and last(part) in JOINS for part in walk(node))
-        return name in {*idents(node)} and not joined
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last(node.left) == "sum":
-        return name in {*idents(node.left)} and (is_count(node.right) or name in {*idents(node.right)})
-    return False
-
-
 def mean_of(view: View, function: Scope) -> bool:
     """Whether a function is `all_reduce, then divide by the number of ranks`."""
     if len(function.stmts) <= 15 and any(horovod_mean(view, site) for site in function.sites):
@@ -231,49 +203,6 @@ def mean_of(view: View, function: Scope) -> bool:
     return any(last(v) == "AVG" for s in reduces for v in (*s.call.args, *(k.value for k in s.call.keywords))) or any(
         by_ranks(stmt, function) for stmt in function.stmts
     )
-
-
-def by_ranks(stmt: ast.stmt, function: Scope) -> bool:
-    """Whether a statement divides by the number of ranks."""
-    if isinstance(stmt, ast.AugAssign) and isinstance(stmt.op, ast.Div):
-        return is_count(stmt.value)
-    return any(
-        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and is_count(node.right) for node in walk(stmt)
-    )
-
-
-def is_count(node: ast.expr) -> bool:
-    return any(COUNT.search(name) for name in idents(node)) or last(node) in ("nprocs", "n_gpus", "num_gpus", "ngpus")
-
-
-def divided_after(site: Site) -> bool:
-    """Whether the reduced value itself is divided by the number of ranks, on the way in or later in the function."""
-    first = site.call.args[0] if site.call.args else None
-    if isinstance(first, ast.Call) and last(first) in ("div", "div_") and first.args and is_count(first.args[0]):
-        return True
-    name = dotted(first)
-    for stmt in site.scope.stmts:
-        if stmt.lineno < site.line or name is None:
-            continue
-        call = stmt.value if isinstance(stmt, ast.Expr) else None
-        if isinstance(call, ast.Call) and last(call) == "div_" and name in idents(call.func):
-            return bool(call.args) and is_count(call.args[0])
-        if (
-            isinstance(stmt, ast.AugAssign)
-            and dotted(stmt.target) == name
-            and isinstance(stmt.op, ast.Div)
-            and is_count(stmt.value)
-        ):
-            return True
-        for node in walk(stmt) if isinstance(stmt, ast.Assign | ast.Return | ast.Expr) else ():
-            if (
-                isinstance(node, ast.BinOp)
-                and isinstance(node.op, ast.Div)
-                and name in idents(node.left)
-                and is_count(node.right)
-            ):
-                return True
-    return False
 
 
 RULE = Rule(
