@@ -139,3 +139,98 @@ def test_the_last_switch_before_training_counts(end, first, second, last, expect
 def test_a_loop_of_a_notebook_after_a_switch(mode, expected):
     text = f"import torch\nmodel = make()\n{mode}\nfor i in range(0, len(rest), 8):\n    y = model(rest[i : i + 8])\n"
     assert told(text) is expected
+
+
+EPOCH = """
+import torch
+
+class Trainer:
+    def run(self, loader, optimizer=None, verbose=True):
+        for x in loader:
+            loss = self.step(x, optimizer)
+            {inside}
+
+    def step(self, x, optimizer):
+        {forward}
+        if {test}:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def fit(self, loader, val_loader, optimizer):
+        self.model.train()
+        self.run(loader, optimizer)
+        with torch.no_grad():
+            self.run(val_loader)
+
+    def score(self, val_loader):
+        self.model.eval()
+        {call}
+
+Trainer().score([])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"call": "self.run(val_loader, optimizer=None)"}, True),
+        ({"test": "optimizer"}, True),
+        ({"call": "with torch.no_grad(): self.run(val_loader)"}, False),
+        ({"call": "self.run(val_loader, self.optimizer)"}, False),
+        ({"call": "self.run(val_loader, self.optimizer, verbose=False)"}, False),
+        ({"test": "optimizer is None"}, False),
+        ({"forward": "with torch.no_grad(): loss = self.model(x).mean()"}, False),
+        ({"inside": "loss.backward()", "test": "optimizer is not None"}, False),
+    ],
+)
+def test_a_shared_loop_without_an_optimizer(change, expected):
+    usual = {
+        "inside": "print(loss.item())",
+        "forward": "loss = self.model(x).mean()",
+        "test": "optimizer is not None",
+        "call": "self.run(val_loader)",
+    }
+    assert told(EPOCH.format(**(usual | change))) is expected
+
+
+TWICE = """
+import torch
+
+@torch.no_grad()
+def test(model, test_loader):
+    total = 0.0
+    for x in test_loader:
+        total += model(x).item()
+    return total
+
+def main(model, loader, test_loader, optimizer):
+    model.train()
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+        {within}
+    model.eval()
+    test(model, test_loader)
+
+main(None, [], [], None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("within", "expected"),
+    [
+        ("test(model, test_loader)", True),
+        ("pass", False),
+        ("model.eval(); test(model, test_loader); model.train()", False),
+    ],
+)
+def test_an_evaluation_in_eval_mode_at_the_end_alone(within, expected):
+    assert told(TWICE.format(within=within)) is expected
+
+
+def test_a_method_of_a_text_is_no_model_though_eval_is_called():
+    text = "def test(rows):\n    for x in rows:\n        kind = eval(x)\n        print('{}'.format(kind))\n\ntest([])\n"
+    assert not told("import torch\n" + text)

@@ -31,7 +31,8 @@ def is_forward(view: View, site: Site) -> bool:
     if view.full(site) or view.names.definition(func, site.scope) is not None:
         return False
     modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]
-    if any(dotted(s.receiver) == dotted(func) for s in modules):
+    name = dotted(func)
+    if name is not None and any(dotted(s.receiver) == name for s in modules):
         return True
     return MODELS.search(last(func)) or view.kinds.module_class(func, site.scope) is not None
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, shields
+from lockstep.lint.analysis.idle import idle_calls
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -40,6 +41,7 @@ def check(view: View) -> Iterator[Found]:
             done.add(site.scope)
             yield at(site, f"evaluates without {' and '.join(missing)}")
     yield from by_flag(view)
+    yield from without_training(view)
     yield from not_restored(view)
 
 
@@ -79,6 +81,20 @@ def by_flag(view: View) -> Iterator[Found]:
             and without_graph(view, below[0]) is False
         ):
             yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
+
+
+def without_training(view: View) -> Iterator[Found]:
+    """`self.run(loader)` or `self.run(loader, optimizer=None)` where the shared loop trains only with an optimizer."""
+    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
+        for call in idle_calls(view, backward):
+            if call.module is not view.module or says_so(call) is not None or without_graph(view, call) is not False:
+                continue
+            sites = list(view.effects.below([call]))
+            below = [site for site in sites if forwards(view, site)]
+            trains = any(view.steps.backwards(s) and s.scope is not backward.scope for s in sites)
+            flagged = any(shields(s) or view.effects.mentioned_in(s.scope, "grad_enabled") for s in below)
+            if below and not trains and not flagged:
+                yield at(call, "evaluates without torch.no_grad()")
 
 
 def says_so(site: Site) -> str | None:
@@ -170,7 +186,7 @@ def in_eval_mode(view: View, site: Site) -> bool | None:
         return None  # comes in eval mode
     if site.scope.binds.get(dotted(site.call.func) or "") and site.scope.kind == "function":  # no caller has it
         return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
-    found = present(view, site.scope, site.line, switches, 0)
+    found = present(view, site.scope, site.line, 0)
     return False if found is None and never_switched(view, site.scope) else found
 
 
@@ -189,16 +205,20 @@ def switches(site: Site) -> bool:
     return site.receiver is not None and (site.name == "eval" or (site.name == "train" and len(site.call.args) == 1))
 
 
-def present(view: View, scope: Scope, line: int, wanted, depth: int) -> bool | None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Whether a wanted call comes before a line: in the function, in what it calls, or in all that call it."""
-    if view.effects.find([s for s in scope.sites if s.line <= line], wanted) is not None:
+def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | None = None) -> bool | None:
+    """Whether a switch comes before a line: in the function, in what it calls, or in all that call it; `call` is the
+    one that led to the function that was asked before, which does not count with what stands in it further down.
+    """
+    if view.effects.find([s for s in scope.sites if s.line <= line and s.call is not call], switches) is not None:
         return True
     if scope.kind != "function":
         return False
     callers = view.calls.callers(scope)
     if not callers or depth > 4:
         return None
-    answers = [present(view, c.scope, c.line, wanted, depth + 1) for c in callers[:6]]
+    answers = [present(view, c.scope, c.line, depth + 1, c.call) for c in callers[:6]]
+    if depth == 0 and False in answers:
+        return False  # evaluated in eval mode too, but not everywhere
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False
