@@ -191,6 +191,31 @@ def test_fsdp_in_half_precision(change, found):
     assert told(HALF.format(**(usual | change)), "LS023") is found
 
 
+UNDER = """
+def main(model, loader, optimizer, kind):
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast({given}):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("'cuda'", True),
+        ("device_type='cuda'", True),
+        ("device_type='cpu'", False),
+        ("device_type=kind", False),
+        ("device_type='cuda', dtype=torch.bfloat16", False),
+    ],
+)
+def test_an_autocast_that_is_half_by_default(given, found):
+    assert told(UNDER.format(given=given), "LS023") is found
+
+
 CHOSEN = """
 def setup():
     if "RANK" in os.environ:

@@ -76,7 +76,7 @@ def kinds(view: View, site: Site) -> set[str]:
     if dtype is None and len(site.call.args) > 1 and "cuda.amp" not in full:
         dtype = site.call.args[1]
     if dtype is None:
-        cuda = full.startswith("torch.cuda.amp") or constant(site.call.args[0] if site.call.args else None) == "cuda"
+        cuda = full.startswith("torch.cuda.amp") or constant(argument(site.call, 0, "device_type")) == "cuda"
         switch = keyword(site.call, "enabled")
         return {"float16" if cuda and switch is None else ""}
     return {name_of_type(o.node, o.scope, view) for o in view.origins.of(dtype, site.scope)}
