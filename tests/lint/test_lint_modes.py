@@ -108,7 +108,14 @@ def draw(net):
     net.eval()
     print(net(2))
 
+class Metric:
+    @torch.no_grad()
+    def update(self, x):
+        self.model.eval()
+        return self.model(x)
+
 def main(engine, loader):
+    metric = Metric()
     raw_model = engine.module
     teacher = engine.teacher
     while True:
@@ -129,6 +136,7 @@ def main(engine, loader):
         ("net.train()", "draw(raw_model)", "estimate(raw_model)", "pass", False),
         ("pass", "raw_model.train()", "pass", "draw(raw_model)", False),
         ("pass", "raw_model.train()", "draw(teacher)", "pass", False),
+        ("pass", "raw_model.train()", "metric.update(1)", "pass", False),
     ],
 )
 def test_the_last_switch_before_training_counts(end, first, second, last, expected):

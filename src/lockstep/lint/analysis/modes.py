@@ -60,9 +60,18 @@ def evals_model(view: View, site: Site, training: Training) -> bool:
     return any(
         trained(view, given_for(s, f, site), site.scope, training)
         for f in view.calls.runs(site)
-        if EVALUATION.search(f.name) or not view.trainings.trains(f.sites)
+        if EVALUATION.search(f.name) or of_same_object(view, f, training)
         for s in f.named("eval")
     )
+
+
+def of_same_object(view: View, function: Scope, training: Training) -> bool:
+    """Whether a function that trains nothing is no method, or one of the object that trains: what another object calls
+    its model is another model (a metric's, say).
+    """
+    if function.name == "__init__" or view.trainings.trains(function.sites):
+        return False
+    return function.owner is None or function.owner in (training.scope.owner, training.backward.scope.owner)
 
 
 def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:

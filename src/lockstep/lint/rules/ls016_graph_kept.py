@@ -296,4 +296,8 @@ def train(model, loader, optimizer, criterion):
     check=check,
     fix="safe",
     remedy="Add loss.detach() instead",
+    note=(
+        "The terms of a loss count like the loss. So does what a function that runs in every step leaves in a list or "
+        "a sum of its object (`self.losses.append(loss)`), also in the `training_step` of a LightningModule."
+    ),
 )
