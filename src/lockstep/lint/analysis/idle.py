@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.literals import default, truth
 from lockstep.lint.analysis.nodes import idents
-from lockstep.lint.analysis.origins import default, truth
 from lockstep.lint.analysis.view import View
 
 __all__ = ["idle_calls"]

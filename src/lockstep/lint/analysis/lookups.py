@@ -85,16 +85,16 @@ def registered(view: View, node: ast.expr, scope: Scope) -> list[Scope]:
 
 def of_module(view: View, node: ast.expr, scope: Scope) -> list[Module]:
     """The files of the project that an expression stands for: an imported module, or one imported by a name."""
-    key = dotted(node)
-    imported = scope.module.imports.get(key) if key is not None else None
-    if imported is not None:
-        found = view.project.find(scope.module, imported.full, imported.level)
-        return [found] if found is not None else []
     modules = []
     for origin in view.origins.of(node, scope):
-        if isinstance(origin.node, ast.Call) and last(origin.node.func) in ("import_module", "__import__"):
+        home = origin.scope.module
+        imported = home.imports.get(dotted(origin.node) or "")
+        if imported is not None:
+            found = view.project.find(home, imported.full, imported.level)
+            modules += [found] if found is not None else []
+        elif isinstance(origin.node, ast.Call) and last(origin.node.func) in ("import_module", "__import__"):
             start = next(strings(origin.node), "").split(".{")[0].strip(".")
-            modules += in_package(view, start, origin.scope.module) if start else []
+            modules += in_package(view, start, home) if start else []
     return modules
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.calls import Calls, given, passed
-from lockstep.lint.analysis.context import above, guards, loops
+from lockstep.lint.analysis.context import above, loops
 from lockstep.lint.analysis.index import Bind, Scope
-from lockstep.lint.analysis.nodes import constant, dotted, has_star, last
+from lockstep.lint.analysis.literals import Entry, excluded, returned, truth
+from lockstep.lint.analysis.nodes import constant, dotted, last
 
-__all__ = ["SAME", "Origin", "Origins", "default", "element_of"]
+__all__ = ["SAME", "Origin", "Origins", "element_of"]
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {
@@ -34,6 +35,8 @@ PASSING = {"torch.compile", "copy.deepcopy", "copy.copy"}
 MAX_STEPS = 120
 # A name that is bound more often than this in one scope is generated code.
 MAX_BINDS = 40
+# A function that returns another's tuples, which returns another's ...
+MAX_TUPLES = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +84,7 @@ class Origins:
         while current is not None:
             found = current.binds.get(key)
             if found and current.kind != "class":
-                if current is scope and key in current.params and found[0].stmt.lineno >= line:
+                if current is scope and key in current.params and _after(found[0], line):
                     return []  # `model = model.to(device)`: on the right it is still the parameter
                 return [(bind, current) for bind in (reaching(found, current, line) if current is scope else found)]
             if current.kind == "function" and key.split(".")[0] in current.params:
@@ -91,7 +94,7 @@ class Origins:
 
     def attribute_binds(self, owner: Scope, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
         """The bindings of `self.x` in the methods of a class; those before `line` where the method itself has some."""
-        here = [bind for bind in scope.binds.get(key, []) if bind.stmt.lineno < line]
+        here = [bind for bind in scope.binds.get(key, []) if not _after(bind, line)]
         if here:
             return [(bind, scope) for bind in reaching(here, scope, line)]
         found = []
@@ -118,6 +121,11 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
     return kept[::-1] or [bind for bind in binds[:MAX_BINDS] if bind.how != "aug"]
 
 
+def _after(bind: Bind, line: int) -> bool:
+    """Whether an assignment holds only after a line: it starts there or later, or the line is part of it."""
+    return bind.stmt.lineno >= line or _covers(bind, line)
+
+
 def _covers(bind: Bind, line: int) -> bool:
     """Whether a line stands in the assignment itself, whose right side still sees what was there before."""
     return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
@@ -135,8 +143,6 @@ def _encloses(bind: Bind, line: int) -> bool:
     return bind.how == "for" and bind.stmt.lineno <= line <= end
 
 
-# The call through which a search came into a function: its arguments are the parameters, not those of other calls.
-Entry = tuple[ast.Call, Scope]
 Item = tuple[ast.expr, Scope, Entry | None]
 
 
@@ -242,10 +248,8 @@ class _Walk:
             if _gives_back(value, bind.path[0]):
                 yield value.args[bind.path[0]], home
                 return
-            target = self.origins.calls.target(value, home)
-            for pair in returned(target, (value, home)) if target is not None else ():
-                if target is not None and isinstance(pair, ast.Tuple | ast.List):
-                    yield from ((element, target) for element in element_of(pair, bind.path))
+            for pair, target in self.tuples(value, home):
+                yield from ((element, target) for element in element_of(pair, bind.path))
             return
         if bind.path and isinstance(value, ast.Name) and value.id in home.params and value.id not in home.binds:
             for site in self.origins.calls.callers(home)[:8]:
@@ -253,6 +257,15 @@ class _Walk:
                 yield from ((part, site.scope) for part in element_of(whole, bind.path))
             return
         yield from ((element, home) for element in element_of(value, bind.path))
+
+    def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
+        """The tuples that a call may give: its function's own, or those of the functions that it leaves the work to."""
+        target = self.origins.calls.target(call, scope)
+        for value in returned(target, (call, scope)) if target is not None else ():
+            if target is not None and isinstance(value, ast.Tuple | ast.List):
+                yield value, target
+            elif target is not None and isinstance(value, ast.Call) and depth < MAX_TUPLES:
+                yield from self.tuples(value, target, depth + 1)
 
     def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         """What the callers of a function pass for a parameter: the one that the search came from, or all."""
@@ -316,66 +329,6 @@ def drawn(function: Scope) -> Iterator[ast.expr]:
             around = loops(stmt, function.module)
             if around and isinstance(around[0], ast.For) and dotted(around[0].iter) is not None:
                 yield around[0].iter
-
-
-def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
-    """What a function returns to a call, without the returns that the call's own literal arguments rule out."""
-    for stmt in function.stmts:
-        if isinstance(stmt, ast.Return) and stmt.value is not None and not excluded(stmt, function, entry):
-            yield stmt.value
-
-
-def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
-    """Whether a statement of a function cannot run in a call, by the tests of its parameters."""
-    if entry is None:
-        return False
-    return any(truth(g.test, function, entry) is (not g.when) for g in guards(stmt, function.module))
-
-
-def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
-    """How a test comes out in a call, where its literal arguments alone decide; None where that is not known."""
-    if entry is None:
-        return None
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = truth(test.operand, function, entry)
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        found = [truth(value, function, entry) for value in test.values]
-        ends = isinstance(test.op, ast.Or)
-        if ends in found:
-            return ends
-        return None if None in found else not ends
-    if (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
-    ):
-        left, right = literal(test.left, function, entry), test.comparators[0]
-        if left is None or not isinstance(right, ast.Constant):
-            return None
-        return (left.value == right.value) is isinstance(test.ops[0], ast.Eq | ast.Is)
-    value = literal(test, function, entry)
-    return None if value is None else bool(value.value)
-
-
-def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | None:
-    """The literal that a call gives for a parameter that is never bound anew."""
-    if not isinstance(node, ast.Name) or node.id not in function.params or node.id in function.binds:
-        return None
-    value = given(entry[0], function, node.id) or default(function, node.id, entry[0])
-    return value if isinstance(value, ast.Constant) else None
-
-
-def default(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
-    """The default of a parameter that a call certainly leaves out."""
-    node = function.node
-    if has_star(call) or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return None
-    plain = [*node.args.posonlyargs, *node.args.args]
-    pairs = [*zip(reversed(plain), reversed(node.args.defaults), strict=False)]
-    found: list[ast.expr | None] = [value for arg, value in pairs if arg.arg == name]
-    found += [value for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if arg.arg == name]
-    return found[0] if found else None
 
 
 def _gives_back(call: ast.Call, place: int) -> bool:

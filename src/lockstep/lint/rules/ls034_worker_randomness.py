@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import given
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.literals import default
 from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword
-from lockstep.lint.analysis.origins import default
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
