@@ -130,6 +130,9 @@ def main(model, local_rank, rank):
         {save}
     dist.destroy_process_group()
 """
+FILLER = "".join(f"            print({number})\n" for number in range(8))
+ARMS = f"if rank < 1:\n            torch.save(wrapped.module.state_dict(), 'model.pt')\n        else:\n{FILLER}"
+ARMS += "            torch.save(wrapped.state_dict(), 'model.pt')"
 PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n        "
 
 
@@ -147,6 +150,10 @@ PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n    
         (PLAIN + "torch.save(wrapped.state_dict(), 'model.pt')", True),
         (PLAIN + "torch.save(plain.state_dict(), 'model.pt')", False),
         ("if not hasattr(wrapped, 'module'):\n            torch.save(wrapped.state_dict(), 'model.pt')", False),
+        # both in one table; and in two arms, however long they are
+        ("torch.save({\n 'net': wrapped.state_dict(),\n 'best': wrapped.module.state_dict(),\n}, 'model.pt')", True),
+        (ARMS, False),
+        (ARMS.replace("wrapped.module", "model"), True),
     ],
 )
 def test_the_wrapper_itself_and_names_beside_it(save, told):
@@ -181,3 +188,14 @@ def main(model, loader):
 )
 def test_horovods_processes_write_one_file(save, told):
     assert bool(lines(HOROVOD.format(save=save))) is told
+
+
+@pytest.mark.parametrize(
+    ("file", "told"), [("tempfile.NamedTemporaryFile('w+b')", False), ("open('weights.pt', 'wb')", True)]
+)
+def test_a_temporary_file_is_each_processs_own(file, told):
+    text = TRAIN.replace("from loading import load", "import tempfile").replace('load(model, "old.pt")', "pass")
+    text = text.replace(
+        "    if rank == 0:\n        {save}", f"    held = {file}\n    torch.save(model.module, held.name)"
+    )
+    assert bool(lines(text)) is told

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import above
 from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, written
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
@@ -23,6 +24,19 @@ NEAR = 10
 ACCELERATE = "Accelerate"
 # A test of the rank, which says nothing of the wrapper.
 RANKS = re.compile(r"not (args\.)?distributed or ")
+# What tests for the wrapper, or takes the model out of it.
+TESTS = [
+    "hasattr",
+    "isinstance",
+    ".module if",
+    "module else",
+    ".module.state_dict",
+    "not args.distributed",
+    "not distributed",
+]
+WRAPPED = re.compile(r"module|Parallel|DDP")
+# Another entry of the same table, which tests nothing.
+BESIDE = re.compile(r"""\s*["']\w+["']\s*:\s*[\w.]+\.module\.state_dict\(\),?\s*$""")
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 
 
@@ -172,24 +186,32 @@ def prepared(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, depth: in
 
 
 def guarded_by_type(view: View, site: Site) -> bool:
-    """Whether a test on the wrapper decides, in a statement or a conditional expression."""
+    """Whether a test on the wrapper decides, in a statement around it or a conditional expression."""
+    if any(
+        isinstance(node, ast.If) and parts_wrapped(view, node, place) for node, place in above(site.stmt, site.module)
+    ):
+        return True
     name = re.escape(dotted(site.receiver) or "")
-    lines = view.module.lines[max(0, site.line - 6) : site.line + 1]
+    first, stmt = max(0, site.line - 6), site.stmt
+    lines = [
+        line
+        for number, line in enumerate(view.module.lines[first : site.line + 1], first + 1)
+        if not (BESIDE.match(line) and stmt.lineno <= number <= (stmt.end_lineno or 0))
+    ]
     other = re.compile(rf"\s*(?!{name} =)[\w.]+ = .*(\.module if|module else)") if name else None
     around = "\n".join(line for line in lines if other is None or not other.match(line))  # not a name for the plain one
     around = RANKS.sub("", around)
-    return any(
-        word in around
-        for word in (
-            "hasattr",
-            "isinstance",
-            ".module if",
-            "module else",
-            ".module.state_dict",
-            "not args.distributed",
-            "not distributed",
-        )
-    )
+    return any(word in around for word in TESTS)
+
+
+def parts_wrapped(view: View, node: ast.If, place: str) -> bool:
+    """Whether a test divides wrapped models from plain ones: by what it asks, or by what its other arm takes."""
+    test = ast.unparse(node.test)
+    if ("hasattr" in test or "isinstance" in test) and WRAPPED.search(test):
+        return True
+    other = node.orelse if place == "body" else node.body
+    lines = view.module.lines[other[0].lineno - 1 : other[-1].end_lineno] if other else []
+    return any(".module.state_dict" in line for line in lines)
 
 
 def by_all(view: View, site: Site, path: ast.expr) -> bool:
@@ -206,7 +228,7 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
     callers = view.calls.callers(site.scope)
     if not callers and (SAVES.search(site.scope.name) or site.scope.owner is not None):
         return False  # who calls it cannot be seen
-    if in_memory(path) or sorted_by_arguments(view, callers):
+    if in_memory(path) or passing(view, path, site.scope) or sorted_by_arguments(view, callers):
         return False
     return not names_rank(view, path, site.scope)
 
@@ -229,6 +251,12 @@ def sorted_by_arguments(view: View, callers: list[Site]) -> bool:
 def in_memory(node: ast.expr) -> bool:
     """Whether the "file" is a buffer of the process."""
     return any(word in name.lower() for name in idents(node) for word in ("stream", "buf", "bytes", "mem_"))
+
+
+def passing(view: View, path: ast.expr, scope: Scope) -> bool:
+    """Whether a file is a temporary one, which each process makes for itself."""
+    whole = path.value if isinstance(path, ast.Attribute) and path.attr == "name" else path
+    return any(full.startswith("tempfile.") for _, _, full in view.origins.calls_of(whole, scope))
 
 
 def names_rank(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
