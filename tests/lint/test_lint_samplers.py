@@ -98,3 +98,44 @@ if __name__ == '__main__':
     {name}(make(), 0)
 """
     assert len(check_text(text, configure({}, "LS003", ""))) == number
+
+
+NUMBERS = (
+    """
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.nn.parallel import DistributedDataParallel
+
+def part(model, optimizer, sampler, loader, number, steps):
+    done = 0
+    while done < steps:
+        {inner}
+        for x in loader:
+            done += 1
+"""
+    + STEP
+    + """
+def main(args, model, optimizer, train_set):
+    dist.init_process_group('nccl')
+    model = DistributedDataParallel(model)
+    sampler = DistributedSampler(train_set)
+    loader = DataLoader(train_set, sampler=sampler)
+    for epoch in range(args.epochs):
+        {outer}
+        part(model, optimizer, sampler, loader, {given}, 100)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "given", "number"),
+    [
+        ("sampler.set_epoch(number)", "pass", "epoch", 0),
+        ("sampler.set_epoch(number)", "pass", "3", 1),
+        ("sampler.set_epoch(0)", "pass", "epoch", 1),
+        ("pass", "sampler.set_epoch(epoch)\n        sampler.set_epoch(0)", "epoch", 0),
+    ],
+)
+def test_a_number_that_changes_from_call_to_call(inner, outer, given, number):
+    text = NUMBERS.format(inner=inner, outer=outer, given=given)
+    assert len(check_text(text, configure({}, "LS004", ""))) == number

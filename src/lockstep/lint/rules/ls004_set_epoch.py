@@ -21,7 +21,7 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("set_epoch"):
         value = site.call.args[0] if site.call.args else None
         fixed = isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module)
-        if fixed or (value is not None and stays(view, site, value)):
+        if (fixed and not set_elsewhere(view, site)) or (value is not None and stays(view, site, value)):
             yield at(site, "set_epoch always gets the same number: pass the epoch, or every epoch has the same order")
     if view.effects.mentioned(view.module, "set_epoch"):
         return
@@ -39,20 +39,30 @@ def check(view: View) -> Iterator[Found]:
             )
 
 
+def set_elsewhere(view: View, site: Site) -> bool:
+    """Whether another call gives the same sampler an epoch that is no literal (the literal is for an evaluation)."""
+    key = dotted(site.receiver)
+    return any(
+        dotted(other.receiver) == key and other.call.args and not isinstance(other.call.args[0], ast.Constant)
+        for other in view.sites("set_epoch")
+    )
+
+
 def stays(view: View, site: Site, value: ast.expr) -> bool:
     """Whether set_epoch is given a name that no epoch changes, or a parameter that all callers give a literal."""
     key = dotted(value)
     scope = site.scope
     if key is None:
         return False
-    if key in scope.params and not loops(site.stmt, view.module) and key not in scope.binds:
+    if key in scope.params and key not in scope.binds:
         callers = view.calls.callers(scope)
         given = [passed(caller, scope, key) for caller in callers]
-        return (
-            bool(given)
-            and all(isinstance(constant(v), int) for v in given)
-            and bool(loops(callers[0].stmt, callers[0].module))
-        )
+        fixed = bool(given) and all(isinstance(constant(v), int) for v in given)
+        again = bool(callers) and bool(loops(callers[0].stmt, callers[0].module))
+        if not loops(site.stmt, view.module):
+            return fixed and again
+        if again and not fixed:
+            return False  # each call is an epoch, or some
     if "." in key and not key.startswith(("args.", "cfg.", "config.", "opt.")):
         return False  # an attribute may change anywhere
     epochs = {
