@@ -139,3 +139,35 @@ def main(args, model, optimizer, train_set):
 def test_a_number_that_changes_from_call_to_call(inner, outer, given, number):
     text = NUMBERS.format(inner=inner, outer=outer, given=given)
     assert len(check_text(text, configure({}, "LS004", ""))) == number
+
+
+ENDLESS = (
+    """
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import CIFAR10
+
+def forever(loader):
+    while True:
+        for batch in loader:
+            yield batch
+
+def main(args, model, optimizer):
+    train_set = CIFAR10("data")
+    dist.init_process_group('nccl')
+    model = DistributedDataParallel(model)
+    loader = DataLoader(train_set, {given})
+    held = {held}
+    for epoch in range(args.epochs):
+        for step in range(100):
+            x = next(held)
+"""
+    + STEP
+)
+
+
+@pytest.mark.parametrize("held", ["iter(loader)", "forever(loader)"])
+@pytest.mark.parametrize(("given", "number"), [("shuffle=True", 1), ("sampler=DistributedSampler(train_set)", 0)])
+def test_a_loader_that_is_asked_for_the_next_batch(held, given, number):
+    assert len(check_text(ENDLESS.format(held=held, given=given), configure({}, "LS003", ""))) == number

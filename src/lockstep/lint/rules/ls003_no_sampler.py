@@ -90,12 +90,23 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 
 def feeds(view: View, site: Site, training: Training) -> bool:
     """Whether the training loop certainly runs over this loader."""
-    header = training.loop.iter if isinstance(training.loop, ast.For) else None
     name = training.scope.name.lower()
-    if header is None or (EVALUATION.search(name) and "train" not in name):
+    if EVALUATION.search(name) and "train" not in name:
         return False  # `evaluate` may call the method that trains, and tell it not to
-    made = view.kinds.loader_call(view.kinds.iterated(header, training.scope), training.scope)
-    return made is not None and made[0] is site.call
+    return any(
+        made[0] is site.call
+        for source in sources(view, training)
+        if (made := view.kinds.loader_call(view.kinds.iterated(source, training.scope), training.scope))
+    )
+
+
+def sources(view: View, training: Training) -> list[ast.expr]:
+    """What a training loop takes its batches from: its header, or else the iterator that it asks for the next one."""
+    header = [training.loop.iter] if isinstance(training.loop, ast.For) else []
+    if any(view.kinds.is_loader(view.kinds.iterated(source, training.scope), training.scope) for source in header):
+        return header
+    body = view.trainings.body(training.loop, training.scope)
+    return header + [s.call.args[0] for s in body if s.name == "next" and s.call.args and s.scope is training.scope]
 
 
 RULE = Rule(
