@@ -83,6 +83,15 @@ from fastargs import Param, Section
 
 Section("model").params(arch=Param(str, default="{default}"))
 
+CFG = Section("all")
+CFG.MODEL.KIND = "resnet50"
+
+class Options:
+    kind: str = "resnet50"
+
+def pick_one(kind):
+    return getattr(torchvision.models, kind)()
+
 def pick(module, config):
     return getattr(module, config["arch"]["type"])(**config["arch"]["args"])
 
@@ -127,6 +136,18 @@ def test_told_where_the_model_has_batch_norm_by_what_it_is_given(tmp_path, made)
 
 
 @pytest.mark.parametrize(
+    "made",
+    [
+        "model = torchvision.models.__dict__[CFG.MODEL.KIND]()",
+        "model = pick_one('densenet121')",
+        "model = getattr(models, Options.kind)()",
+    ],
+)
+def test_the_name_that_is_looked_up_counts_more_than_other_options(tmp_path, made):
+    assert told(tmp_path, made, "vit_b_16")
+
+
+@pytest.mark.parametrize(
     ("made", "default"),
     [
         ("model = nets.Block('GN')", ""),
@@ -138,6 +159,7 @@ def test_told_where_the_model_has_batch_norm_by_what_it_is_given(tmp_path, made)
         ("model = nets.Holder(nets.Block('GN'))", ""),
         ("model, width = nets.plain(8)", ""),
         ("model = getattr(models, name)(pretrained=True)", "vit_b_16"),
+        ("model = pick_one('vit_b_16')", "resnet18"),
     ],
 )
 def test_silent_where_it_has_not(tmp_path, made, default):

@@ -17,7 +17,7 @@ def default_names(view: View, scope: Scope, flag: str = "") -> Iterator[str]:
     """
     for member in view.project.family(scope.module):
         for names, value in defaults(member):
-            if flag in names if flag else any("arch" in name or "model" in name for name in names):
+            if flag in names if flag else any("arch" in name.lower() or "model" in name.lower() for name in names):
                 yield value
     home: Scope | None = scope if flag else None
     while home is not None:
@@ -27,8 +27,10 @@ def default_names(view: View, scope: Scope, flag: str = "") -> Iterator[str]:
 
 @kept
 def defaults(module: Module) -> tuple[tuple[tuple[str, ...], str], ...]:
-    """The names and the default of each option that is a text: of argparse, click and fastargs."""
-    return tuple(_defaults(module)) if "default" in module.text else ()
+    """The names and the default of each option that is a text: of argparse, click and fastargs, of a class's fields and
+    of a tree of settings (`_C.MODEL.ARCH = "resnet18"`).
+    """
+    return tuple(_defaults(module) if "default" in module.text else ()) + tuple(_settings(module))
 
 
 def _defaults(module: Module) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -41,6 +43,14 @@ def _defaults(module: Module) -> Iterator[tuple[tuple[str, ...], str]]:
             value = constant(keyword(item.value, "default")) if isinstance(item.value, ast.Call) else None
             if item.arg is not None and isinstance(value, str):
                 yield (item.arg,), value
+
+
+def _settings(module: Module) -> Iterator[tuple[tuple[str, ...], str]]:
+    for scope in (module.top, *(scope for scope in module.scopes if scope.kind == "class")):
+        for key, binds in scope.binds.items():
+            value = constant(binds[0].value)
+            if isinstance(value, str) and ("." in key or scope.kind == "class"):
+                yield (key.rpartition(".")[2],), value
 
 
 def given_by_default(function: Scope) -> Iterator[tuple[str, str]]:

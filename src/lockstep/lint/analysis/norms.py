@@ -142,8 +142,7 @@ def of_library(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
     if full.startswith("torchvision.models.") and FAMILIES.match(full.rsplit(".", 1)[-1]):
         return True
     if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
-        named = [text for text in strings(call.func) if FAMILIES.match(text)]
-        return bool(named) or any(FAMILIES.match(text) for text in defaults_of(view, call.func, scope))
+        return any(FAMILIES.match(text) for text in chosen_names(view, call.func, scope))
     if last(call) in ("create_model", "get_model") or full == "torch.hub.load":
         wanted = call.args[1] if full == "torch.hub.load" and len(call.args) > 1 else argument(call, 0, "model_name")
         names = [constant(o.node) for o in view.origins.of(wanted, scope)]
@@ -154,11 +153,17 @@ def of_library(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
     return False
 
 
-def defaults_of(view: View, chosen: ast.Subscript | ast.Call, scope: Scope) -> list[str]:
-    """The names that choose a model where nobody says which: of the flag that is asked (`TABLE[args.arch]`), or any."""
+def chosen_names(view: View, chosen: ast.Subscript | ast.Call, scope: Scope) -> list[str]:
+    """The names that a look-up may be of: written out there or by who calls, else the defaults of the option that it
+    asks (`TABLE[args.arch]`), else of any option that names a model.
+    """
     key = chosen.slice if isinstance(chosen, ast.Subscript) else next(iter(chosen.args[1:] or chosen.args), None)
-    flag = last(key)
-    return (list(default_names(view, scope, flag)) if flag else []) or list(default_names(view, scope))
+    texts = (constant(origin.node) for origin in view.origins.of(key, scope))
+    named = [text for text in texts if isinstance(text, str)]
+    named += filter(FAMILIES.match, strings(chosen))
+    inner = constant(key.slice) if isinstance(key, ast.Subscript) else None  # `config["arch"]`
+    flag = inner if isinstance(inner, str) else last(key)
+    return named or (list(default_names(view, scope, flag)) if flag else []) or list(default_names(view, scope))
 
 
 def handed_on(scope: Scope, settings: Settings) -> bool:
