@@ -144,7 +144,8 @@ def test_a_method_of_a_deriving_class_runs_in_the_steps_of_its_base(tmp_path, bo
         ("torch.device(self.target)", 1),
         ("torch.device('cpu')", 0),
         ("torch.get_device(cfg.device)", 0),
-        ("cfg.device", 0),
+        ("cfg.device", 1),
+        ("x.device", 0),
     ],
 )
 def test_a_device_that_an_option_names_may_be_one_to_wait_for(tmp_path, device, number):

@@ -196,6 +196,6 @@ def train(model, loader, optimizer, criterion):
 """
 
 
-@pytest.mark.parametrize(("device", "expected"), [("0", True), ("'cpu'", False), ("torch.device('mps')", False)])
-def test_a_device_that_is_a_number_is_a_gpu(device, expected):
+@pytest.mark.parametrize(("device", "expected"), [("0", True), ("'cpu'", False), ("torch.device('mps')", True)])
+def test_a_device_that_is_a_number_or_apples_is_a_gpu(device, expected):
     assert told(NUMBERED.format(device=device)) is expected

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import walk
 
-__all__ = ["Guard", "Loop", "above", "apart", "choices", "guards", "inside", "loops", "withs"]
+__all__ = ["Guard", "Loop", "above", "apart", "choices", "following", "guards", "inside", "loops", "withs"]
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -106,6 +106,13 @@ def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
     for stmt in block[max(0, end - MAX_CLIMB) : end]:
         if isinstance(stmt, ast.If) and not stmt.orelse and _leaves(stmt.body[-1]):
             yield Guard(stmt.test, False, stmt)
+
+
+def following(stmt: ast.stmt, module: Module) -> list[ast.stmt]:
+    """The statements after `stmt` in its block."""
+    parent, place = module.up.get(stmt, (None, ""))
+    block = getattr(parent, place, []) if parent is not None else _scope_body(stmt, module)
+    return block[block.index(stmt) + 1 :] if stmt in block else []
 
 
 def _leaves(stmt: ast.stmt) -> bool:

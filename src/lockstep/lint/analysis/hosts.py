@@ -12,6 +12,8 @@ __all__ = ["made_on_host", "moves", "on_host"]
 # They make a tensor on the CPU.
 MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
 MADE |= {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "arange", "linspace", "full", "empty")}
+# Methods of a tensor that give a tensor.
+COMPUTED = {"sum", "mean", "max", "min", "abs", "norm", "std", "float", "exp", "log", "sqrt", "pow"}
 
 
 def on_host(origins: Origins, value: ast.expr, scope: Scope, depth: int = 0) -> bool:
@@ -29,10 +31,22 @@ def on_host(origins: Origins, value: ast.expr, scope: Scope, depth: int = 0) -> 
         else:
             value = value.value
     if isinstance(value, ast.BinOp):
-        return on_host(origins, value.left, scope, depth) or on_host(origins, value.right, scope, depth)
+        sides = (value.left, value.right)
+        return any(on_host(origins, side, scope, depth) and not computed(other) for side, other in (sides, sides[::-1]))
     if not depth or not isinstance(value, ast.Name):
         return False
     return made_on_host(origins, value, scope, depth - 1)
+
+
+def computed(value: ast.expr) -> bool:
+    """Whether a value is what a tensor's method computes, which a number beside it leaves on the device
+    (`losses.sum() / mask.sum().item()`).
+    """
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and last(value) not in SYNCS:
+        if last(value) in COMPUTED:
+            return True
+        value = value.func.value
+    return False
 
 
 def made_on_host(origins: Origins, node: ast.Name, scope: Scope, depth: int) -> bool:

@@ -46,6 +46,9 @@ def called_losses(calls: Calls, training: Training) -> set[str]:
     for name, inner in values.items():
         if name not in numbers and any(numbers & set(idents(value)) for value in inner):
             numbers.add(name)  # `mean_loss = total_loss / count`, after `total_loss += loss.item()`
+    named = {name: [values.keys() & set(idents(value)) for value in inner] for name, inner in values.items()}
+    while more := {name for name in values.keys() - numbers if any(each and each <= numbers for each in named[name])}:
+        numbers |= more  # `best_loss = mean_loss`
     return values.keys() - numbers
 
 
@@ -142,5 +145,6 @@ def bare(value: ast.expr) -> Iterator[ast.AST]:
         if isinstance(node, ast.Attribute) and node.attr == "data":
             stack.append(node.value)
         yield node
-        if not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        asks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn)
+        if not asks and not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             stack.extend(ast.iter_child_nodes(node))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from lockstep.lint.analysis.context import Guard, Loop, above, guards, loops
+from lockstep.lint.analysis.context import Guard, Loop, above, following, guards, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
@@ -31,6 +31,8 @@ TRAINS = Words(r"^(is_)?train(ing)?$")
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
 COUNTS = Words(r"step|epoch|iter|count|current|best|batch_idx", re.IGNORECASE)
 
+# What counts the turns of a loop.
+TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
 # A file with more training loops than this is generated.
@@ -181,12 +183,12 @@ class Trainings:
             if place == "handlers":
                 return True
         for guard in guards(stmt, scope.module, within):
-            if guard.when and isinstance(guard.stmt, ast.If) and self.steps_when(guard.stmt, scope):
+            if self.steps_when(guard.stmt, guard.when, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
             if every_so_often(guard.test) or _evaluates(guard) or self.seldom(guard.test, scope):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
-            if not leaves and not self.steady(guard.test, scope, within):
+            if not leaves and not _but_first(guard) and not self.steady(guard.test, scope, within):
                 return True
         return False
 
@@ -196,10 +198,34 @@ class Trainings:
         return asked is not None and any(map(every_so_often, asked.returns()))
 
     @kept
-    def steps_when(self, branch: ast.If, scope: Scope) -> bool:
-        """Whether the first arm of a test itself steps the optimizer."""
-        block = [s for s in self.effects.block(branch, scope) if s.stmt in branch.body]
-        return any(map(self.steps.steps_optimizer, block))
+    def steps_when(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
+        """Whether the arm of a test, or what an early exit leaves, steps the optimizer, itself or by a call of a
+        function that does (`if step % 4 == 0: agent.learn(memory)`).
+        """
+        if not isinstance(branch, ast.If):
+            return False
+        arm = branch.body if when else branch.orelse or following(branch, scope.module)
+        if not arm:
+            return False
+        start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
+        here = [site for site in scope.sites if start <= site.stmt.lineno <= end]
+        return any(self.steps.steps_optimizer(site) and self.certain(site, arm, scope) for site in here) or any(
+            self.steps.steps_optimizer(site) and not loops(site.stmt, function.module)
+            for call in here
+            if any(call.stmt is stmt for stmt in arm)
+            for function in self.calls.runs(call)
+            for site in function.sites
+        )
+
+    def certain(self, site: Site, arm: list[ast.stmt], scope: Scope) -> bool:
+        """Whether a call is made whenever a block runs: at once, or where an option says so."""
+        tops = set(map(id, arm))
+        for node in (site.stmt, *(node for node, _ in above(site.stmt, scope.module))):
+            if isinstance(node, Loop) or (isinstance(node, ast.If) and not self.steady(node.test, scope, None)):
+                return False
+            if id(node) in tops:
+                return True
+        return False
 
     def steady(self, test: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
         """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
@@ -233,8 +259,9 @@ def every_so_often(test: ast.expr) -> bool:
     """Whether a test asks for every n-th step."""
     for node in walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            return True
-        if isinstance(node, ast.Call) and last(node) in ("every", "should_log", "is_last_step"):
+            if not any("rank" in name for name in idents(node.left)):  # the first process of each machine
+                return True
+        elif isinstance(node, ast.Call) and last(node) in ("every", "should_log", "is_last_step"):
             return True
     return any(
         re.search(r"(freq|interval|every|debug|verbose|dry_run|profil)", name, re.IGNORECASE) for name in idents(test)
@@ -253,6 +280,15 @@ def _evaluates(guard: Guard) -> bool:
         if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
             return isinstance(part.ops[0], ast.Is | ast.Eq) is when
     return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
+
+
+def _but_first(guard: Guard) -> bool:
+    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`)."""
+    test = guard.test
+    counts = isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and TURN.search(test.left.id)
+    if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
+        return False
+    return isinstance(test.ops[0], ast.NotEq | ast.Gt) if guard.when else isinstance(test.ops[0], ast.Eq)
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:

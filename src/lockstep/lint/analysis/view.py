@@ -48,7 +48,12 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
 }
 
 CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
-OTHER = re.compile(r"cuda|gpu|nccl|accelerat|xpu|npu|\bmps\b|hpu|\bxla\b|(?<!torch)\.device\b", re.IGNORECASE)
+OTHER = re.compile(r"cuda|gpu|nccl|accelerat|\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b", re.IGNORECASE)
+MPS = re.compile(r"\bmps\b")
+# What a device is called that a program is told to use.
+DEVICE = Words(r"^(\w+_)?device$|^dev$", re.IGNORECASE)
+# Where a program keeps its options.
+OPTIONS = Words(r"arg|opt|cfg|conf|hparams|hp$|flags|param", re.IGNORECASE)
 
 
 class Analysis:
@@ -123,20 +128,39 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs of the file know of GPUs at all: by a word, by the number of a device (`.to(0)`), or by
-        one that an option names (`torch.device(cfg.device)`).
+        """Whether the programs of the file know of GPUs at all: by a word, by the number of a device (`.to(0)`), by one
+        that an option names (`torch.device(cfg.device)`), or by one that only somebody else knows (`.to(device)`).
         """
         return (
-            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu")
+            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map")
+            or any(map(_on_mps, self.project.family(self.module)))
             or any(
                 isinstance(constant(origin.node), int)
                 for site in self.sites("to")
                 for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
             )
-            or any(
-                isinstance(next(iter(site.call.args), None), ast.Attribute) and self.full(site) == "torch.device"
-                for site in self.sites("device")
-            )
+            or any(self.names_device(site) for site in self.sites("to", "device"))
+        )
+
+    @functools.cached_property
+    def mps_only(self) -> bool:
+        """Whether Apple's GPUs are all that the programs of the file name: no memory is pinned for them."""
+        return any(map(_on_mps, self.project.family(self.module))) and not self.effects.mentioned(self.module, "cuda")
+
+    def names_device(self, site: Site) -> bool:
+        """Whether a move or a `torch.device` is given what is called a device and comes from outside: an option, or a
+        parameter that no call in sight gives.
+        """
+        given = next(iter(site.call.args), None)
+        if site.name == "device":
+            return isinstance(given, ast.Attribute | ast.Subscript) and self.full(site) == "torch.device"
+        if given is None or not DEVICE.search(_called(given)):
+            return False
+        return any(
+            DEVICE.search(_called(origin.node))
+            and not isinstance(base(origin.node), ast.Call)
+            and (isinstance(origin.node, ast.Subscript) or _outside(origin.node, origin.scope))
+            for origin in self.origins.of(given, site.scope)
         )
 
     @functools.cached_property
@@ -204,6 +228,23 @@ def _asks_for_gpu(test: ast.expr) -> int:
 @kept
 def _on_cpu(module: Module) -> bool:
     return ("cpu" in module.text or "gloo" in module.text) and CPU.search(module.text) is not None
+
+
+@kept
+def _on_mps(module: Module) -> bool:
+    return "mps" in module.text and MPS.search(module.text) is not None
+
+
+def _called(node: ast.expr) -> str:
+    """What a name, an attribute or a key is called."""
+    return str(constant(node.slice)) if isinstance(node, ast.Subscript) else last(node)
+
+
+def _outside(node: ast.expr, scope: Scope) -> bool:
+    """Whether a name is a parameter, or an attribute of where a program keeps its options: nothing else gives it."""
+    if isinstance(node, ast.Attribute):
+        return OPTIONS.search(last(node.value))
+    return isinstance(node, ast.Name) and node.id in scope.params
 
 
 @kept

@@ -38,7 +38,7 @@ MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "c
 def check(view: View) -> Iterator[Found]:
     """Looks for blocking moves of batches that come from pinned memory, and for loaders without workers."""
     others = view.frameworks & MOVERS
-    if (not others or others == {"accelerate"}) and pinned(view):
+    if (not others or others == {"accelerate"}) and pinned(view) and not view.mps_only:
         for site in view.sites(*MOVES):
             device = next(iter(site.call.args), None) if site.name == "to" else None
             if others and not unprepared(site):
