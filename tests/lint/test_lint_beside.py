@@ -14,7 +14,7 @@ LOOP = """
 import torch
 import torch.nn.functional as F
 
-def train(model, loader, optimizer, scaler, args, rank, writer):
+def train(model, loader, optimizer, args, writer, iterations):
     model.cuda()
     losses, best_loss = [], 9
     for i, (x, y) in enumerate(loader):
@@ -40,6 +40,8 @@ STEP = "optimizer.step()"
         (STEP, f"if i == 0:\n            losses = []\n        else:\n            {READ}", True),
         (STEP, f"if i > 0:\n            {READ}", True),
         (STEP, f"if i == 0:\n            {READ}", False),
+        (STEP, "if writer:\n            " + READ, True),
+        (STEP, "if iterations:\n            " + READ, False),
         (STEP, f"if best_loss > 10:\n            {READ}", False),
     ],
 )
@@ -72,6 +74,20 @@ def run(env, net, optimizer, memory):
 @pytest.mark.parametrize(("step", "lines"), [("self.optimizer.step()", [12]), ("pass", [])])
 def test_a_method_that_steps_is_run_once_a_step(step, lines):
     assert told(AGENT.format(step=step)) == lines
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "step", "lines"),
+    [
+        ("agent.py", "import torch", "self.optimizer.step()", [12]),
+        ("agent.py", "import torch", "pass", []),
+        ("agent.py", "import torch", "for _ in range(9): self.optimizer.step()", [12]),
+        ("test_agent.py", "import torch, pytest", "self.optimizer.step()", []),
+    ],
+)
+def test_a_method_that_makes_a_step_for_a_loop_out_of_sight(path, start, step, lines):
+    text = AGENT.partition("\ndef run")[0].replace("import torch", start).format(step=step)
+    assert [f.line for f in check_text(text, configure({}, "LS036", ""), path)] == lines
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.index import Module, index
 from lockstep.lint.analysis.kept import forget, kept
 from lockstep.lint.analysis.source import Source, read
 
-__all__ = ["Project"]
+__all__ = ["Project", "unit_test"]
 
 # Files of the programs that one file is part of: what it imports, and what imports it. The bounds keep a script in a
 # huge repository cheap; they are each file's own, so that no file's findings depend on which others are checked.

@@ -12,6 +12,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
+from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
@@ -29,7 +30,7 @@ EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
-COUNTS = Words(r"step|epoch|iter|count|current|best|batch_idx", re.IGNORECASE)
+COUNTS = Words(r"step|epoch|(?<!wr)iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What counts the turns of a loop.
 TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
@@ -93,6 +94,21 @@ class Trainings:
                 backward = next(filter(self.steps.backwards, function.sites), None)
                 if backward is not None:
                     found[function] = Training(cast(Loop, function.node), function, backward, None)
+        return tuple(found.values())
+
+    @kept
+    def lone(self, module: Module) -> tuple[Training, ...]:
+        """The methods of a file that make one whole step of a training whose loop is out of sight, each as if its body
+        were a loop's.
+        """
+        found: dict[Scope, Training] = {}
+        for site in filter(self.steps.backwards, () if unit_test(module) else module.sites("backward")):
+            method = site.scope
+            if method.kind != "function" or method.owner is None or loops(site.stmt, module):
+                continue
+            if not any(map(self.steps.steps_optimizer, method.sites)) or self.calls.callers(method):
+                continue
+            found.setdefault(method, Training(cast(Loop, method.node), method, site, None))
         return tuple(found.values())
 
     def around(self, site: Site) -> Iterator[Training]:

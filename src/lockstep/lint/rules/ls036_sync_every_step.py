@@ -30,13 +30,14 @@ def check(view: View) -> Iterator[Found]:
     if not view.gpu:
         return
     seen: set[int] = set()
-    for training in (*view.trainings.near(view.module), *view.trainings.engines(view.module)):
-        if not view.trainings.steps_in(training.loop, training.scope) and not view.training:
+    trainings = view.trainings
+    for training in (*trainings.near(view.module), *trainings.engines(view.module), *trainings.lone(view.module)):
+        if not trainings.steps_in(training.loop, training.scope) and not view.training:
             continue
-        steps = view.trainings.each_step(training)
+        steps = trainings.each_step(training)
         here = [site for site in steps if site.module is view.module]
         beyond = {site.scope for site in steps if site.module is not view.module and reads_given(view, site)}
-        losses = loss_names(view.trainings, training) if here else set()
+        losses = loss_names(trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
         yield from texts(view, training, losses, seen)
@@ -373,6 +374,7 @@ def train(model, loader, optimizer, criterion):
     note=(
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
         "n-th step does not (a test of an option comes out alike in all), nor does an evaluation. The function of an "
-        "ignite `Engine` that trains is such a loop."
+        "ignite `Engine` that trains is such a loop, and so is a method that makes one step and that nothing in sight "
+        "calls."
     ),
 )
