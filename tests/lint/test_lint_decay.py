@@ -57,3 +57,41 @@ def script(make, before="pass"):
 )
 def test_what_decays_alike(text, told):
     assert bool(check_text(text, configure({}, "LS020", ""))) is told
+
+
+BUILT = """
+import itertools
+import torch
+
+def build(params, lr, {extra}):
+    return torch.optim.AdamW({given}, lr=lr)
+
+def main(model, other, rate):
+    weights = [p for n, p in model.named_parameters() if "bias" not in n]
+    both = list(model.parameters()) + list(other.parameters())
+    groups = [dict(params=model.parameters(), lr=1.0)]
+    {before}
+    return build({passed}, rate)
+"""
+USUAL = {"extra": "*rest", "given": "params", "before": "pass", "passed": "model.parameters()"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, True),
+        ({"passed": "both"}, True),
+        ({"passed": "groups"}, True),
+        ({"passed": "groups", "before": "groups.append(dict(params=other.parameters(), lr=0.1))"}, True),
+        ({"passed": "groups", "before": "groups.append(dict(params=weights, weight_decay=0.1))"}, False),
+        ({"passed": "weights"}, False),
+        ({"passed": "[dict(params=weights), dict(params=both, weight_decay=0.0)]"}, False),
+        ({"given": "[p for p in params if p.requires_grad]"}, True),
+        ({"given": "[p for p in params if p.ndim > 1]"}, False),
+        ({"given": "filter(lambda p: p.requires_grad, params)"}, True),
+        ({"passed": "itertools.chain(model.parameters(), other.parameters()) if rate else model.parameters()"}, True),
+        ({"passed": "both if rate else weights"}, False),
+    ],
+)
+def test_parameters_that_are_handed_in(change, told):
+    assert bool(check_text(BUILT.format(**USUAL | change), configure({}, "LS020", ""))) is told

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
@@ -37,7 +38,8 @@ def other_optimizer(view: View, site: Site) -> bool:
         return False
     if any(SPARES.search(item.arg or "") for item in site.call.keywords):
         return False
-    if not any(isinstance(n, ast.Call) and last(n) == "parameters" for n in walk(site.call.args[0])):
+    given = [site.call.args[0], *(value for value, _ in sources(view, site.call.args[0], site.scope))]
+    if not any(isinstance(n, ast.Call) and last(n) == "parameters" for value in given for n in walk(value)):
         return False
     made = view.names.definition(site.call.func, site.scope)
     return made is None or made.kind == "class"
@@ -52,46 +54,85 @@ def decays(view: View, site: Site, full: str) -> bool:
     return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
 
 
-def alike(view: View, node: ast.expr, scope: Scope) -> bool:
+def alike(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
     """Whether the parameters are one group, or groups that differ in other things than the decay."""
+    if isinstance(node, ast.IfExp):
+        return all(alike(view, arm, scope, depth) for arm in (node.body, node.orelse))
     if last(node) == "parameters" and isinstance(node, ast.Call):
         return True
     for item in walk(node):
         if isinstance(item, ast.Call) and last(item) == "parameters" and last(node) in ("filter", "list", "chain"):
             return True
-    key = dotted(node)
-    values = [(node, scope)]
-    if key is not None:
-        values = [(b.value, home) for b, home in view.origins.binds(key, scope, node.lineno) if b.value is not None]
-    if len(values) == 1 and ast.unparse(values[0][0]) in ("[]", "list()"):
-        return filled_alike(key or "", values[0][1])
-    return bool(values) and all(same_decay(value) or decaying_groups(view, value, home) for value, home in values)
+    picked = chosen_from(node)
+    if picked is not None:
+        return depth < 3 and alike(view, picked, scope, depth + 1)
+    values = list(sources(view, node, scope)) if dotted(node) is not None else [(node, scope)]
+    if isinstance(node, ast.Name) and values and values[0][1] is scope:
+        added = [s for s in scope.named("append") if dotted(s.receiver) == node.id and s.call.args]
+        if added and not filled_alike(added):
+            return False
+        values = [pair for pair in values if not added or ast.unparse(pair[0]) not in ("[]", "list()")]
+        if added and not values:
+            return True
+    return bool(values) and all(
+        same_decay(value)
+        or decaying_groups(view, value, home)
+        or (depth < 3 and value is not node and alike(view, value, home, depth + 1))
+        for value, home in values
+    )
+
+
+def sources(view: View, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """What a name is given where it stands or, if it is a parameter, by the calls of its function."""
+    name = dotted(node)
+    binds = view.origins.binds(name, scope, node.lineno) if name is not None else []
+    yield from ((bind.value, home) for bind, home in binds if bind.value is not None)
+    for site in view.calls.callers(scope)[:8] if not binds and name in scope.params else ():
+        value = passed(site, scope, name or "")
+        if value is not None:
+            yield value, site.scope
+
+
+def chosen_from(node: ast.expr) -> ast.expr | None:
+    """The parameters of which those are taken that can be trained (`[p for p in params if p.requires_grad]`)."""
+    if isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
+        part = node.generators[0]
+        plain = dotted(node.elt) is not None and dotted(node.elt) == dotted(part.target)
+        trained = all(last(test) == "requires_grad" for test in part.ifs)
+        return part.iter if plain and trained and isinstance(part.iter, ast.Name) else None
+    if isinstance(node, ast.Call) and last(node) in ("filter", "list") and node.args:
+        return node.args[-1] if isinstance(node.args[-1], ast.Name) else None
+    return None
+
+
+def pairs(group: ast.expr) -> dict[object, ast.expr] | None:
+    """What a written group holds, as `{"params": ...}` or `dict(params=...)`."""
+    if isinstance(group, ast.Dict) and None not in group.keys:
+        return {constant(key): value for key, value in zip(group.keys, group.values, strict=True)}
+    if isinstance(group, ast.Call) and last(group) == "dict" and not group.args:
+        return {item.arg: item.value for item in group.keywords}
+    return None
 
 
 def decaying_groups(view: View, value: ast.expr, scope: Scope) -> bool:
     """Whether groups are written out that all decay, by the optimizer's rate or one of their own."""
     if not isinstance(value, ast.List) or not value.elts:
         return False
-    rates = []
-    for group in value.elts:
-        if not isinstance(group, ast.Dict) or any(key is None for key in group.keys):
-            return False
-        pairs = {constant(key): rate for key, rate in zip(group.keys, group.values, strict=True)}
-        rates.append(pairs.get("weight_decay"))
+    groups = [pairs(group) for group in value.elts]
+    if any(group is None for group in groups):
+        return False
+    rates = [group.get("weight_decay") for group in groups if group is not None]
     if all(rate is None for rate in rates):
         return True
     sorts = any(view.effects.mentioned_in(scope, word) for word in SORTED_OUT if word != "norm")  # of gradients
     return not sorts and all(rate is None or constant(rate) not in (0, 0.0) for rate in rates)
 
 
-def filled_alike(key: str, scope: Scope) -> bool:
+def filled_alike(added: list[Site]) -> bool:
     """Whether the groups that are appended to a list all decay alike."""
-    added = [s for s in scope.sites if s.name == "append" and dotted(s.receiver) == key and s.call.args]
-    texts = [ast.unparse(s.call) for s in added]
-    return (
-        bool(added)
-        and all("params" in text and "weight_decay" not in text for text in texts)
-        and not any(word in text for text in texts for word in SORTED_OUT)
+    texts = [ast.unparse(site.call) for site in added]
+    return all("params" in text and "weight_decay" not in text for text in texts) and not any(
+        word in text for text in texts for word in SORTED_OUT
     )
 
 
