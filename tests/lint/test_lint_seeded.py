@@ -130,6 +130,44 @@ def test_a_file_that_has_a_trainer_fit_is_told_though_another_starts_it(tmp_path
     assert bool(check_paths([str(tmp_path / "runner.py")], configure({}, "LS008", ""))) is expected
 
 
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (
+            "from runner import Runner\n\nif __name__ == '__main__':\n    torch.manual_seed(0)\n    Runner().train([])",
+            False,
+        ),
+        ("import other\nfrom runner import Runner\n\nRunner().train([])", True),
+    ],
+)
+def test_the_file_that_starts_a_training_may_seed_where_it_is_run(tmp_path, start, expected):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "nets.py").write_text("from torch import nn\n\nclass Net(nn.Module):\n    pass\n")
+    (tmp_path / "other.py").write_text("import torch\n\nif __name__ == '__main__':\n    torch.manual_seed(0)\n")
+    (tmp_path / "runner.py").write_text(FIT.format(seed="pass", verb="fit"))
+    (tmp_path / "start.py").write_text(f"import torch\n{start}\n")
+    assert bool(check_paths([str(tmp_path / "runner.py")], configure({}, "LS008", ""))) is expected
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("resnet18 = models.resnet18()", True),
+        ("torch.manual_seed(0); resnet18 = models.resnet18()", False),
+        ("resnet18 = models.get_weight('resnet18')", False),
+        ("model = hydra.utils.instantiate(cfg.model)", True),
+        ("rates = hydra.utils.instantiate(cfg.rates)", False),
+    ],
+)
+def test_a_known_model_by_any_name(made, expected):
+    text = (
+        "import hydra\nimport torch\nfrom torchvision import models\n\ndef main(cfg, loader, resnet18=None):\n    {}\n"
+    )
+    text += "    opt = torch.optim.SGD(resnet18.parameters(), lr=0.1)\n    for x in loader:\n"
+    text += "        resnet18(x).sum().backward()\n        opt.step()\n\nmain(None, [])\n"
+    assert told(text.format(made)) is expected
+
+
 HELPER = """
 import random
 import torch

@@ -18,6 +18,9 @@ SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNOREC
 # What says how a model is made is none.
 SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
 BUILDS = Words(r"^(get|build|make|create|init|setup)_")
+# They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
+KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
+ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
 # Their trainer seeds by itself.
@@ -83,13 +86,14 @@ def fits(view: View, site: Site) -> bool:
 def seeds(view: View, alone: bool) -> bool:
     """Whether anything in the programs of the file seeds; a file that is run by itself (`alone`) is one program."""
     members = view.project.closure(view.module) if alone else view.project.family(view.module)
+    runs = (view.module,) if alone else view.project.users(view.module)  # what another of them does by itself runs this
     found = [
         site
         for member in members
         for name, sites in member.by_name.items()
         if SEED.search(name) and name != "initial_seed"  # which asks only
         for site in sites
-        if not (site.module is not view.module and by_itself(site))
+        if not (site.module not in runs and by_itself(site))
         and not of_other(view, site)
         and not of_data(site)
         and not of_steps(view, site)
@@ -178,7 +182,8 @@ def model_made(view: View, module: Module) -> Site | None:
     if made is not None:
         return made
     wrapped = [site for _, site in view.wrappers.made(module)]
-    return min((*wrapped, *module.sites("get_model", "build_model")), key=lambda site: site.line, default=None)
+    other = [site for site in module.sites() if view.full(site).startswith(KNOWN) and not ASKS.search(site.name)]
+    return min((*wrapped, *module.sites("get_model", "build_model"), *other), key=lambda site: site.line, default=None)
 
 
 def model_at(view: View, site: Site) -> bool:
@@ -233,6 +238,7 @@ def makes(view: View, site: Site) -> bool:
         full.startswith(("torchvision.models", "timm.", "transformers."))
         or site.name[:1].isupper()
         or "model" in site.name
+        or site.name == "instantiate"  # of what a configuration says
     )
 
 
@@ -294,7 +300,7 @@ if __name__ == "__main__":
     note=(
         "It is told where a script makes its model, and in a file that holds a training loop of its own even if "
         "another file starts it. A data set that seeds for its own order does not count, nor does a helper "
-        "that nothing calls, what another file seeds only where it is run by itself, "
+        "that nothing calls, what an imported file seeds only where it is run by itself, "
         "a seed that comes after the model, or one of numpy's or Python's random "
         "numbers alone, which make no weights."
     ),
