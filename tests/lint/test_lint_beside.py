@@ -49,6 +49,31 @@ def test_what_runs_beside_the_step(steps, last, expected):
     assert bool(told(LOOP.format(steps=steps, last=last))) is expected
 
 
+SUMMED = """
+import torch
+
+def train(model, loader, optimizer, mse, kld, args):
+    model.cuda()
+    for i, (x, y) in enumerate(loader):
+        out = model(x.cuda())
+        fit, far = mse(out, y.cuda()), kld(out)
+        first = mse(out, y.cuda())
+        second = kld(out)
+        rate = min(1.0, i / 100)
+        loss = first + rate * second
+        loss.backward()
+        optimizer.step()
+        print({shown})
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"), [("second", True), ("f'{first:.3f}'", True), ("rate", False), ("i", False), ("args", False)]
+)
+def test_what_a_loss_is_the_sum_of(shown, expected):
+    assert bool(told(SUMMED.format(shown=shown))) is expected
+
+
 AGENT = """
 import torch
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.lint.config import configure
-from lockstep.lint.runner import check_text
+from lockstep.lint.runner import check_paths, check_text
 
 SCRIPT = """
 import torch
@@ -147,3 +147,20 @@ def test_an_iterator_of_a_loader(option, stream, move, told):
 def test_a_program_that_may_leave_accelerate_out(move, told):
     text = DRAWN.format(option=PINNED, stream="iter(self.rows)", move=move) + "\naccelerator = Accelerator()\n"
     assert bool(check_text(text, configure({}, "LS022", ""))) is told
+
+
+@pytest.mark.parametrize(
+    ("brought", "told"),
+    [
+        ("from torch.utils.data import DataLoader", True),
+        ("from torch_geometric.loader import DataLoader", False),
+        ("class DataLoader:\n    pass", False),
+    ],
+)
+def test_a_loader_that_another_file_of_the_project_passes_on(tmp_path, brought, told):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "images.py").write_text(f"{brought}\n")
+    (tmp_path / "run.py").write_text(
+        "import torch\nfrom images import DataLoader\n\nDataLoader(torch.ones(3).cuda())\n"
+    )
+    assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS022", ""))) is told

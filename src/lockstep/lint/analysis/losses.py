@@ -16,6 +16,8 @@ __all__ = ["LOSS", "READS", "SYNCS", "bare", "gives_number", "key", "loss_names"
 SYNCS = {"item", "cpu", "tolist"}
 # They make a number or a text of what they are given.
 READS = {"float", "bool", "int", "str", "repr", "format"}
+# They give a number of Python's.
+NUMBERS = {"min", "max", "len", "int", "round", "get", "time", "schedule", "beta", "weight"}
 # What gives a tensor of the device again.
 STILL_THERE = {"detach", "mean", "sum", "float", "clone"}
 # What a number on the device is called.
@@ -28,7 +30,7 @@ def loss_names(trainings: Trainings, training: Training) -> set[str]:
     for site in [training.backward, *training.scope.sites]:
         if trainings.steps.backwards(site):
             loss = trainings.steps.loss_of(site)
-            names |= {dotted(loss) or "", *held(loss, site.scope)}
+            names |= {dotted(loss) or "", *held(loss, site.scope), *summed(loss, training)}
     names |= called_losses(trainings.calls, training)
     names = {name for name in names if name and ("." not in name or name.endswith("[]"))}
     return names | set(given_back(trainings, training)) | set(dictionaries(training, names))
@@ -110,6 +112,33 @@ def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
                 name = dotted(node.func.value)
             if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
                 yield f"{name}[]"
+
+
+def summed(loss: ast.expr | None, training: Training) -> Iterator[str]:
+    """The names that the loop adds up to a loss (`loss = mse + weight * kl`): what it computes by a call itself."""
+    scope, queue = training.scope, [dotted(loss) or ""]
+    seen: set[str] = set()
+    while queue and len(seen) < 20:
+        name = queue.pop()
+        seen.add(name)
+        here = [bind for bind in scope.binds.get(name, []) if inside(bind.stmt, training.loop, scope.module)]
+        if name != dotted(loss) and here and all(computes(bind.value) for bind in here):
+            yield name
+        parts = [part for bind in here if bind.value is not None and not bind.path for part in terms(bind.value)]
+        queue += [part for part in parts if part not in seen]
+
+
+def terms(value: ast.expr) -> Iterator[str]:
+    """The names that are added up in a value, also those that a factor stands before."""
+    for node in walk(value) if isinstance(value, ast.BinOp) else ():
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            yield from (side.id for side in (node.left, node.right) if isinstance(side, ast.Name))
+
+
+def computes(value: ast.expr | None) -> bool:
+    """Whether a value is what a call or a sum gives, and is no number."""
+    plain = isinstance(value, ast.Call) and last(value) not in NUMBERS
+    return (plain or isinstance(value, ast.BinOp)) and not read(value)
 
 
 def read(value: ast.expr | None) -> bool:

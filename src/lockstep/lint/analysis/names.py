@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.imports import EXTERNAL
 from lockstep.lint.analysis.index import Bind, Imported, Module, Scope
 from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.project import Project
@@ -45,7 +46,7 @@ class Names:
         module = scope.module
         imported = module.imports.get(head)
         if imported is not None and not bound_locally(head, scope):
-            full = imported.full if not imported.level else ""
+            full = self.passed_on(module, imported) or (imported.full if not imported.level else "")
             return f"{full}.{rest}" if rest and full else full
         bind = _alias(head, scope)
         if bind is not None and depth < 4:
@@ -59,6 +60,16 @@ class Names:
         if brought:
             return f"{brought}.{rest}" if rest else brought
         return self.star_name(name, module)
+
+    def passed_on(self, module: Module, imported: Imported) -> str:
+        """The full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
+        if not imported.name or imported.module.partition(".")[0] in EXTERNAL:
+            return ""
+        target = self.project.find(module, imported.module, imported.level)
+        inner = target.imports.get(imported.name) if target is not None else None
+        if inner is None or inner.level or inner.module.partition(".")[0] not in EXTERNAL:
+            return ""
+        return inner.full
 
     def brought(self, head: str, module: Module) -> str:
         """The full name of what a star import of a project's file brings because that file imports it."""
