@@ -60,6 +60,7 @@ def train(model, loader, optimizer, mse, kld, args):
         first = mse(out, y.cuda())
         second = kld(out)
         rate = min(1.0, i / 100)
+        loss_scale = args.scale * rate
         loss = first + rate * second
         loss.backward()
         optimizer.step()
@@ -68,7 +69,8 @@ def train(model, loader, optimizer, mse, kld, args):
 
 
 @pytest.mark.parametrize(
-    ("shown", "expected"), [("second", True), ("f'{first:.3f}'", True), ("rate", False), ("i", False), ("args", False)]
+    ("shown", "expected"),
+    [("second", True), ("f'{first:.3f}'", True), ("rate", False), ("loss_scale", False), ("i", False)],
 )
 def test_what_a_loss_is_the_sum_of(shown, expected):
     assert bool(told(SUMMED.format(shown=shown))) is expected

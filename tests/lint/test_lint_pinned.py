@@ -164,3 +164,25 @@ def test_a_loader_that_another_file_of_the_project_passes_on(tmp_path, brought, 
         "import torch\nfrom images import DataLoader\n\nDataLoader(torch.ones(3).cuda())\n"
     )
     assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS022", ""))) is told
+
+
+SEARCH = """
+import torch
+from torch.utils.data import DataLoader
+
+def search(model, optimizer, criterion, data, valid_data):
+    loader = DataLoader(data, num_workers=2, pin_memory=True)
+    valid_queue = DataLoader(valid_data, num_workers=2, pin_memory=True)
+    valid_iter = iter(valid_queue)
+    for x, y in loader:
+        {inner}
+        criterion(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)).backward()
+        optimizer.step()
+    {after}
+"""
+MOVE = "a, b = next(valid_iter); model(a.cuda(), b.cuda())"
+
+
+@pytest.mark.parametrize(("inner", "after", "number"), [(MOVE, "pass", 1), ("pass", MOVE, 0)])
+def test_held_out_batches_that_a_loop_trains_with(inner, after, number):
+    assert len(check_text(SEARCH.format(inner=inner, after=after), configure({}, "LS022", ""))) == number

@@ -16,6 +16,8 @@ __all__ = ["LOSS", "READS", "SYNCS", "bare", "gives_number", "key", "loss_names"
 SYNCS = {"item", "cpu", "tolist"}
 # They make a number or a text of what they are given.
 READS = {"float", "bool", "int", "str", "repr", "format"}
+# What stands before a loss: a number.
+FACTOR = Words(r"loss_?(scale|weight|coef|ratio|factor|lambda)", re.IGNORECASE)
 # They give a number of Python's.
 NUMBERS = {"min", "max", "len", "int", "round", "get", "time", "schedule", "beta", "weight"}
 # What gives a tensor of the device again.
@@ -41,7 +43,7 @@ def called_losses(calls: Calls, training: Training) -> set[str]:
     values: dict[str, list[ast.expr]] = {}
     for name, binds in training.scope.binds.items():
         inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
-        if "loss" in name.lower() and inner:
+        if "loss" in name.lower() and inner and not FACTOR.search(name):
             values[name] = inner
     scope = training.scope
     numbers = {name for name, inner in values.items() if any(read(v) or gives_number(calls, v, scope) for v in inner)}

@@ -112,12 +112,14 @@ def drawn(view: View, site: Site) -> set[str]:
     scope = site.scope
     if not {"next", "__next__"} & scope.module.by_name.keys():
         return set()
+    around = loops(site.stmt, site.module)
+    trains = any(training.loop in around for training in view.trainings.of(site.module))
     own = {
         key
         for key, binds in scope.binds.items()
         for bind in binds
         for source in (asked(bind.value),)
-        if source is not None and gives_batches(view, source, site) and not EVALUATION.search(last(source))
+        if source is not None and gives_batches(view, source, site) and (trains or not EVALUATION.search(last(source)))
     }
     own |= {
         key
@@ -353,8 +355,8 @@ def train(model, data, optimizer, criterion):
     moot=frozenset({"lockstep"}),
     note=(
         "It is told at the move, whichever file of the program makes the loader; held-out data counts only in a "
-        "loop that trains. The opinion is told at a `DataLoader(...)` without `num_workers`, or with 0, in a "
-        "program that knows of GPUs, such as `DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` "
-        "of a class that derives from DataLoader."
+        "loop that trains, and Apple's GPUs not at all, for which no memory is pinned. The opinion is told at a "
+        "`DataLoader(...)` without `num_workers`, or with 0, in a program that knows of GPUs, such as "
+        "`DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` of a class that derives from DataLoader."
     ),
 )
