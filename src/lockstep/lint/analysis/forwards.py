@@ -30,11 +30,13 @@ def is_forward(view: View, site: Site) -> bool:
         return runs_model(view, func.value, site.scope)
     if view.full(site) or view.names.definition(func, site.scope) is not None:
         return False
+    if MODELS.search(last(func)):
+        return True
     modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]
     name = dotted(func)
     if name is not None and any(dotted(s.receiver) == name for s in modules):
         return True
-    return MODELS.search(last(func)) or view.kinds.module_class(func, site.scope) is not None
+    return view.kinds.module_class(func, site.scope) is not None
 
 
 def runs_model(view: View, receiver: ast.expr, scope: Scope) -> bool:

@@ -132,6 +132,8 @@ def evaluates(view: View, site: Site) -> bool:
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and tests_by_name(view, scope, bool(nest)):
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
+    if not held_out and not scope.named("eval"):
+        return False  # the cheap question first: most calls are neither
     if not is_forward(view, site):
         inner = run_by(view, site) if nest else None
         if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
