@@ -1,11 +1,12 @@
-"""`python bench/lint/score.py FOLDER [--labels FILE] [--part PART] [--details]`: precision and recall against labels.
+"""`python bench/lint/score.py FOLDER [--labels FILE] [--part PART]... [--details]`: precision and recall of the linter.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
 A label that is arguable counts neither for nor against. FILE is labels.json, or labels2.json; scripts that are
-kept aside are scored only where --part names them. With --torchfix COMMAND, TorchFix's findings on the same
-files are counted beside. The last two rows count as a person reads it: a rule that is told once a file, with the number
-of its other lines, is one finding there, right if half of the lines are, and one label.
+kept aside are scored only where --part names them; several parts are scored together. All scripts must be there.
+With --torchfix COMMAND, TorchFix's findings on the same files are counted beside. The last two rows count as a
+person reads it: a rule that is told once a file, with the number of its other lines, is one finding there, right if
+half of the lines are, and one label.
 """
 
 import argparse
@@ -93,19 +94,25 @@ def torchfix(command, path):
 
 
 def main():
-    """Scores the files that are there and prints a table."""
+    """Scores the scripts, all of which must be there, and prints a table."""
     flags = argparse.ArgumentParser()
     flags.add_argument("folder", type=Path)
     flags.add_argument("--labels", type=Path, default=FIRST, metavar="FILE")
-    flags.add_argument("--part", help="one part of the file only")
+    flags.add_argument("--part", action="append", help="one part of the file only; may be given several times")
     flags.add_argument("--torchfix", metavar="COMMAND")
     flags.add_argument("--details", action="store_true")
     args = flags.parse_args()
     ours, theirs, read = Tally(), Tally(), Tally()
     config = configure({}, "ALL", "")
-    chosen = entries(args.labels, args.part)
-    if not chosen:
-        flags.error(f"no part {args.part!r} in {args.labels}")
+    parts = args.part or [None]
+    by_part = {part: entries(args.labels, part) for part in parts}
+    lacking = [part for part, found in by_part.items() if not found]
+    if lacking:
+        flags.error(f"no part {lacking[0]!r} in {args.labels}")
+    chosen = [entry for found in by_part.values() for entry in found]
+    absent = [path for entry in chosen if not (path := script(args.folder, entry)).is_file()]
+    if absent:  # its labels would read as missed
+        flags.error(f"{len(absent)} of {len(chosen)} scripts are not there, first {absent[0]}")
     for entry in chosen:
         path = script(args.folder, entry)
         findings = lint(path, config)

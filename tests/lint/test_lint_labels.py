@@ -170,9 +170,13 @@ def test_the_score_is_of_the_named_labels(bench, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "wrong   LS015 one/two/b.ipynb:cell 2:1" in out
     assert "missed  LS015 one/two/b.ipynb:cell 1:1" in out
-    with pytest.raises(SystemExit):
-        run(score, monkeypatch, folder.parent, "--labels", path, "--part", "nothing")
-    assert "no part 'nothing'" in capsys.readouterr().err
+    run(score, monkeypatch, folder.parent, "--labels", path, "--part", "aside", "--part", "development2")
+    assert "2 files, 3 labels" in capsys.readouterr().out
+    (folder / "b.ipynb").unlink()
+    for part, message in (("nothing", "no part 'nothing'"), ("aside", "1 of 1 scripts are not there, first ")):
+        with pytest.raises(SystemExit):
+            run(score, monkeypatch, folder.parent, "--labels", path, "--part", part)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
