@@ -7,7 +7,7 @@ from lockstep.lint.analysis.losses import SYNCS
 from lockstep.lint.analysis.nodes import constant, last
 from lockstep.lint.analysis.origins import Origins
 
-__all__ = ["made_on_host", "moves", "on_host"]
+__all__ = ["MADE", "made_on_host", "moves", "on_host"]
 
 # They make a tensor on the CPU.
 MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}

@@ -4,7 +4,7 @@ import ast
 
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.kinds import SCALER, Kinds
-from lockstep.lint.analysis.nodes import dotted, last
+from lockstep.lint.analysis.nodes import argument, dotted, last
 
 __all__ = ["Steps"]
 
@@ -41,7 +41,7 @@ class Steps:
     def stepped(self, site: Site) -> str:
         """The name of the optimizer that a step is for."""
         if self.helps(site):
-            return dotted(site.call.args[1]) or ""
+            return dotted(argument(site.call, 1, "optimizer")) or ""
         if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
             return dotted(site.call.args[0]) or ""
         return dotted(site.receiver) or ""
@@ -54,14 +54,18 @@ class Steps:
         """Whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that cannot
         be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
         """
-        if not SCALER.search(site.name) or len(site.call.args) < 2 or not isinstance(site.call.func, HELPERS):
+        if not SCALER.search(site.name) or not isinstance(site.call.func, HELPERS):
             return False
-        known = self.kinds.origins.calls.target(site.call, site.scope) is not None
-        return not known and self.kinds.is_optimizer(site.call.args[1], site.scope)
+        loss, optimizer = argument(site.call, 0, "loss"), argument(site.call, 1, "optimizer")
+        if loss is None or optimizer is None or self.kinds.origins.calls.target(site.call, site.scope) is not None:
+            return False
+        return self.kinds.is_optimizer(optimizer, site.scope)
 
     def loss_of(self, site: Site) -> ast.expr | None:
         """The loss that a backward call starts from, without a scaler's `scale(...)`."""
         receiver = site.receiver
+        if self.helps(site):
+            return argument(site.call, 0, "loss")
         if isinstance(receiver, ast.Call) and last(receiver) == "scale" and receiver.args:
             return receiver.args[0]
         if site.call.args and not isinstance(receiver, ast.Call) and "loss" not in last(receiver).lower():

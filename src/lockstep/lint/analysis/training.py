@@ -20,12 +20,12 @@ __all__ = ["Training", "Trainings", "every_so_often"]
 
 # A test that holds in every step or in none: it says nothing about how often.
 STEADY = re.compile(
-    r"cuda|gpu|amp|fp16|half|dist|ddp|train|scaler|clip|method|mode|accel|device|world|use_|isinstance|rank|warm",
+    r"cuda|gpu|amp|fp16|half|dist|ddp|train|scaler|clip|method|mode|accel|device|world|use_|isinstance|hasattr|is_tensor|sync_grad|rank|warm",
     re.IGNORECASE,
 )
 
 # Where a program keeps its options, and what is no option though it is kept there.
-OPTIONS = {"args", "opt", "cfg", "conf", "config", "hparams", "FLAGS"}
+OPTIONS = {"args", "opt", "params", "cfg", "conf", "config", "hparams", "FLAGS"}
 EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
@@ -201,6 +201,8 @@ class Trainings:
         for guard in guards(stmt, scope.module, within):
             if self.steps_when(guard.stmt, guard.when, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
+            if self.apart(guard.stmt, guard.when, scope):
+                return True
             if every_so_often(guard.test) or _evaluates(guard) or self.seldom(guard.test, scope):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
@@ -223,8 +225,7 @@ class Trainings:
         arm = branch.body if when else branch.orelse or following(branch, scope.module)
         if not arm:
             return False
-        start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
-        here = [site for site in scope.sites if start <= site.stmt.lineno <= end]
+        here = sites_in(arm, scope)
         return any(self.steps.steps_optimizer(site) and self.certain(site, arm, scope) for site in here) or any(
             self.steps.steps_optimizer(site) and not loops(site.stmt, function.module)
             for call in here
@@ -232,6 +233,14 @@ class Trainings:
             for function in self.calls.runs(call)
             for site in function.sites
         )
+
+    @kept
+    def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
+        """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`)."""
+        if not isinstance(branch, ast.If) or not branch.orelse:
+            return False
+        own, other = (branch.body, branch.orelse) if when else (branch.orelse, branch.body)
+        return self.trains(sites_in(other, scope)) and not self.trains(sites_in(own, scope))
 
     def certain(self, site: Site, arm: list[ast.stmt], scope: Scope) -> bool:
         """Whether a call is made whenever a block runs: at once, or where an option says so."""
@@ -269,6 +278,12 @@ class Trainings:
     def trains(self, sites: list[Site]) -> bool:
         """Whether a block computes gradients, itself or by what it calls."""
         return self.effects.find(sites, self.steps.backwards) is not None
+
+
+def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
+    """The calls in some statements of a function."""
+    start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
+    return [site for site in scope.sites if start <= site.stmt.lineno <= end]
 
 
 def every_so_often(test: ast.expr) -> bool:

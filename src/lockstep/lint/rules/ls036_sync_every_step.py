@@ -4,8 +4,9 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
+from lockstep.lint.analysis.devices import on_device
 from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.hosts import made_on_host, moves, on_host
+from lockstep.lint.analysis.hosts import made_on_host, on_host
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
@@ -87,7 +88,7 @@ def tests(view: View, training: Training, here: list[Site], losses: set[str], se
                 stmt, scope, within
             ):
                 seen.add(stmt.lineno)
-                text = "a test of a loss waits for the device in every step: keep tensors, and test every n-th step"
+                text = "a test of a tensor waits for the device in every step: keep tensors, and test every n-th step"
                 yield Found(stmt, text)
 
 
@@ -95,8 +96,12 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
     """Whether a part of a test needs a loss's number."""
     if isinstance(node, ast.Compare):
         plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
+        if plain and on_device(view, node, scope):
+            return True
         values = [node.left, *node.comparators] if plain else []
     elif isinstance(node, ast.Call) and last(node) in ("any", "all") and isinstance(node.func, ast.Attribute):
+        if on_device(view, node, scope):
+            return True
         asks = node.func.value  # `assert not torch.isnan(flow).any()`
         if not isinstance(asks, ast.Call) or view.names.qualify(asks.func, scope) not in TORCHS:
             return False
@@ -154,6 +159,9 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
         return f".{site.name}()" if is_tensor(view, site) else ""
     if site.name == "to" and site.receiver is not None and constant(argument(site.call, 0, "device")) == "cpu":
         return '.to("cpu")' if is_tensor(view, site) else ""
+    if site.name in ("any", "all") and isinstance(site.call.func, ast.Attribute):
+        asks = any(isinstance(node, ast.IfExp) and node.test is site.call for node in walk(site.stmt))
+        return f".{site.name}()" if asks and on_device(view, site.call, site.scope) else ""
     plain = site.name in (*READS, "print") and isinstance(site.call.func, ast.Name)
     plain = plain or (site.name == "format" and isinstance(constant(site.receiver), str))
     tracks = site.name in TRACKS and last(site.receiver) in TRACKERS
@@ -161,10 +169,16 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
             shown = [node for node in bare(value) if on_losses(view, node, site.scope, losses)]
             whole = isinstance(value, ast.Name) and f"{value.id}{{}}" in losses
-            whole = whole or (plain and computed(view, value, site))
-            if shown or whole or (plain and any(on_device(view, node, site) for node in bare(value))):
+            if shown or whole or (plain and any(on_device(view, node, site.scope) for node in said(value))):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
+
+
+def said(value: ast.expr) -> Iterator[ast.expr]:
+    """What a call that makes a number or a text is given: the value, or what the text is made of."""
+    yield value
+    if isinstance(value, ast.BinOp | ast.JoinedStr):
+        yield from (node for node in bare(value) if isinstance(node, ast.Name))
 
 
 def passed_on(view: View, site: Site, losses: set[str], beyond: set[Scope]) -> str:
@@ -203,37 +217,6 @@ def reads_given(view: View, site: Site) -> bool:
         if bind.how == "for" and bind.value is not None:
             root = base(bind.value)
     return isinstance(root, ast.Name) and root.id in given and root.id != "self"
-
-
-def on_device(view: View, node: ast.AST, site: Site) -> bool:
-    """Whether a name is a tensor that the same loop has moved to the device (`x = x.cuda()`)."""
-    nest = loops(site.stmt, site.module)
-    if not isinstance(node, ast.Name) or not nest:
-        return False
-    binds = [b for b, _ in view.origins.binds(node.id, site.scope, site.line) if inside(b.stmt, nest[0], site.module)]
-    return bool(binds) and all(
-        isinstance(b.value, ast.Call) and moves(b.value) and not b.path and b.how == "assign" for b in binds
-    )
-
-
-def computed(view: View, value: ast.expr, site: Site) -> bool:
-    """Whether a value is summed up from what the loop's model gave (`float((outputs.argmax(1) == y).sum())`)."""
-    if (
-        not isinstance(value, ast.Call)
-        or last(value) not in ("sum", "mean")
-        or not isinstance(value.func, ast.Attribute)
-    ):
-        return False
-    if any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(value)):
-        return False
-    nest = loops(site.stmt, site.module)
-    names = [node for node in walk(value.func.value) if isinstance(node, ast.Name)]
-    return any(
-        isinstance(bind.value, ast.Call) and not bind.path and view.kinds.is_model(bind.value.func, site.scope)
-        for node in names
-        for bind, home in view.origins.binds(node.id, site.scope, site.line)
-        if nest and home is site.scope and inside(bind.stmt, nest[0], site.module)
-    )
 
 
 def is_tensor(view: View, site: Site) -> bool:
@@ -375,6 +358,7 @@ def train(model, loader, optimizer, criterion):
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
         "n-th step does not (a test of an option comes out alike in all), nor does an evaluation. The function of an "
         "ignite `Engine` that trains is such a loop, and so is a method that makes one step and that nothing in sight "
-        "calls."
+        "calls. A function that the step calls is told where it reads, in its own file "
+        '(`return loss, {"bce": float(bce.detach())}`), and also where it is handed a loss, if that is another file.'
     ),
 )

@@ -1,0 +1,140 @@
+"""Which values are on the device: what a model gives, what was moved there, and what is computed of these."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.hosts import MADE, moves
+from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.losses import READS, SYNCS
+from lockstep.lint.analysis.nodes import base, constant, dotted, keyword, last
+from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.training import LOSSES
+from lockstep.lint.analysis.view import View
+
+__all__ = ["on_device"]
+
+# What a tensor says of itself without asking the device.
+ABOUT = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "grad_fn", "size", "dim", "numel", "stride"}
+ABOUT |= {"element_size", "is_contiguous", "type", "keys", "nelement", "is_floating_point"}
+# They give the norm of the gradients, which is where these are.
+NORMS = {"clip_grad_norm_", "get_total_norm"}
+# What gives a model, or the parts of one.
+MAKES = re.compile(r"^(import|build|create|get|make|load|init|setup|prepare|wrap|unwrap|save|freeze|update|count)")
+# How many names a value is followed back over.
+MAX_NAMES = 6
+MAX_CALLERS = 4
+
+
+@kept
+def on_device(view: View, value: ast.expr, scope: Scope, names: int = MAX_NAMES) -> bool:
+    """Whether a value is certainly a tensor, or several, on the device."""
+    if isinstance(value, ast.Call):
+        return given_by(view, value, scope, names)
+    if isinstance(value, ast.Name):
+        return bound(view, value.id, value.lineno, scope, names)
+    if isinstance(value, ast.Attribute):
+        key = dotted(value) or ""
+        if key.startswith("self.") and key.count(".") == 1:
+            return bound(view, key, value.lineno, scope, names)
+        return value.attr not in ABOUT and on_device(view, value.value, scope, names)
+    if isinstance(value, ast.DictComp):
+        return on_device(view, value.value, scope, names)
+    if isinstance(value, ast.ListComp | ast.GeneratorExp):
+        return on_device(view, value.elt, scope, names)
+    return any(on_device(view, part, scope, names) for part in parts(value))
+
+
+def parts(value: ast.expr) -> Iterator[ast.expr]:
+    """What a sum, a comparison or a list is made of: it is on the device if one of them is."""
+    if isinstance(value, ast.Subscript | ast.Starred):
+        yield value.value
+    elif isinstance(value, ast.BinOp):
+        yield from (value.left, value.right)
+    elif isinstance(value, ast.UnaryOp) and not isinstance(value.op, ast.Not):
+        yield value.operand
+    elif isinstance(value, ast.Compare):
+        asks = isinstance(value.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn)
+        yield from () if asks else (value.left, *value.comparators)
+    elif isinstance(value, ast.Tuple | ast.List):
+        yield from value.elts
+
+
+def given_by(view: View, call: ast.Call, scope: Scope, names: int) -> bool:
+    """Whether a call gives a tensor on the device."""
+    name, full = last(call), view.names.qualify(call.func, scope)
+    if name in SYNCS or name in ABOUT or name in READS - {"float", "int"} or name in ("len", "numpy"):
+        return False
+    if name in NORMS:
+        return True
+    if full.startswith("torch."):
+        device = keyword(call, "device")
+        if device is not None:
+            return not view.is_cpu(device, scope)
+        return full not in MADE and any(on_device(view, arg, scope, names) for arg in call.args)
+    if not isinstance(call.func, ast.Attribute):
+        return made(view, call, scope, (), names)
+    if moves(call) and (name == "cuda" or "dtype" not in ast.unparse(call)):
+        place = call.args[0] if call.args else None
+        return moves_data(view, call.func.value, scope) and not view.is_cpu(place, scope)
+    return made(view, call, scope, (), names) or on_device(view, call.func.value, scope, names)
+
+
+def moves_data(view: View, moved: ast.expr, scope: Scope) -> bool:
+    """Whether what is moved is data, and not a model or a loss that was made (`Net().cuda()`)."""
+    root = base(moved)
+    if not isinstance(root, ast.Name) or last(moved)[:1].isupper() or view.kinds.is_model(moved, scope):
+        return False
+    known = root.id in scope.params or bool(view.origins.binds(root.id, scope, moved.lineno))
+    return known or view.names.qualify(root, scope) == "torch" or moved is root
+
+
+def made(view: View, call: ast.Call, scope: Scope, path: tuple[int, ...], names: int) -> bool:
+    """Whether a model or a loss gives a value, or all that a function of the project returns at its place is on the
+    device.
+    """
+    function, name = view.calls.target(call, scope), last(call)
+    if function is None or function.name == "__call__":
+        runs = bool(call.args or call.keywords) and not name[:1].isupper() and not MAKES.search(name)
+        if runs and LOSSES.search(name):
+            return any(on_device(view, arg, scope, names) for arg in call.args)
+        return runs and view.kinds.is_model(call.func, scope)
+    if function.kind != "function" or function.name == "__init__":
+        return False
+    given = [value for each in function.returns() for value in element_of(each, path)] if names else []
+    return bool(given) and all(on_device(view, value, function, names - 1) for value in given)
+
+
+def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
+    """Whether all that a name may stand for is on the device."""
+    if not names:
+        return False
+    binds = view.origins.binds(key, scope, line)
+    if binds:
+        return all(holds(view, bind, home, names - 1) for bind, home in binds)
+    if scope.kind != "function" or key not in scope.params or key in ("self", "cls"):
+        return False
+    values = [(passed(caller, scope, key), caller.scope) for caller in view.calls.callers(scope)[:MAX_CALLERS]]
+    return any(value is not None and on_device(view, value, home, names - 1) for value, home in values)
+
+
+def holds(view: View, bind: Bind, scope: Scope, names: int) -> bool:
+    """Whether what a name is bound to is on the device."""
+    value, path = bind.value, bind.path
+    if value is None or bind.how not in ("assign", "for"):
+        return False
+    if bind.how == "for":
+        if isinstance(value, ast.Call) and last(value) in ("items", "values") and isinstance(value.func, ast.Attribute):
+            return path != (0,) and on_device(view, value.func.value, scope, names)
+        rows = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+        if rows:
+            return any(on_device(view, each, scope, names) for row in rows for each in element_of(row, path))
+        return isinstance(value, ast.Name) and on_device(view, value, scope, names)
+    if isinstance(value, ast.Call) and path:
+        known = view.calls.target(value, scope) is not None
+        return made(view, value, scope, path, names) if known else on_device(view, value, scope, names)
+    if isinstance(value, ast.Tuple | ast.List) and path:
+        return any(on_device(view, each, scope, names) for each in element_of(value, path))
+    return constant(value) is None and on_device(view, value, scope, names)
