@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards, inside, loops
+from lockstep.lint.analysis.drawn import drawn_before
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.nodes import Words, last, strings
@@ -14,10 +15,10 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-SEED = Words(r"seed|manual_seed|fix_random|deterministic|reproducib", re.IGNORECASE)
+SEED = Words(r"seed|manual_seed|fix_random|determinis[mt]|reproducib", re.IGNORECASE)
 # What says how a model is made is none.
 SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
-BUILDS = Words(r"^(get|build|make|create|init|setup)_")
+BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
 # They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
 KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
 ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
@@ -41,13 +42,25 @@ def check(view: View) -> Iterator[Found]:
         view.module.path.rpartition("/")[2].partition(".")[0]
     ):
         return  # says by its name that it evaluates or tests what others train
-    if not (trains(view) if runs else own) or seeds(view, alone=view.module.is_script):
+    if not (trains(view) if runs else own):
+        yield from before_trainer(view)
+        return
+    if seeds(view, alone=view.module.is_script):
         return
     if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
         return  # told where the program that runs it makes a model
     site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
+
+
+def before_trainer(view: View) -> Iterator[Found]:
+    """The first weights that are drawn before a Trainer, which seeds when it is made."""
+    alone = view.module.is_script
+    site = next(drawn_before(view, alone), None)
+    if site is not None and not seeds(view, alone):
+        message = "weights are drawn before a Trainer is made, which seeds only then: call set_seed(seed) first"
+        yield at(site, message, opinion=True)
 
 
 def trains(view: View) -> bool:
@@ -302,6 +315,9 @@ if __name__ == "__main__":
         "another file starts it. A data set that seeds for its own order does not count, nor does a helper "
         "that nothing calls, what an imported file seeds only where it is run by itself, "
         "a seed that comes after the model, or one of numpy's or Python's random "
-        "numbers alone, which make no weights."
+        "numbers alone, which make no weights. The Trainers of transformers and trl seed when they are made: it is "
+        "told where weights are drawn before that, by get_peft_model, by a "
+        "model of the project's own or of a configuration, or by a new head for classes. A model whose weights are "
+        "all loaded, peft_config= and model_init= are silent."
     ),
 )
