@@ -58,6 +58,27 @@ def train(model, loader, optimizer, every):
         count += 1
         {line}
 """
+BESIDE = """
+def train(model, loader, optimizer, scaler, args):
+    for i, x in enumerate(loader):
+        {head}
+        if args.amp:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        elif args.steps > 1:
+            loss = model(x){divided}
+            if {test}:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                loss.backward()
+        else:
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
 SPARED = """
 def train(model, loader, optimizer, every):
     for i, x in enumerate(loader):
@@ -109,7 +130,9 @@ LONG = {
     "test": "step % every == 0",
     "grads": "pass",
 }
+ACCUMULATED = {"head": "pass", "divided": " / args.steps", "test": "(i + 1) % args.steps == 0"}
 RIGHT_END = "(i + 1) % args.steps == 0 or i + 1 == len(loader)"
+WHOLE = {"divided": "", "test": RIGHT_END}
 WITHOUT = "with model.no_sync():\n                model(x).backward()"
 # A name: the rule, the script, and whether it is told.
 FORMS = {
@@ -127,7 +150,14 @@ FORMS = {
         HANDED.format(line="now = True if count % every == 0 else False\n        update(model(x), optimizer, now=now)"),
         True,
     ),
-    "handed, undivided": ("LS012", HANDED.format(line="update(model(x), optimizer, count % every == 0)"), False),
+    "handed, undivided": ("LS012", HANDED.format(line="update(model(x), optimizer, count % every == 0)"), True),
+    "handed, divided": ("LS012", HANDED.format(line="update(model(x) / every, optimizer, count % every == 0)"), False),
+    "handed by somebody out of sight": (
+        "LS012",
+        "def update(loss, optimizer, every):\n    for i in range(9):\n        loss.backward()\n"
+        "        if i % every == every - 1:\n            optimizer.step()\n    optimizer.step()\n",
+        False,
+    ),
     "handed always": ("LS009", HANDED.format(line="update(model(x), optimizer, True)"), False),
     "spared, undivided": ("LS012", SPARED.format(first=WITHOUT, divided=""), True),
     "spared, divided": (
@@ -138,6 +168,16 @@ FORMS = {
     "two models in turns": (
         "LS012",
         SPARED.format(first="model.a(x).backward()\n            optimizer.step()", divided=""),
+        False,
+    ),
+    "beside a step in every turn, leftovers": ("LS012", BESIDE.format(**ACCUMULATED), True),
+    "beside a step in every turn, all right": ("LS012", BESIDE.format(**ACCUMULATED | {"test": RIGHT_END}), False),
+    "beside a step in every turn, undivided": ("LS012", BESIDE.format(**ACCUMULATED | WHOLE), True),
+    "cleared in every turn": ("LS021", BESIDE.format(**ACCUMULATED | {"head": "optimizer.zero_grad()"}), True),
+    "cleared after each step": ("LS021", BESIDE.format(**ACCUMULATED), False),
+    "cleared before steps in every turn": (
+        "LS021",
+        BESIDE.format(**ACCUMULATED | {"head": "optimizer.zero_grad()", "test": "args.amp"}),
         False,
     ),
     "an engine, undivided": ("LS012", ENGINE.format(divided="", guard="if engine.state.iteration % every == 0:"), True),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import Guard, above, apart, guards
+from lockstep.lint.analysis.context import Guard, above, apart, guards, parted
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
@@ -73,7 +73,8 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
         rare = [g for g in guards(backward.stmt, scope.module, within) if periodic(view, g, scope)]
         if any(not divides(view, g, sites) for g in rare):
             continue
-        steps = [s for s in (sites if rare else same) if steps_by(view, s)]
+        outside = [s for s in sites if not parted(s, rare[-1].stmt)] if rare else same
+        steps = [s for s in outside if steps_by(view, s)]
         tests = [
             next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None)
             or (told_when(s) if view.steps.helps(s) else None)

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import walk
 
-__all__ = ["Guard", "Loop", "above", "apart", "choices", "following", "guards", "inside", "loops", "withs"]
+__all__ = ["Guard", "Loop", "above", "apart", "choices", "following", "guards", "inside", "loops", "parted", "withs"]
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -49,7 +49,12 @@ def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
 
 def apart(site: Site, other: Site) -> bool:
     """Whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
-    arms = dict(above(other.stmt, other.module))
+    return parted(site, other.stmt)
+
+
+def parted(site: Site, stmt: ast.stmt) -> bool:
+    """Whether a call and a statement of its scope stand in two arms of one `if`."""
+    arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
     return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
 

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, targets, walk
 from lockstep.lint.analysis.view import View
@@ -46,36 +47,53 @@ def undivided(view: View, found: Accumulation) -> bool:
         s.name in SCALES and "grad" in idents(s.call.func) for s in view.trainings.body(found.training.loop, site.scope)
     ):
         return False  # the gradients themselves are divided
-    seen: set[str] = set()
-    queue: list[ast.expr] = [loss] if loss is not None else []
+    seen: set[tuple[Scope, str]] = set()
+    queue: list[tuple[ast.expr, Scope]] = [(loss, site.scope)] if loss is not None else []
     while queue:
-        value = queue.pop()
-        if scales(value) or sums(view, value, site.scope) or hidden(view, value, site.scope):
+        value, scope = queue.pop()
+        if scales(value) or sums(view, value, scope) or hidden(view, value, scope):
             return False
-        if isinstance(value, ast.BinOp):
-            queue += [value.left, value.right]
-        elif (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and last(value.func.value) != "self"
-            and view.calls.target(value, site.scope) is None  # an object of the project is no part of the loss
-        ):
-            queue.append(value.func.value)  # loss.mean()
+        queue += parts(view, value, scope)
         key = dotted(value)
-        if key is None or key in seen:
+        if key is None or (scope, key) in seen:
             continue
-        seen.add(key)
-        binds = site.scope.binds.get(key, [])
-        if not binds and key in site.scope.params:
+        seen.add((scope, key))
+        before = given(view, key, scope)
+        if before is None:
             return False
-        for bind in binds:
-            if isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Div | ast.Mult):
-                return False
-            if bind.value is not None and bind.how in ("assign", "aug"):
-                queue.append(bind.value)
-            elif isinstance(bind.value, ast.Call) and bind.how == "with":
-                queue += bind.value.args[:1]  # with amp.scale_loss(loss, optimizer) as scaled
+        queue += before
     return loss is not None
+
+
+def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """The terms of a sum, and what a method reduces (`loss.mean()`)."""
+    if isinstance(value, ast.BinOp):
+        yield from ((value.left, scope), (value.right, scope))
+    elif (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and last(value.func.value) != "self"
+        and view.calls.target(value, scope) is None  # an object of the project is no part of the loss
+    ):
+        yield value.func.value, scope
+
+
+def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
+    """What a loss is made of, here or by all callers; None where that cannot be seen or it is divided on the way."""
+    binds = scope.binds.get(key, [])
+    if not binds and key in scope.params:
+        callers = view.calls.callers(scope)
+        values = [(value, call.scope) for call in callers if (value := passed(call, scope, key)) is not None]
+        return values if callers and len(values) == len(callers) else None
+    found: list[tuple[ast.expr, Scope]] = []
+    for bind in binds:
+        if isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Div | ast.Mult):
+            return None
+        if bind.value is not None and bind.how in ("assign", "aug"):
+            found.append((bind.value, scope))
+        elif isinstance(bind.value, ast.Call) and bind.how == "with":
+            found += [(value, scope) for value in bind.value.args[:1]]  # with amp.scale_loss(loss, optimizer) as scaled
+    return found
 
 
 def scales(node: ast.AST) -> bool:
