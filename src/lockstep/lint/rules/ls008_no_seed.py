@@ -311,8 +311,8 @@ if __name__ == "__main__":
     default=False,
     moot=frozenset({"lockstep"}),
     note=(
-        "It is told where a script makes its model, and in a file that holds a training loop of its own even if "
-        "another file starts it. A data set that seeds for its own order does not count, nor does a helper "
+        "It is told at the line where a script first makes a model, and in a file that holds a training loop of its "
+        "own even if another file starts it. A data set that seeds for its own order does not count, nor does a helper "
         "that nothing calls, what an imported file seeds only where it is run by itself, "
         "a seed that comes after the model, or one of numpy's or Python's random "
         "numbers alone, which make no weights. The Trainers of transformers and trl seed when they are made: it is "

@@ -360,4 +360,8 @@ if __name__ == "__main__":
     fix="unsafe",
     remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
+    note=(
+        "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
+        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode."
+    ),
 )

@@ -194,4 +194,5 @@ def train(model, loader, optimizer, criterion):
     fix="unsafe",
     remedy="Call optimizer.zero_grad() once a step, before backward or after step",
     moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl", "fastai"}),
+    note="Gradients that are never cleared are told at the optimizer's step, those cleared too early at `zero_grad`.",
 )

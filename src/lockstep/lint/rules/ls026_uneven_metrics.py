@@ -310,6 +310,7 @@ def main(model, val_data, device):
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
     note=(
         "Data that the script divides itself counts like a DistributedSampler's (`data[rank::world_size]`, "
-        "`indices.split(n)[rank]`, `data.shard(...)`)."
+        "`indices.split(n)[rank]`, `data.shard(...)`). It is told at the call that averages over the ranks, or at the "
+        "loop over the data where nothing is exchanged."
     ),
 )

@@ -37,6 +37,7 @@ def check(view: View) -> Iterator[Found]:
     yield from sharded(view)
     yield from launchers(view)
     yield from packages(view)
+    yield from spelled_out(view)
 
 
 def handled(view: View, site: Site) -> bool:
@@ -97,14 +98,17 @@ def packages(view: View) -> Iterator[Found]:
                     yield Found(stmt, "FairScale is no longer developed: its sharding is in torch.distributed.fsdp")
                 elif name.startswith(OLD_APEX):
                     yield Found(stmt, APEX)
-    if "apex" in view.module.text and any(
-        name == "apex" for scope in view.scopes for stmt in scope.stmts for name in imported(stmt)
-    ):
-        uses = [site for site in view.sites() if view.full(site).startswith(OLD_APEX)]
-        uses = [site for site in uses if (dotted(site.call.func) or "").startswith("apex.")]
-        yield from (
-            at(site, APEX) for site in sorted(uses, key=lambda site: (site.name != "initialize", site.line))[:1]
-        )
+
+
+def spelled_out(view: View) -> Iterator[Found]:
+    """Calls that reach apex's amp or parallel by a full name (`apex.amp.scale_loss(...)`), where no import names it."""
+    if "apex." not in view.module.text:
+        return
+    named = {name for scope in view.scopes for stmt in scope.stmts for name in imported(stmt)}
+    parts = tuple(f"{part}." for part in OLD_APEX if "apex" in named and not any(n.startswith(part) for n in named))
+    for site in view.sites() if parts else ():
+        if f"{dotted(site.call.func)}.".startswith(parts):
+            yield at(site, APEX)
 
 
 def imported(stmt: ast.stmt) -> Iterator[str]:
@@ -178,6 +182,9 @@ def main():
     remedy="Use torchrun, fully_shard, sdpa_kernel, torch.amp",
     note=(
         "The flag `--local_rank` is told even if the script also reads the variable, unless the variable is the flag's "
-        "default or another launcher passes the flag (DeepSpeed, or the script itself with `mp.spawn`)."
+        "default or another launcher passes the flag (DeepSpeed, or the script itself with `mp.spawn`). A package is "
+        "told at the import of its old part (`from apex import amp`) and not again where that is used; only where a "
+        "plain `import apex` names no part, each call of `apex.amp...` or `apex.parallel...` is told. FSDP1 is told "
+        "where it wraps."
     ),
 )

@@ -238,4 +238,5 @@ def attend(q, k, v, padding, start):
     check=check,
     fix="unsafe",
     remedy="Use torch.nn.functional.scaled_dot_product_attention",
+    note="It is told at the first such softmax of a function, or at the attention's call that is given the mask.",
 )
