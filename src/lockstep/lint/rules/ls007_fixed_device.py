@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
-from lockstep.lint.analysis.origins import Origin
+from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
+from lockstep.lint.analysis.placing import after_cuda, is_global, numbered, plain, same_for_all
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -16,9 +16,10 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-# The rank among all processes, as launchers call it.
-RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
+
+# What makes a device, takes it, or moves something there.
+NAMES = {"device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"}
 
 # A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
 PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
@@ -30,16 +31,20 @@ def check(view: View) -> Iterator[Found]:
     """Looks at every place that names a device, in the code that all ranks run."""
     if not view.distributed or any(map(picks, view.project.family(view.module))):
         return
-    chosen, told = view.effects.mentioned(view.module, *SETTERS) or view.hidden(STARTERS), False
-    for site in view.sites(
-        "device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"
-    ):
+    chosen = view.effects.mentioned(view.module, *SETTERS) or view.hidden(STARTERS)
+    done: set[ast.AST] = set()
+    asked = "cuda:" in view.module.text
+    for site in view.sites():
+        if site.name not in NAMES and not (asked and keyword(site.call, "device")):
+            continue
         message = fixed(view, site) or ("" if chosen else bare(view, site))
         if message and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site)):
-            told = True
-            yield at(site, message)
-    if not chosen and not told and view.gpu:
-        yield from batches(view)
+            place = made_at(view, site)
+            if place not in done:
+                yield Found(place, message)
+            done |= {place, site.scope.node}
+    if not chosen and view.gpu:
+        yield from batches(view, done)
     if view.ranks.programs.spawned(view.module) is None and not view.cpu_only:
         yield from by_global_rank(view)
     if (
@@ -80,18 +85,44 @@ def handed_to_all(view: View, site: Site) -> bool:
     return False
 
 
-def batches(view: View) -> Iterator[Found]:
-    """A tensor that goes to "cuda" without a number, where neither the model nor anything else says which: the first
-    of each function.
+def made_at(view: View, site: Site) -> ast.AST:
+    """Where the device of a move is made that is the same on every rank, if the file shows it; else the move."""
+    given = site.call.args[0] if site.name == "to" and site.call.args else None
+    if isinstance(given, ast.Name | ast.Attribute):
+        wanted = "cuda" if plain(view, given, site.scope) else same_for_all(view, given, site.scope)
+        for origin in view.origins.of(given, site.scope) if wanted else ():
+            if origin.scope.module is view.module and wanted in strings(origin.node):
+                return origin.node
+    return site.call
+
+
+def batches(view: View, done: set[ast.AST]) -> Iterator[Found]:
+    """A tensor that goes to "cuda" without a number in every step, where nothing says which: the first of each function
+    of which nothing is told, and each device that is made so.
     """
-    done: set[Scope] = set()
-    for site in view.sites("cuda"):
-        plain_move = not site.call.args and not site.call.keywords and site.receiver is not None
-        if not plain_move or site.scope in done or view.full(site) or site.scope.name == "forward":
+    steps = {site for training in view.training for site in view.trainings.each_step(training)}
+    for site in view.sites("cuda", "to"):
+        if not goes_to_plain(view, site) or view.full(site) or site.scope.name == "forward":
             continue
-        if loops(site.stmt, view.module) and view.ranks.every(site.stmt, site.scope) and not view.on_cpu(site):
-            done.add(site.scope)
-            yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+        often = site in steps or bool(loops(site.stmt, view.module))
+        if often and view.ranks.every(site.stmt, site.scope) and not view.on_cpu(site):
+            place = made_at(view, site)
+            told = site.scope.node if place is site.call else place
+            if told not in done:
+                yield Found(place, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+            done.add(told)
+
+
+def goes_to_plain(view: View, site: Site) -> bool:
+    """Whether a call moves something to "cuda" without a number, to a device that this file makes if it has a name."""
+    if site.receiver is None:
+        return False
+    if site.name == "cuda":
+        return not site.call.args and not site.call.keywords
+    given = site.call.args[0] if site.call.args else None
+    if isinstance(given, ast.Name | ast.Attribute):
+        return plain(view, given, site.scope) and made_at(view, site) is not site.call
+    return constant(given) == "cuda"
 
 
 def by_global_rank(view: View) -> Iterator[Found]:
@@ -103,10 +134,16 @@ def by_global_rank(view: View) -> Iterator[Found]:
         number = index_of(view, site)
         if number is not None and is_global(view, number, site.scope):
             done.add(site.scope)
-            yield at(
-                site,
+            yield Found(
+                renamed(number, site) or site.call,
                 "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK",
             )
+
+
+def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
+    """Where a function gives another name to the number of its device (`device = rank`)."""
+    binds = site.scope.binds.get(node.id, []) if isinstance(node, ast.Name) else []
+    return binds[0].stmt if len(binds) == 1 and isinstance(binds[0].value, ast.Name) else None
 
 
 def index_of(view: View, site: Site) -> ast.expr | None:
@@ -119,55 +156,13 @@ def index_of(view: View, site: Site) -> ast.expr | None:
         return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
     if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
         return site.call.args[1]
-    numbered = after_cuda(first)
-    if numbered is not None:
-        return numbered
+    number = after_cuda(first)
+    if number is not None:
+        return number
     if site.name in ("set_device", "set_device_index"):
         return first if view.full(site).startswith("torch.cuda") else None
-    moves = site.name in ("to", "cuda") and view.kinds.is_model(site.receiver, site.scope)
+    moves = site.name in ("to", "cuda") and site.receiver is not None
     return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
-
-
-def after_cuda(node: ast.expr | None) -> ast.expr | None:
-    """What is put behind "cuda:", in any of the ways to write a string."""
-    if isinstance(node, ast.JoinedStr) and len(node.values) == 2 and isinstance(node.values[1], ast.FormattedValue):
-        return node.values[1].value if constant(node.values[0]) == "cuda:" else None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and constant(node.left) in ("cuda:%d", "cuda:%s"):
-        return node.right
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and constant(node.left) == "cuda:":
-        return node.right.args[0] if isinstance(node.right, ast.Call) and node.right.args else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        wanted = constant(node.func.value) in ("cuda:{}", "cuda:{:d}", "cuda:{0}")
-        return node.args[0] if wanted and len(node.args) == 1 else None
-    return None
-
-
-def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether a number certainly is the rank among all processes."""
-    found = [origin for origin in view.origins.of(node, scope) if not of_one_process(view, origin)]
-    return bool(found) and all(global_rank(view, origin) for origin in found)
-
-
-def of_one_process(view: View, origin: Origin) -> bool:
-    """Whether a value is what a call from a single process passes: 0, or a device."""
-    call = origin.call
-    made = call is not None and view.names.qualify(call.func, origin.scope) == "torch.device"
-    return made or constant(origin.node) in (0, "cuda", "cuda:0", "cpu")
-
-
-def global_rank(view: View, origin: Origin) -> bool:
-    """Whether a value is the rank among all processes, or that plus or minus a number."""
-    if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
-        return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope)
-    if isinstance(origin.node, ast.Subscript):
-        return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
-    if origin.call is None:
-        return False
-    asked = view.names.qualify(origin.call.func, origin.scope) or dotted(origin.call.func)
-    if asked in ("torch.distributed.get_rank", "dist.get_rank"):
-        return not origin.call.args and not origin.call.keywords
-    reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
-    return bool(reads) and bool(RANKS & set(strings(origin.node)))
 
 
 def fixed(view: View, site: Site) -> str:
@@ -176,8 +171,7 @@ def fixed(view: View, site: Site) -> str:
     if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
         first = first.body
     text = constant(first)
-    named = isinstance(text, str) and text.startswith("cuda:") and text[5:].isdigit()
-    if site.name in ("device", "to") and named and not chosen_by_test(site.stmt, first):
+    if site.name in ("device", "to") and numbered(text) and not chosen_by_test(site.stmt, first):
         return f"every rank uses '{text}': use the local rank, f\"cuda:{{local_rank}}\""
     if (
         site.name in ("set_device", "set_device_index")
@@ -185,11 +179,17 @@ def fixed(view: View, site: Site) -> str:
         and "cuda" in ast.unparse(site.call.func)
     ):
         return f"every rank uses GPU {text}: pass the local rank"
+    if site.name == "to" and isinstance(first, ast.Name | ast.Attribute):
+        text = same_for_all(view, first, site.scope) if view.kinds.is_model(site.receiver, site.scope) else ""
+        return f"every rank uses '{text}': use the local rank, f\"cuda:{{local_rank}}\"" if text else ""
     if site.name == "cuda" and isinstance(text, int) and view.kinds.is_model(site.receiver, site.scope):
         return f"every rank uses GPU {text}: pass the local rank"
     where = constant(keyword(site.call, "map_location"))
     if site.name == "load" and isinstance(where, str) and where.startswith("cuda:"):
         return f"every rank loads onto '{where}': load onto 'cpu' or the rank's own device"
+    given = keyword(site.call, "device")
+    if numbered(constant(given)) and not chosen_by_test(site.stmt, given):
+        return f"every rank uses '{constant(given)}': use the local rank, f\"cuda:{{local_rank}}\""
     ids = keyword(site.call, "device_ids")
     if isinstance(ids, ast.List) and len(ids.elts) == 1 and isinstance(constant(ids.elts[0]), int):
         return f"every rank uses GPU {constant(ids.elts[0])}: pass device_ids=[local_rank]"
@@ -212,18 +212,6 @@ def bare(view: View, site: Site) -> str:
         moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
         moved = moved and view.kinds.is_model(site.receiver, site.scope)
     return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
-
-
-def plain(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether a device certainly is "cuda" without a number, or the CPU where there is no GPU."""
-    names = set()
-    for origin in view.origins.of(node, scope):
-        value: ast.expr | None = origin.node
-        if origin.call is not None and view.names.qualify(origin.call.func, origin.scope) == "torch.device":
-            value = origin.call.args[0] if len(origin.call.args) == 1 else None
-        arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        names |= {constant(arm) for arm in arms}
-    return "cuda" in names and names <= {"cuda", "cpu"}
 
 
 RULE = Rule(

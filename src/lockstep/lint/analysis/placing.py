@@ -1,0 +1,98 @@
+"""What names a device: a GPU with a number, "cuda" without one, the rank among all processes."""
+
+import ast
+
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings
+from lockstep.lint.analysis.origins import Origin
+from lockstep.lint.analysis.view import View
+
+__all__ = ["after_cuda", "is_global", "numbered", "plain", "same_for_all"]
+
+# The rank among all processes, as launchers call it.
+RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+
+
+def numbered(device: object) -> bool:
+    """Whether a device is a GPU with a number."""
+    return isinstance(device, str) and device.startswith("cuda:") and device[5:].isdigit()
+
+
+def plain(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a device certainly is "cuda" without a number, or the CPU where there is no GPU."""
+    names = names_of(view, node, scope)
+    return "cuda" in names and names <= {"cuda", "cpu"}
+
+
+def same_for_all(view: View, node: ast.expr, scope: Scope) -> str:
+    """The GPU that a device certainly is by a string that names its number ("cuda:0"), "" where it is none.
+
+    An option that is set somewhere (`args.device`) may have other values that are not in sight.
+    """
+    if isinstance(node, ast.Attribute) and last(node.value) != "self":
+        return ""
+    origins = view.origins.of(node, scope)
+    arms = [arm for origin in origins for arm in arms_of(origin.node)]
+    found = [arm for arm in map(constant, arms) if isinstance(arm, str) and numbered(arm)]
+    return found[0] if found and all(numbered(arm) or arm == "cpu" for arm in map(constant, arms)) else ""
+
+
+def names_of(view: View, node: ast.expr, scope: Scope) -> set[object]:
+    """What a device may be called; None stands for what is not known."""
+    names: set[object] = set()
+    for origin in view.origins.of(node, scope):
+        value: ast.expr | None = origin.node
+        if origin.call is not None and view.names.qualify(origin.call.func, origin.scope) == "torch.device":
+            value = origin.call.args[0] if len(origin.call.args) == 1 else None
+        arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        names |= {constant(arm) for arm in arms}
+    return names
+
+
+def arms_of(node: ast.expr) -> list[ast.expr]:
+    """The two values that a choice by whether there is a GPU may give, or the value itself."""
+    if isinstance(node, ast.IfExp) and any(word in ast.unparse(node.test) for word in ("is_available", "cuda")):
+        return [node.body, node.orelse]
+    return [node]
+
+
+def after_cuda(node: ast.expr | None) -> ast.expr | None:
+    """What is put behind "cuda:", in any of the ways to write a string."""
+    if isinstance(node, ast.JoinedStr) and len(node.values) == 2 and isinstance(node.values[1], ast.FormattedValue):
+        return node.values[1].value if constant(node.values[0]) == "cuda:" else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and constant(node.left) in ("cuda:%d", "cuda:%s"):
+        return node.right
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and constant(node.left) == "cuda:":
+        return node.right.args[0] if isinstance(node.right, ast.Call) and node.right.args else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        wanted = constant(node.func.value) in ("cuda:{}", "cuda:{:d}", "cuda:{0}")
+        return node.args[0] if wanted and len(node.args) == 1 else None
+    return None
+
+
+def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a number certainly is the rank among all processes."""
+    found = [origin for origin in view.origins.of(node, scope) if not of_one_process(view, origin)]
+    return bool(found) and all(global_rank(view, origin) for origin in found)
+
+
+def of_one_process(view: View, origin: Origin) -> bool:
+    """Whether a value is what a call from a single process passes: 0, or a device."""
+    call = origin.call
+    made = call is not None and view.names.qualify(call.func, origin.scope) == "torch.device"
+    return made or constant(origin.node) in (0, "cuda", "cuda:0", "cpu")
+
+
+def global_rank(view: View, origin: Origin) -> bool:
+    """Whether a value is the rank among all processes, or that plus or minus a number."""
+    if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
+        return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope)
+    if isinstance(origin.node, ast.Subscript):
+        return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
+    if origin.call is None:
+        return False
+    asked = view.names.qualify(origin.call.func, origin.scope) or dotted(origin.call.func)
+    if asked in ("torch.distributed.get_rank", "dist.get_rank"):
+        return not origin.call.args and not origin.call.keywords
+    reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
+    return bool(reads) and bool(RANKS & set(strings(origin.node)))

@@ -1,0 +1,77 @@
+"""LS007: where the device of every rank is made, helpers that move to it, arguments that name it."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from libraries import load_backbone
+
+{top}
+
+def penalty(out):
+    weights = torch.ones(3)
+    {helper}
+    return (weights * out).sum()
+
+def evaluate(model, loader, device):
+    for x in loader:
+        model({tensor})
+
+def main(model, loader):
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    {inside}
+    model = DDP({model})
+    for x in loader:
+        penalty(model(x)).backward()
+    evaluate(model, loader, {given})
+
+main(None, [])
+"""
+PLAIN = 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+
+
+def lines(top="pass", helper="pass", tensor="x", inside="pass", model="model", given="None"):
+    text = SCRIPT.format(top=top, helper=helper, tensor=tensor, inside=inside, model=model, given=given)
+    rows = text.splitlines()
+    return [rows[finding.line - 1].strip() for finding in check_text(text, configure({}, "LS007", ""))]
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        # where the device is made, once
+        ({"top": PLAIN, "model": "model.to(device)", "tensor": "x.to(device)", "given": "device"}, PLAIN),
+        ({"inside": PLAIN, "model": "model.to(device)"}, PLAIN),
+        ({"inside": PLAIN, "tensor": "x.to(device)", "given": "device"}, PLAIN),
+        ({"inside": "name = 'cuda:0'", "model": "model.to(name)"}, "name = 'cuda:0'"),
+        ({"top": "name = 'cuda:1'", "model": "model.to(name)"}, "name = 'cuda:1'"),
+        # something chooses the rank's own
+        ({"top": PLAIN, "inside": "torch.cuda.set_device(rank % 8)", "model": "model.to(device)"}, None),
+        ({"inside": "name = 'cuda:0' if dist.get_world_size() == 1 else 'cuda'", "model": "model.to(name)"}, None),
+        ({"inside": "name = 'cpu'", "model": "model.to(name)"}, None),
+        ({"inside": PLAIN, "tensor": "x.to(device)", "given": "'cpu'"}, None),
+        # a helper of the step
+        ({"helper": "weights = weights.cuda()"}, "weights = weights.cuda()"),
+        ({"helper": "weights = weights.to('cuda')"}, "weights = weights.to('cuda')"),
+        ({"helper": "weights = weights.to(out.device)"}, None),
+        # an argument of any call
+        ({"inside": "net = load_backbone('b', device='cuda:0')"}, "net = load_backbone('b', device='cuda:0')"),
+        ({"inside": "net = load_backbone('b', device='cpu')"}, None),
+        ({"inside": "if rank == 0: print(torch.zeros(2, device='cuda:0'))"}, None),
+        # the rank among all processes, under another name
+        ({"inside": "gpu = rank", "helper": "pass", "given": "gpu", "tensor": "x"}, None),
+        ({"inside": "gpu = rank; scale = torch.ones(1); scale = scale.to(gpu)"}, "gpu = rank"),
+        ({"inside": "gpu = int(os.environ['LOCAL_RANK']); scale = torch.ones(1).to(gpu)"}, None),
+    ],
+)
+def test_a_device_that_all_ranks_share(script, told):
+    found = lines(**script)
+    assert len(found) == (told is not None)
+    assert all(row.startswith(told) for row in found)
