@@ -53,6 +53,18 @@ def script(make, before="pass"):
         (script("torch.optim.AdamW([{'params': backbone, 'weight_decay': 0.0}, {'params': head}])"), False),
         (script("torch.optim.AdamW([{'params': biases, 'weight_decay': rate}, {'params': head}])", BIASES), False),
         (script("torch.optim.SGD([{'params': backbone}, {'params': head}])"), False),
+        # groups with rates of their own, for an optimizer without one
+        (script("torch.optim.SGD([{'params': model.parameters(), 'lr': 0.1, 'weight_decay': rate}], lr=0.1)"), True),
+        (script("torch.optim.SGD([{'params': [p for n, p in model.named_parameters()], 'weight_decay': rate}])"), True),
+        (script("torch.optim.SGD([{'params': backbone, 'weight_decay': rate}, {'params': head}])"), False),
+        (script("torch.optim.SGD([{'params': model.parameters(), 'weight_decay': 0.0}], lr=0.1)"), False),
+        (script("torch.optim.SGD([{'params': biases, 'weight_decay': rate}])", BIASES), False),
+        (script("torch.optim.SGD(model.parameters(), lr=0.1)"), False),
+        # rates without a name
+        (script("torch.optim.SGD(model.parameters(), 0.1, 0.9, 0, 5e-4, True)"), True),
+        (script("torch.optim.Adam(model.parameters(), rate, (0.9, 0.99), 1e-8, rate)"), True),
+        (script("torch.optim.SGD(model.parameters(), 0.1, 0.9, 0, 0, True)"), False),
+        (script("torch.optim.SGD(model.parameters(), 0.1, 0.9, 0.1)"), False),
     ],
 )
 def test_what_decays_alike(text, told):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import Words, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -13,6 +13,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 DECAYING = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Lion", "ZeroRedundancyOptimizer"}
+# Those whose fifth argument is the decay (`SGD(params, 0.1, 0.9, 0, 5e-4)`).
+FIFTH = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax"}
 MAKERS = ("torch.optim", "transformers", "torch.distributed.optim")
 # An optimizer's own way to leave biases and norms out.
 SPARES = Words(r"filter|exclude|skip|no_decay|bias|norm")
@@ -28,7 +30,9 @@ def check(view: View) -> Iterator[Found]:
         if site.name in DECAYING and full and not full.startswith(MAKERS):
             continue
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
-        if parameters is not None and decays(view, site, full) and alike(view, parameters, site.scope):
+        if parameters is None or not (decays(view, site, full) or each_decays(view, parameters, site)):
+            continue
+        if alike(view, parameters, site.scope):
             yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
 
 
@@ -47,11 +51,24 @@ def other_optimizer(view: View, site: Site) -> bool:
 
 def decays(view: View, site: Site, full: str) -> bool:
     """Whether the optimizer has a weight decay, given or by default (0 in the AdamW that transformers had)."""
-    value = keyword(site.call, "weight_decay")
+    value = argument(site.call, 4, "weight_decay") if site.name in FIFTH else keyword(site.call, "weight_decay")
     if value is not None:
         return any(constant(origin.node) not in (0, 0.0) for origin in view.origins.of(value, site.scope))
     own = site.name == "AdamW" and not full.startswith("transformers")
     return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
+
+
+def each_decays(view: View, node: ast.expr, site: Site) -> bool:
+    """Whether each of the groups that an optimizer is given has a decay of its own."""
+    if keyword(site.call, "weight_decay") is not None:
+        return False
+    values = list(sources(view, node, site.scope)) if dotted(node) is not None else [(node, site.scope)]
+    return bool(values) and all(
+        isinstance(value, ast.List)
+        and decaying_groups(view, value, home)
+        and all("weight_decay" in (pairs(group) or ()) for group in value.elts)
+        for value, home in values
+    )
 
 
 def alike(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
