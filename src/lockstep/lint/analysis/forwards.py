@@ -11,7 +11,7 @@ from lockstep.lint.analysis.kinds import OPTIMIZER
 from lockstep.lint.analysis.nodes import Words, dotted, last
 from lockstep.lint.analysis.view import View
 
-__all__ = ["is_forward", "model_of", "run_by", "shields"]
+__all__ = ["is_forward", "model_of", "run_by", "run_model", "shields"]
 
 MODELS = Words(
     r"^(model|net|netG|generator|encoder|classifier|ddp_model|network|unet|vae|detector|segmenter|student)$"
@@ -60,6 +60,13 @@ def forward_in(view: View, function: Scope) -> Site | None:
         return None
     found = next((site for site in function.sites if is_forward(view, site)), None)
     return found if found is not None and not loops(found.stmt, found.module) else None
+
+
+def run_model(site: Site) -> str | None:
+    """The name of the model that a call runs, itself or by a method (`model(x)`, `model.forward(x)`)."""
+    func = site.call.func
+    by_method = isinstance(func, ast.Attribute) and RUNS.search(func.attr)
+    return dotted(func.value if by_method else func)  # type: ignore[attr-defined]
 
 
 def run_by(view: View, site: Site) -> Site | None:

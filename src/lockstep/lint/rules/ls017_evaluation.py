@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, shields
+from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model, shields
 from lockstep.lint.analysis.idle import idle_calls
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
@@ -140,7 +140,7 @@ def evaluates(view: View, site: Site) -> bool:
             return False
         if tests_by_name(view, inner.scope, False):  # told there
             return False
-    elif not held_out and not set_to_eval(site, dotted(site.call.func), nest):
+    elif not held_out and not set_to_eval(site, run_model(site), nest):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
     if view.trainings.trains(region):
@@ -186,7 +186,7 @@ def in_eval_mode(view: View, site: Site) -> bool | None:
         for call, _, full in view.origins.calls_of(site.call.func, site.scope)
     ):
         return None  # comes in eval mode
-    if site.scope.binds.get(dotted(site.call.func) or "") and site.scope.kind == "function":  # no caller has it
+    if site.scope.binds.get(run_model(site) or "") and site.scope.kind == "function":  # no caller has it
         return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
     found = present(view, site.scope, site.line, 0)
     return False if found is None and never_switched(view, site.scope) else found
@@ -240,7 +240,7 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
         return True
     if any(s.name in ("set_grad_enabled", "enter_context") and s.line < line for s in scope.sites):
         return True
-    if not view.trainings.near(view.module) and view.effects.mentioned(view.module, *FROZEN):
+    if view.effects.mentioned(view.module, *FROZEN) and not trains(view):
         return True
     if "volatile=True" in view.module.text:  # of a torch before no_grad
         return True
@@ -258,6 +258,14 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False
+
+
+@kept
+def trains(view: View) -> bool:
+    """Whether the programs of a file train: by a loop in sight, or by an optimizer's step."""
+    return bool(view.trainings.near(view.module)) or any(
+        view.steps.steps_optimizer(site) for member in view.project.family(view.module) for site in member.sites("step")
+    )
 
 
 def alone(view: View, scope: Scope) -> bool:

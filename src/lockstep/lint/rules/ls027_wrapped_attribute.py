@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import dotted, walk
+from lockstep.lint.analysis.nodes import dotted, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule
@@ -30,9 +30,13 @@ OWN = {
     "static_graph", "to", "to_empty", "train", "training", "type", "will_sync_module_buffers", "xpu", "zero_grad",
 }  # fmt: skip
 
+# What Accelerate may put around a model that passes reads on to it.
+PASSING = ("deepspeed", "DeepSpeed", "fsdp", "FSDP", "FullySharded")
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at what is read from names that certainly hold a wrapper."""
+    yield from prepared(view)
     if not any(word in view.module.text for word in ("DataParallel", "DDP")):
         return
     if not view.wrappers.kinds(view.module) & {"ddp", "dp"}:
@@ -41,6 +45,37 @@ def check(view: View) -> Iterator[Found]:
         for node, stmt in scope.reads:
             if isinstance(node.ctx, ast.Load) and suspect(node) and wrapped(view, node, scope, stmt):
                 yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
+
+
+def prepared(view: View) -> Iterator[Found]:
+    """Reads from models that Accelerate prepared: DDP's wrapper, unless DeepSpeed's or FSDP's, which pass reads on."""
+    if ".prepare" not in view.module.text or "accelerate" not in view.frameworks:
+        return
+    if view.effects.mentioned(view.module, *PASSING):
+        return
+    for scope in view.scopes:
+        for node, stmt in scope.reads:
+            if isinstance(node.ctx, ast.Load) and suspect(node) and accelerated(view, node, scope):
+                name = dotted(node.value)
+                if name is not None and not set_here(view, name, node.attr) and not tested(stmt, scope):
+                    yield Found(
+                        node,
+                        f"the wrapper that Accelerate makes has no '{node.attr}': read "
+                        f"accelerator.unwrap_model({name}).{node.attr}",
+                    )
+
+
+def accelerated(view: View, node: ast.Attribute, scope: Scope) -> bool:
+    """Whether the object of a read is what `accelerator.prepare` made of a model, whatever way was taken."""
+    if not view.kinds.is_model(node.value, scope):
+        return False
+    binds = view.origins.binds(dotted(node.value) or "", scope, node.lineno)
+    return bool(binds) and all(
+        isinstance(bind.value, ast.Call)
+        and last(bind.value) in ("prepare", "prepare_model")
+        and "accelerator" in (dotted(bind.value.func) or "").lower()
+        for bind, _ in binds
+    )
 
 
 def suspect(node: ast.Attribute) -> bool:
@@ -57,10 +92,15 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
         return False
     if key is None or set_here(view, key, node.attr):
         return False
+    return not tested(stmt, scope) and not view.ranks.single(stmt, scope)
+
+
+def tested(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a test of the object's attributes or its class decides about a statement."""
     text = " ".join(ast.unparse(guard.test) for guard in guards(stmt, scope.module))
-    if "hasattr" in text or "isinstance" in text or view.ranks.single(stmt, scope):
-        return False
-    return not any(
+    if "hasattr" in text or "isinstance" in text:
+        return True
+    return any(
         isinstance(up, ast.Call) and getattr(up.func, "id", "") == "hasattr"
         for up in walk(stmt)
         if isinstance(stmt, ast.Expr)
@@ -76,7 +116,10 @@ def set_here(view: View, key: str, attribute: str) -> bool:
 RULE = Rule(
     code="LS027",
     name="attribute of the wrapper",
-    what="A method or attribute of the model is read from its DDP or DataParallel wrapper, which does not have it.",
+    what=(
+        "A method or attribute of the model is read from its DDP or DataParallel wrapper, or from what "
+        "`accelerator.prepare` made of it, which does not have it."
+    ),
     why=(
         "The wrapper passes on only the forward pass: the run stops with an AttributeError, often only when "
         "several GPUs are used, or at the first evaluation."
@@ -89,6 +132,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def main(model, local_rank):
     model = DDP(model.to(local_rank), device_ids=[local_rank])
     return model.generate("hello")
+""",
+        """
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model.loss(x))
+        optimizer.step()
+        optimizer.zero_grad()
 """,
     ),
     good=(
