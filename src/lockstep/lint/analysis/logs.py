@@ -15,7 +15,8 @@ SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "Str
 SETS_UP |= {"add", "remove", "configure"}
 # The attributes of a logger that make it quiet.
 SILENCES = (".disabled", ".level", ".handlers")
-BY_RANK = Words(r"rank|is_main|master")
+# What tells the main process; transformers' training arguments give the other ranks a level of their own.
+BY_RANK = Words(r"rank|is_main|master|^get_process_log_level$|^should_log$")
 
 
 def disabled(view: View) -> Iterator[tuple[Scope, int]]:

@@ -8,7 +8,7 @@ from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -243,7 +243,9 @@ class Programs:
 def told_place(site: Site) -> bool:
     """Whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's file."""
     given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
-    return any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
+    told = any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
+    file = constant(keyword(site.call, "deepspeed"))
+    return told or (isinstance(file, str) and bool(file))
 
 
 def _repeated(site: Site) -> bool:

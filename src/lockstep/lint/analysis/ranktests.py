@@ -21,7 +21,8 @@ RANK = Words(
     re.IGNORECASE,
 )
 MAIN = Words(
-    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief)|is_?global_zero|^master_?proc",
+    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief)|is_?global_zero|^is_(local|world)_process_zero$|"
+    r"^master_?proc",
     re.IGNORECASE,
 )
 # What a launcher of several processes puts into the environment.
@@ -38,6 +39,8 @@ MAIN_EXACT = {
     "is_logger",
     "is_log",
 }
+# Attributes of transformers' training arguments that hold on the main process alone.
+MAIN_OF_ARGUMENTS = ("args.should_save", "args.should_log")
 MULTI = Words(
     r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
     re.IGNORECASE,
@@ -87,7 +90,8 @@ class RankTests:
             return self.choice(node, scope, when, depth)
         name = last(node).lstrip("_")
         key = dotted(node)
-        if (MAIN.search(name) or name in MAIN_EXACT) and not (key is not None and self.always(key, scope)):
+        main = MAIN.search(name) or name in MAIN_EXACT or (key is not None and key.endswith(MAIN_OF_ARGUMENTS))
+        if main and not (key is not None and self.always(key, scope)):
             return sign
         if key is not None and depth < 3 and not isinstance(node, ast.Call):
             return self.named(key, scope, when, depth)

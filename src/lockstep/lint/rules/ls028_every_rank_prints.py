@@ -34,7 +34,7 @@ LOGGERS = {
     "mlflow.log_metric",
     "mlflow.start_run",
 }
-LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "wandb.login", "comet_ml.Experiment"}
+LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment"}
 WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}

@@ -1,9 +1,10 @@
 """LS033: a sharded model or optimizer saved on one rank."""
 
+import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import last
+from lockstep.lint.analysis.nodes import dotted, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -37,7 +38,7 @@ def reads(view: View, site: Site) -> bool:
             "deepspeed" in view.frameworks
             and site.receiver is not None
             and view.calls.target(site.call, site.scope) is None
-            and "engine" in last(site.receiver)
+            and ("engine" in last(site.receiver) or by_deepspeed(view, site))
         )
     if site.name in GATHERS:
         return (
@@ -54,13 +55,23 @@ def reads(view: View, site: Site) -> bool:
     return False
 
 
+def by_deepspeed(view: View, site: Site) -> bool:
+    """Whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
+    binds = view.origins.binds(dotted(site.receiver) or "", site.scope, site.line)
+    made = ((bind.value, home) for bind, home in binds if isinstance(bind.value, ast.Call))
+    return any(view.names.qualify(call.func, home) == "deepspeed.initialize" for call, home in made)
+
+
 RULE = Rule(
     code="LS033",
     name="sharded state on one rank",
-    what="The state of an FSDP model, or of a sharded optimizer, is read on one rank only.",
+    what=(
+        "The state of an FSDP model, or of a sharded optimizer, is read on one rank only; or only one rank calls "
+        "DeepSpeed's `save_checkpoint`."
+    ),
     why=(
         "Reading it gathers the shards from all ranks: alone, the rank waits for ever, or it saves a fraction of "
-        "the parameters."
+        "the parameters. DeepSpeed's engine waits for all ranks when it saves, and with ZeRO each writes its own part."
     ),
     bad=(
         """
