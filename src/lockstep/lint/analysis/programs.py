@@ -16,6 +16,8 @@ STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
+# What starts processes from a notebook.
+LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
@@ -43,7 +45,7 @@ class Programs:
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
             return starts and any(self.initiates(site) for site in module.sites("init"))
-        return any(True for _ in module.sites(*STARTS)) or any(self.wraps(site) for site in module.sites())
+        return any(map(for_several, module.sites(*STARTS))) or any(self.wraps(site) for site in module.sites())
 
     def initiates(self, site: Site) -> bool:
         """Whether a call starts Horovod, or SageMaker's model parallelism."""
@@ -82,7 +84,11 @@ class Programs:
 
     @kept
     def distributed(self, module: Module) -> bool:
-        """Whether a program that the file is part of runs in several processes."""
+        """Whether a program that the file is part of runs in several processes; a notebook is one process, unless it
+        starts others itself.
+        """
+        if module.path.endswith(".ipynb") and not any(True for _ in module.sites(*STARTS, *SPAWNS, *LAUNCHERS)):
+            return False
         return any(self.direct(member) for member in self.project.family(module))
 
     @kept
@@ -172,7 +178,7 @@ class Programs:
     @kept
     def makes_group(self, function: Scope) -> bool:
         """Whether a function starts the process group, itself or by what it calls."""
-        return any(below.named(name) for below in self.reach([function]) for name in STARTS)
+        return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in STARTS)
 
     @kept
     def apart(self, function: Scope) -> bool:
@@ -185,9 +191,9 @@ class Programs:
         callers = self.calls.callers(function) if depth < 5 else []
         if not callers or (not depth and self.makes_group(function)):
             return False
-        return all(
-            self.beyond(site) or (site.scope.kind == "function" and self._apart(site.scope, depth + 1))
-            for site in callers
+        rest = [site for site in callers if not (site.scope.kind == "module" and not self.parallel(site.scope))]
+        return bool(rest) and all(  # what is left is not its own file, run by itself in one process
+            self.beyond(site) or (site.scope.kind == "function" and self._apart(site.scope, depth + 1)) for site in rest
         )
 
     def beyond(self, site: Site) -> bool:
@@ -237,7 +243,13 @@ class Programs:
         """Whether what a file runs when it is started starts a process group or wraps a model for several processes."""
         if self.direct(top.module) or self.asks(top.module):
             return True
-        return any(below.named(name) for below in self.reach([top]) for name in (*STARTS, *WRAPPERS))
+        found = (site for below in self.reach([top]) for name in (*STARTS, *WRAPPERS) for site in below.named(name))
+        return any(map(for_several, found))
+
+
+def for_several(site: Site) -> bool:
+    """Whether the start of a process group may be one of several processes."""
+    return constant(keyword(site.call, "world_size")) != 1
 
 
 def told_place(site: Site) -> bool:

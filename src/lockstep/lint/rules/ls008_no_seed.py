@@ -200,7 +200,10 @@ def model_made(view: View, module: Module) -> Site | None:
 
 
 def model_at(view: View, site: Site) -> bool:
-    """Whether a call makes what its statement binds, and that is a model."""
+    """Whether a call makes what its statement binds, and that is a model, not a layer of one."""
+    owner = site.scope.owner
+    if owner is not None and owner.kind == "class" and "torch.nn.Module" in view.names.bases_of(owner):
+        return False
     binds = site.scope.bound(site.stmt)
     if not any(bind.value is not None and covers(bind.value, site) for bind in binds):
         return False

@@ -183,13 +183,20 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
         return False
     node, test = modulo(guard.test, scope) or (None, guard.test)
     counters = {name for name, _ in targets(loop.target)}
-    if node is None or not any(name in counters for name in idents(node.left)):
+    if node is None or not any(name in counters for name in idents(node.left)) or adds_epochs(found, node):
         return False
     text = ast.unparse(test)
     if "len(" in text or "last" in text or " or " in text or once(view, found):
         return False
     end = loop.end_lineno or loop.lineno
     return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+def adds_epochs(found: Accumulation, node: ast.BinOp) -> bool:
+    """Whether what is counted by takes in the earlier epochs (`step += epoch * len(loader)`), as groups do then."""
+    binds = [b for name in idents(node.left) for b in found.step.scope.binds.get(name, []) if b.how == "aug"]
+    parts = [node.left, *(bind.value for bind in binds if bind.value is not None)]
+    return any(isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult) for part in parts for item in walk(part))
 
 
 def once(view: View, found: Accumulation) -> bool:

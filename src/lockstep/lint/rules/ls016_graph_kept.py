@@ -116,9 +116,17 @@ def outlives(view: View, scope: Scope, name: str, training: Training) -> bool:
     ]
     if not name.startswith("self.") and fresh and all(b.stmt in around(view, training) for b in fresh):
         return False
-    direct = [b for b in anew if b.stmt in training.loop.body]
+    direct = [b for b in anew if b.stmt in training.loop.body or each_step(view, b, scope)]
     micro = [b for b in fresh if inside(b.stmt, training.loop, scope.module) and b not in anew]
     return not direct and not micro and (bool(fresh) or name.startswith("self."))
+
+
+def each_step(view: View, bind: Bind, scope: Scope) -> bool:
+    """Whether a sum is started anew where the optimizer steps: it holds the graphs of one step alone."""
+    branch = scope.module.up.get(bind.stmt, (None, ""))[0]
+    return isinstance(branch, ast.If) and any(
+        view.steps.steps_optimizer(site) and inside(site.stmt, branch, scope.module) for site in scope.sites
+    )
 
 
 def flows_back(view: View, training: Training, name: str) -> bool:

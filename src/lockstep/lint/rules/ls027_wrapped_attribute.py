@@ -32,6 +32,8 @@ OWN = {
 
 # What Accelerate may put around a model that passes reads on to it.
 PASSING = ("deepspeed", "DeepSpeed", "fsdp", "FSDP", "FullySharded")
+# What asks what an object is before it is read.
+ASKS = ("hasattr", "isinstance")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -98,13 +100,11 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
 def tested(stmt: ast.stmt, scope: Scope) -> bool:
     """Whether a test of the object's attributes or its class decides about a statement."""
     text = " ".join(ast.unparse(guard.test) for guard in guards(stmt, scope.module))
-    if "hasattr" in text or "isinstance" in text:
+    if any(word in text for word in ASKS):
         return True
-    return any(
-        isinstance(up, ast.Call) and getattr(up.func, "id", "") == "hasattr"
-        for up in walk(stmt)
-        if isinstance(stmt, ast.Expr)
-    )
+    header = stmt if isinstance(stmt, ast.Expr | ast.Assign | ast.Return) else getattr(stmt, "test", None)
+    asked = (call for call in walk(header) if isinstance(call, ast.Call)) if header is not None else ()
+    return any(getattr(call.func, "id", "") in ASKS for call in asked)
 
 
 def set_here(view: View, key: str, attribute: str) -> bool:

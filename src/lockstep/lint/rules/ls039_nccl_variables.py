@@ -1,6 +1,7 @@
 """LS039: names of NCCL variables that torch has changed, or that nothing reads."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.nodes import constant, idents, last, walk
@@ -35,8 +36,14 @@ def check(view: View) -> Iterator[Found]:
                         node,
                         f"{name} is called {RENAMED[name]} since torch 2.2: set that, as the old name will go",
                     )
-                elif isinstance(name, str) and name in NOWHERE:
+                elif isinstance(name, str) and name in NOWHERE and not read(view, name):
                     yield Found(node, f"nothing reads {name}: give init_process_group(timeout=timedelta(...)) instead")
+
+
+def read(view: View, name: str) -> bool:
+    """Whether the program itself asks for a variable, for its own use."""
+    asks = re.compile(rf"""(?:getenv|environ\.get)\(\s*["']{name}["']|environ\[\s*["']{name}["']\s*\](?!\s*=[^=])""")
+    return any(name in member.text and asks.search(member.text) for member in view.project.family(view.module))
 
 
 def named(stmt: ast.stmt) -> Iterator[ast.expr]:
