@@ -150,3 +150,25 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("made", "found"), [("model = Block()", True), ("from somewhere import model", False)])
 def test_a_layer_is_no_model(made, found):
     assert bool(lines(START + LAYERS.format(made=made), "LS008")) == found
+
+
+EVALUATES = """
+def evaluate(model, attack, test_loader):
+    for x, y in test_loader:
+        with {context}:
+            out = model(x)
+        print(out.argmax(1) == y)
+
+def main(model, loader, test_loader, criterion):
+    for epoch in range(9):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+        evaluate(model, None, test_loader)
+
+main(*make())
+"""
+
+
+@pytest.mark.parametrize(("context", "found"), [("torch.enable_grad()", False), ("torch.autocast('cuda')", True)])
+def test_a_forward_that_asks_for_gradients_is_no_evaluation(context, found):
+    assert bool(lines(START + EVALUATES.format(context=context), "LS017")) == found

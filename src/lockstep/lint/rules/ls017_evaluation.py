@@ -143,8 +143,8 @@ def evaluates(view: View, site: Site) -> bool:
     elif not held_out and not set_to_eval(site, run_model(site), nest):
         return False
     region = view.effects.block(nest[0], scope) if nest else scope.sites
-    if view.trainings.trains(region):
-        return False
+    if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
+        return False  # an attack on the model, say
     return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
 
 

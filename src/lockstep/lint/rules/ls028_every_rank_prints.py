@@ -270,10 +270,11 @@ def main(model, score, rank, report):
     remedy="Write on rank 0 only",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
-        "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. "
-        "A `SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
+        "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. A "
+        "`SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
         "where it is configured alike on all ranks (by Hydra too), or is loguru's. The processes of Accelerate count, "
         "but not its own loggers, nor notebooks, which are one process unless they start others. What an `except` "
-        "prints counts where it goes on without its error, and so does what is printed before the program turns `print` off on the other ranks."
+        "prints counts where it goes on without its error, and so does what is printed before the program turns "
+        "`print` off on the other ranks."
     ),
 )
