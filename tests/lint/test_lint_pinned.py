@@ -186,3 +186,43 @@ MOVE = "a, b = next(valid_iter); model(a.cuda(), b.cuda())"
 @pytest.mark.parametrize(("inner", "after", "number"), [(MOVE, "pass", 1), ("pass", MOVE, 0)])
 def test_held_out_batches_that_a_loop_trains_with(inner, after, number):
     assert len(check_text(SEARCH.format(inner=inner, after=after), configure({}, "LS022", ""))) == number
+
+
+PREPARED = """
+import torch
+from torch.utils.data import DataLoader
+
+class Trainer:
+    def __init__(self, data, args):
+        self.args, self.loader = args, DataLoader(data, num_workers=2, pin_memory={pins})
+
+    def prepare(self, *args):
+        device = torch.device("cuda")
+
+        def move(tensor):
+            return tensor.to(device)
+
+        return [move(part) for part in args]
+
+    def train(self, model, optimizer, {given}):
+        for images, targets in self.loader:
+            images, targets = self.prepare({given})
+            optimizer.zero_grad()
+            model(images, targets).backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("pins", "given", "told"),
+    [
+        ("not args.cpu", "images, targets", True),
+        ("args.use_cuda", "images, targets", True),
+        ("device.type != 'cpu'", "images, targets", True),
+        ("not args.deterministic", "images, targets", False),
+        ("True", "noise, labels", False),
+    ],
+)
+def test_a_helper_that_moves_all_that_it_is_given(pins, given, told):
+    text = PREPARED.format(pins=pins, given=given)
+    assert bool(check_text(text, configure({}, "LS022", ""))) is told

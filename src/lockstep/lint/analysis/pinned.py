@@ -63,8 +63,13 @@ def _is_pinning(value: ast.expr | None) -> bool:
     """Whether a value is True, or true where there is a GPU."""
     if isinstance(value, ast.IfExp):
         return _is_pinning(value.body) or _is_pinning(value.orelse)
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        return last(value.operand) in ("cpu", "use_cpu", "no_cuda", "no_gpu")
+    if isinstance(value, ast.Name | ast.Attribute):
+        return last(value).lower() in ("cuda", "use_cuda", "use_gpu", "has_cuda")
     if isinstance(value, ast.Compare):
-        return isinstance(value.ops[0], ast.Eq) and constant(value.comparators[0]) == "cuda"
+        other, same = constant(value.comparators[0]), isinstance(value.ops[0], ast.Eq)
+        return other == "cuda" if same else isinstance(value.ops[0], ast.NotEq) and other in ("cpu", "mps")
     return is_true(value) or (isinstance(value, ast.Call) and last(value) == "is_available" and "cuda" in idents(value))
 
 

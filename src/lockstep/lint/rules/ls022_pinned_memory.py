@@ -153,15 +153,16 @@ def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
     return False
 
 
-def fed(view: View, site: Site, name: str) -> bool:
+def fed(view: View, site: Site, name: str, depth: int = 2) -> bool:
     """Whether the name is, or comes out of, a parameter that a caller gives the variable of its loop over training
-    batches.
+    batches, itself or by a function in between.
     """
     scope = site.scope
     if scope.kind != "function":
         return False
     callers = view.calls.callers(scope)
-    own = {param for param in scope.params if any(gives_batch(view, c, scope, param) for c in callers)}
+    params = [*scope.params, *rest_of(scope)]
+    own = {param for param in params if any(gives_batch(view, c, scope, param, depth) for c in callers)}
     if not callers and maps(view, scope):
         own = set(scope.params)
     for _ in range(3 if own else 0):
@@ -201,17 +202,24 @@ def maps(view: View, scope: Scope) -> bool:
     return False
 
 
-def gives_batch(view: View, caller: Site, scope: Scope, param: str) -> bool:
+def rest_of(scope: Scope) -> list[str]:
+    """The name of the parameter that takes the rest of the arguments (`*args`), if there is one."""
+    vararg = getattr(getattr(scope.node, "args", None), "vararg", None)
+    return [vararg.arg] if vararg is not None else []
+
+
+def gives_batch(view: View, caller: Site, scope: Scope, param: str, depth: int) -> bool:
     """Whether a call passes the variable of a loop over training batches for a parameter."""
-    value = passed(caller, scope, param)
-    return isinstance(value, ast.Name) and any(
+    values = caller.call.args if param in rest_of(scope) else [passed(caller, scope, param)]
+    names = [value.id for value in values if isinstance(value, ast.Name)]
+    return any(
         isinstance(loop, ast.For)
-        and value.id in {key for key, _ in targets(loop.target)}
+        and {key for key, _ in targets(loop.target)} & set(names)
         and over_batches(view, loop, caller)
         and not held_out(loop)
         and not EVALUATION.search(caller.scope.name)
-        for loop in loops(caller.stmt, caller.module)
-    )
+        for loop in (loops(caller.stmt, caller.module) if names else ())
+    ) or (depth > 0 and caller.scope is not scope and any(fed(view, caller, name, depth - 1) for name in names))
 
 
 def held_out(loop: ast.For) -> bool:
