@@ -149,3 +149,19 @@ train([])
 )
 def test_a_function_that_only_makes(name, bound, expected):
     assert told(MADE.format(name=name, bound=bound)) is expected
+
+
+FED = """
+from torch import nn
+from torch.utils.data import DataLoader
+
+training_generator = DataLoader([])
+{made} = nn.Linear(2, 2)
+for x in training_generator:
+    {made}(x).sum().backward()
+"""
+
+
+def test_what_feeds_a_model_is_none():
+    (found,) = check_text(FED.format(made="model"), configure({}, "LS008", ""))
+    assert found.line == 6

@@ -19,6 +19,8 @@ SEED = Words(r"seed|manual_seed|fix_random|determinis[mt]|reproducib", re.IGNORE
 # What says how a model is made is none.
 SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
 BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
+# What feeds a model, whatever it is bound to (`training_generator = DataLoader(data)`).
+BESIDE = Words(r"Loader$|Dataset$|DataModule$")
 # They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
 KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
 ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
@@ -204,7 +206,7 @@ def model_at(view: View, site: Site) -> bool:
     owner = site.scope.owner
     if owner is not None and owner.kind == "class" and "torch.nn.Module" in view.names.bases_of(owner):
         return False
-    binds = site.scope.bound(site.stmt)
+    binds = [] if BESIDE.search(site.name) else site.scope.bound(site.stmt)
     if not any(bind.value is not None and covers(bind.value, site) for bind in binds):
         return False
     keys = [bind.key.split(".")[-1] for bind in binds]
