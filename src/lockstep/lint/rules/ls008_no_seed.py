@@ -236,7 +236,6 @@ def makes(view: View, site: Site) -> bool:
         "state_dict",
         "parameters",
         "module",
-        "DataLoader",
     ):
         return False
     owner = view.names.definition(site.call.func, site.scope)
