@@ -150,8 +150,8 @@ PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n    
         (PLAIN + "torch.save(wrapped.state_dict(), 'model.pt')", True),
         (PLAIN + "torch.save(plain.state_dict(), 'model.pt')", False),
         ("if not hasattr(wrapped, 'module'):\n            torch.save(wrapped.state_dict(), 'model.pt')", False),
-        # both in one table; and in two arms, however long they are
-        ("torch.save({\n 'net': wrapped.state_dict(),\n 'best': wrapped.module.state_dict(),\n}, 'model.pt')", True),
+        # both in one table, each for its purpose; and in two arms, however long they are
+        ("torch.save({\n 'net': wrapped.state_dict(),\n 'best': wrapped.module.state_dict(),\n}, 'model.pt')", False),
         (ARMS, False),
         (ARMS.replace("wrapped.module", "model"), True),
     ],

@@ -35,8 +35,6 @@ TESTS = [
     "not distributed",
 ]
 WRAPPED = re.compile(r"module|Parallel|DDP")
-# Another entry of the same table, which tests nothing.
-BESIDE = re.compile(r"""\s*["']\w+["']\s*:\s*[\w.]+\.module\.state_dict\(\),?\s*$""")
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 
 
@@ -192,12 +190,7 @@ def guarded_by_type(view: View, site: Site) -> bool:
     ):
         return True
     name = re.escape(dotted(site.receiver) or "")
-    first, stmt = max(0, site.line - 6), site.stmt
-    lines = [
-        line
-        for number, line in enumerate(view.module.lines[first : site.line + 1], first + 1)
-        if not (BESIDE.match(line) and stmt.lineno <= number <= (stmt.end_lineno or 0))
-    ]
+    lines = view.module.lines[max(0, site.line - 6) : site.line + 1]
     other = re.compile(rf"\s*(?!{name} =)[\w.]+ = .*(\.module if|module else)") if name else None
     around = "\n".join(line for line in lines if other is None or not other.match(line))  # not a name for the plain one
     around = RANKS.sub("", around)
