@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards, loops
+from lockstep.lint.analysis.forwards import shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
@@ -97,7 +98,7 @@ def blocking(view: View, site: Site) -> bool:
         return True
     for loop in loops(site.stmt, site.module):
         if isinstance(loop, ast.For) and over_batches(view, loop, site) and carried(site, root.id, loop):
-            tests = held_out(loop) or EVALUATION.search(site.scope.name)
+            tests = held_out(loop) or EVALUATION.search(site.scope.name) or shields(site)
             return any(t.loop is loop for t in view.trainings.near(site.module)) or not tests
     return False
 
