@@ -219,3 +219,32 @@ if __name__ == "__main__":
 def test_only_the_arms_of_a_test_keep_programs_apart(tmp_path, block, number):
     (tmp_path / "run.py").write_text(PARTED.format(name="close", block=block))
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS028", ""))) == number
+
+
+PARTIAL = """
+import functools
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, cfg):
+    dist.init_process_group("nccl", rank=rank)
+    print("in each")
+
+def main(cfg):
+    print("once")
+    run = {run}
+    for rank in range(4):
+        mp.Process(target=run, args=(rank,)).start()
+
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+@pytest.mark.parametrize("run", ["functools.partial(work, cfg=cfg)", "work"])
+def test_what_stands_before_the_processes_are_started_is_printed_once(tmp_path, run):
+    text = PARTIAL.format(run=run)
+    place = text.splitlines().index('    print("in each")') + 1
+    (tmp_path / "run.py").write_text(text)
+    found = check_paths([str(tmp_path / "run.py")], configure({}, "LS028", ""))
+    assert [finding.line for finding in found] == [place]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names
-from lockstep.lint.analysis.nodes import dotted, keyword
+from lockstep.lint.analysis.nodes import dotted, keyword, last
 
 __all__ = ["Calls", "given", "passed"]
 
@@ -143,7 +143,13 @@ class Calls:
     def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
         """The function, or the method of a known object (`self.work`), that an expression hands on."""
         found = self.names.definition(value, scope)
-        return self.method(value, scope) if found is None and isinstance(value, ast.Attribute) else found
+        if found is None and isinstance(value, ast.Attribute):
+            return self.method(value, scope)
+        if found is None and isinstance(value, ast.Name):  # `run = partial(work, cfg=cfg)`
+            given, home = next(self.values(value.id, scope), (value, scope))
+            inner = given.args[0] if isinstance(given, ast.Call) and last(given) == "partial" and given.args else given
+            return self.names.definition(inner, home)
+        return found
 
     @kept
     def edges(self, module: Module) -> dict[Scope, list[Site]]:
