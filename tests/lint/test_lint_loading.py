@@ -212,3 +212,22 @@ def main(model, data, optimizer, args):
 )
 def test_a_framework_that_is_imported_alone(imports, helper, found):
     assert told(IDLE.format(imports=imports, helper=helper), "LS022") is found
+
+
+SCORED = """
+import torch
+from torch.utils.data import DataLoader
+
+loader = DataLoader(data, 8, num_workers=2, pin_memory=True)
+
+{decorated}
+def look_over(model):
+    for x in loader:
+        model(x.to("cuda"))
+"""
+
+
+@pytest.mark.parametrize(("decorated", "told"), [("@torch.no_grad()", False), ("", True)])
+def test_a_batch_that_is_moved_where_no_graph_is_kept_is_an_evaluations(decorated, told):
+    found = check_text(SCORED.format(decorated=decorated), configure({}, "LS022", ""))
+    assert bool(found) is told
