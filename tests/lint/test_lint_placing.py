@@ -75,3 +75,36 @@ def test_a_device_that_all_ranks_share(script, told):
     found = lines(**script)
     assert len(found) == (told is not None)
     assert all(row.startswith(told) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("setup", "told"),
+    [
+        ("torch.cuda.set_device(rank)", ["torch.cuda.set_device(rank)"]),  # what follows from it is not told again
+        ("pass", ["x = x.to(rank)", "model = DDP(model.to(rank), device_ids=[rank])"]),
+        ("rank = int(os.environ['LOCAL_RANK'])", []),
+    ],
+)
+def test_the_global_rank_is_told_where_the_device_is_set(setup, told):
+    text = f"""
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def evaluate(model, loader, rank):
+    for x in loader:
+        x = x.to(rank)
+        model(x)
+
+def main(model, loader):
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    {setup}
+    model = DDP(model.to(rank), device_ids=[rank])
+    evaluate(model, loader, rank)
+
+main(None, [])
+"""
+    rows = text.splitlines()
+    assert [rows[f.line - 1].strip() for f in check_text(text, configure({}, "LS007", ""))] == told

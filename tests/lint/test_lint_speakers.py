@@ -73,6 +73,65 @@ def test_a_function_that_only_one_process_calls_may_print(body, told):
     assert lines(CALLED.format(body)) == ([5] if told else [])
 
 
+LEARNER = """
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+
+class Learner:
+    def __init__(self, model):
+        self.model = model
+        self.is_main = {value}
+
+    def train(self):
+        if self.is_main:
+            self.writer = SummaryWriter("runs")
+
+def main(number, args):
+    dist.init_process_group("nccl", rank=number)
+    learner = Learner(args.model)
+    {inside}
+    learner.train()
+
+main(0, parse())
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "inside", "told"),
+    [
+        ("True", "learner.is_main = number == 0", False),
+        ("True", "pass", True),
+        ("model.first", "pass", False),
+    ],
+)
+def test_a_flag_that_is_set_on_an_object_from_outside(value, inside, told):
+    assert bool(lines(LEARNER.format(value=value, inside=inside))) is told
+
+
+HOROVOD = """
+import horovod
+import horovod.torch as hvd
+
+def main(args):
+    hvd.init()
+    print("in each process")
+
+if __name__ == "__main__":
+    if args.count:
+        print("before")
+        {start}
+    else:
+        main(args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "told"), [("horovod.run(main, args=(args,), np=args.count)", [7]), ("main(args)", [7, 11])]
+)
+def test_what_starts_processes_of_horovod_is_one_itself(start, told):
+    assert lines(HOROVOD.format(start=start)) == told
+
+
 LAUNCH = """
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -206,3 +206,14 @@ def test_a_rank_that_returns_out_of_the_training(tmp_path, leave, number):
     text += "def main(rank, model, loader, optimizer, bad):\n    model = DDP(model)\n"
     text += "    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
     assert len(told(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number
+
+
+@pytest.mark.parametrize(
+    ("held", "number"),
+    [("FileLock('data.lock')", 0), ("locks.held('data')", 1), ("self.block", 1), ("portalocker.Lock('data')", 0)],
+)
+def test_a_download_that_one_process_after_the_other_makes(tmp_path, held, number):
+    text = "import torch.distributed as dist\nfrom torchvision.datasets import MNIST\n\n"
+    text += f"def main(self, rank):\n    dist.init_process_group('nccl')\n    with {held}:\n"
+    text += "        return MNIST('data', download=True)\n"
+    assert len(told(tmp_path, {"run.py": text}, "LS025")) == number

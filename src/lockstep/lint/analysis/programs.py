@@ -16,6 +16,7 @@ STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
+RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
 # What starts processes from a notebook.
 LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
@@ -104,7 +105,11 @@ class Programs:
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
 
     def spreads(self, site: Site) -> bool:
-        """Whether a call starts its function in the processes of Spark (`TorchDistributor(...).run(train)`)."""
+        """Whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
+        (`TorchDistributor(...).run(train)`).
+        """
+        if self.calls.names.qualify(site.call.func, site.scope) in RUNS:
+            return True
         made = site.receiver
         if isinstance(made, ast.Name):
             made = next((value for value, _ in self.calls.values(made.id, site.scope)), None)

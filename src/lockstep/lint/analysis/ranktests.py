@@ -16,7 +16,7 @@ MAX_CALLERS = 20
 MAX_BINDS = 20
 
 RANK = Words(
-    r"(^|_)((local|global|world|my|node|dist|proc)?ranks?|(?<!single_)(?<!multi_)(?<!use_)(?<!no_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
+    r"(^|_)((local|global|world|my|node|dist|proc)?(?<!lora_)(?<!low_)ranks?|(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
     r"proc_idx|device_id|rank_?id|process_id|node_id)$",
     re.IGNORECASE,
 )
@@ -111,7 +111,13 @@ class RankTests:
         own = "." not in key or key.startswith("self.")  # an attribute of another object may be set elsewhere
         binds = self.bound(key, scope) if own else []
         alike = all(is_true(bind.value) and not any(guards(bind.stmt, home.module)) for bind, home in binds)
-        return bool(binds) and alike
+        return bool(binds) and alike and not (key.startswith("self.") and self.put_on(key[5:], scope))
+
+    def put_on(self, name: str, scope: Scope) -> bool:
+        """Whether the programs set an attribute of this name on an object from outside (`learner.is_main = ...`)."""
+        members = self.calls.project.family(scope.module)
+        found = (bind.key for member in members for bind, _ in _attributes(member).get(name, ()))
+        return any(not key.startswith("self.") for key in found)
 
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
         """A value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ... else

@@ -20,7 +20,8 @@ __all__ = ["Training", "Trainings", "every_so_often"]
 
 # A test that holds in every step or in none: it says nothing about how often.
 STEADY = re.compile(
-    r"cuda|gpu|amp|fp16|half|dist|ddp|train|scaler|clip|method|mode|accel|device|world|use_|isinstance|hasattr|is_tensor|sync_grad|rank|warm",
+    r"cuda|gpu|(?<![a-z])amp(?![a-z])|fp16|half|dist(?!anc)|ddp|train(?!\w*(?:loss|acc|score))|scaler|clip|method|mode(?!l)|accel|device|world|use_|isinstance|hasattr|"
+    r"is_tensor|sync_grad|rank|warm",
     re.IGNORECASE,
 )
 
@@ -30,7 +31,7 @@ EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
-COUNTS = Words(r"step|epoch|(?<!wr)iter|count|current|best|batch_idx", re.IGNORECASE)
+COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What counts the turns of a loop.
 TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)

@@ -21,6 +21,8 @@ SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_defaul
 # What makes a device, takes it, or moves something there.
 NAMES = {"device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"}
 
+MOVES = ("device", "to", "cuda", "DistributedDataParallel", "DDP")
+
 # A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
 PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
 # What starts the processes, or chooses their devices.
@@ -126,18 +128,21 @@ def goes_to_plain(view: View, site: Site) -> bool:
 
 
 def by_global_rank(view: View) -> Iterator[Found]:
-    """A device chosen by the rank among all machines; the first place of each function."""
+    """A device chosen by the rank among all machines: where the process's device is set, else the first place of each
+    function.
+    """
     done: set[Scope] = set()
-    for site in view.sites("set_device", "set_device_index", "device", "to", "cuda", "DistributedDataParallel", "DDP"):
-        if site.scope in done or not view.ranks.several(site.stmt, site.scope):
-            continue
-        number = index_of(view, site)
-        if number is not None and is_global(view, number, site.scope):
-            done.add(site.scope)
-            yield Found(
-                renamed(number, site) or site.call,
-                "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK",
-            )
+    for names in (("set_device", "set_device_index"), MOVES):
+        for site in view.sites(*names) if not done else ():
+            if site.scope in done or not view.ranks.several(site.stmt, site.scope):
+                continue
+            number = index_of(view, site)
+            if number is not None and is_global(view, number, site.scope):
+                done.add(site.scope)
+                yield Found(
+                    renamed(number, site) or site.call,
+                    "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK",
+                )
 
 
 def renamed(node: ast.expr, site: Site) -> ast.stmt | None:

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import above, guards
+from lockstep.lint.analysis.context import above, guards, withs
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, strings, walk
+from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -18,6 +18,8 @@ __all__ = ["RULE"]
 OWN = Words(r"rank|te?mp|worker|pid|uuid", re.IGNORECASE)
 WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "all_reduce", "broadcast"}
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
+# What processes hold one after the other (`with FileLock(path):`).
+LOCKS = Words(r"(?<!b)(?<!c)lock(ed|file)?$", re.IGNORECASE)
 # Tests that ask whether the folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 
@@ -151,7 +153,9 @@ def is_path(view: View, site: Site) -> bool:
 
 
 def in_turn(view: View, site: Site) -> bool:
-    """Whether a barrier that some ranks wait at lets one rank go first."""
+    """Whether a lock, or a barrier that some ranks wait at, lets one rank go first."""
+    if any(LOCKS.search(last(item)) for item in withs(site.stmt, site.module)):
+        return True
     first = any(fetches(view, s) and view.ranks.side(s.stmt, s.scope) == 1 for s in site.scope.sites)
     if first and view.ranks.side(site.stmt, site.scope) == -1:
         return True  # the main rank has fetched it, and the others find it there

@@ -19,14 +19,14 @@ __all__ = ["RULE"]
 
 # Whatever may bring the values of several ranks together.
 EXCHANGE = Words(
-    r"reduce|gather|sync|collect|aggregat|metric|meter|compute|merge|evaluator|average|^dist_", re.IGNORECASE
+    r"reduce|gather|sync|collect|aggregat|metric|(?<!para)meter|compute|merge|evaluator|average|^dist_", re.IGNORECASE
 )
 
 # What an average of a score is called.
-SCORE = Words(r"loss|acc|top_?\d|prec|correct|meter|iou|dice|psnr|error", re.IGNORECASE)
+SCORE = Words(r"loss|acc(?!el|um)|top_?\d|prec|correct|(?<!para)meter|iou(?!s)|(?<!in)dice|psnr|error", re.IGNORECASE)
 
 # What says that a statement is about held-out data, as text (`create_pipeline(valdir, is_training=False)`).
-HELD = re.compile(r"(?<![a-z])(val|test|eval)", re.IGNORECASE)
+HELD = re.compile(r"(?<![a-z])(val(?!u)|test|eval)", re.IGNORECASE)
 MAX_CALLERS = 20
 # What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
 ALONE = Words(r"^torch\.(?!distributed)|^warnings\.|sync_?batch_?norm|syncbn", re.IGNORECASE)
