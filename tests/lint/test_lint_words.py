@@ -67,6 +67,8 @@ def main(model, test_data):
         ("LS028", RANKED.format(last="if args.n_gpu > 0: print('x')"), True),
         ("LS028", RANKED.format(last="if config.lora_rank > 0: print('x')"), True),
         ("LS028", RANKED.format(last="if config.node_rank == 0: print('x')"), False),
+        ("LS028", RANKED.format(last="if config.device == 0: print('x')"), False),
+        ("LS028", RANKED.format(last="if config.device == 'cuda': print('x')"), True),
         # what may bring the ranks' values together
         ("LS026", SHARD.format(parameters="parameters"), True),
         ("LS026", SHARD.format(parameters="meters"), False),

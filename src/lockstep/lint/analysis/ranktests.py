@@ -25,6 +25,7 @@ MAIN = Words(
     r"^master_?proc",
     re.IGNORECASE,
 )
+DEVICE = Words(r"^(local_|my_)?(device|dev)(_num|_number|_index|_idx)?$")
 # What a launcher of several processes puts into the environment.
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 MAIN_EXACT = {
@@ -224,9 +225,9 @@ class RankTests:
 
     def compare(self, node: ast.Compare, scope: Scope) -> int:
         left, op, right = node.left, node.ops[0], node.comparators[0]
-        if not self.is_rank(left, scope):
+        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             left, right = right, left
-        if not self.is_rank(left, scope):
+        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             return 0
         value = constant(right)
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
@@ -325,6 +326,11 @@ def says_rank(node: ast.AST | None) -> bool:
     if table or (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")):
         return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
     return RANK.search(last(node))
+
+
+def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
+    """Whether what a process calls its device is compared with a number (`if device == 0:`), so that it is its rank."""
+    return DEVICE.search(last(node)) and type(constant(other)) is int
 
 
 def is_call_for_rank(node: ast.expr) -> bool:
