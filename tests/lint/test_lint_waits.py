@@ -65,6 +65,8 @@ READ = "total += loss.item()"
         (f"if TRACK: {READ}", True),
         (f"if noisy: {READ}", True),
         # and those that do not
+        (f"if False: {READ}", False),
+        (f"if True: {READ}", True),
         (f"if args.step: {READ}", False),
         (f"if args.mask and i > 3: {READ}", False),
         (f"if config['best_epoch']: {READ}", False),

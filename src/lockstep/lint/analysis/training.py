@@ -202,7 +202,7 @@ class Trainings:
         for guard in guards(stmt, scope.module, within):
             if self.steps_when(guard.stmt, guard.when, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
-            if self.apart(guard.stmt, guard.when, scope):
+            if self.apart(guard.stmt, guard.when, scope) or constant(guard.test) is (not guard.when):
                 return True
             if every_so_often(guard.test) or _evaluates(guard) or self.seldom(guard.test, scope):
                 return True
