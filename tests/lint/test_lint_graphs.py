@@ -149,3 +149,40 @@ class Net(pl.LightningModule):
 )
 def test_what_a_module_of_lightning_keeps_of_each_step(keep, expected):
     assert told(MODULE.format(keep=keep)) == expected
+
+
+CUT = """
+import torch
+
+class Trainer:
+    def epoch(self, model, loader, optimizer, criterion):
+        total, seen = 0.0, []
+        for i, x in enumerate(loader):
+            loss = criterion(model(x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            {between}
+            total += loss
+            seen.append(loss)
+            self.seen.append(loss)
+        return total
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ("loss = loss.item()", 0),
+        ("loss, current = loss.item(), i * len(x)", 0),
+        ("loss = loss.detach().cpu().numpy() / 2", 0),
+        ("loss = float(loss)", 0),
+        ("loss = loss.data[0]", 0),
+        ("loss = loss.cpu()", 3),
+        ("loss = loss / x.shape[0].item()", 3),
+        ("if i % 10 == 0:\n                loss = loss.item()", 3),
+        ("pass", 3),
+    ],
+)
+def test_a_loss_that_is_read_before_it_is_added(between, expected):
+    assert told(CUT.format(between=between)) == expected

@@ -7,11 +7,11 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import inside
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.nodes import constant, dotted, is_true, last, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.origins import element_of, reaching
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 
-__all__ = ["added", "chain", "cuts_graph", "expanded", "holds", "live_names"]
+__all__ = ["added", "chain", "cuts_graph", "expanded", "holds", "live_at", "live_names"]
 
 # Calls and attributes after which nothing of the graph is left.
 CUTS = {
@@ -30,6 +30,9 @@ CUTS = {
     "eq",
     "round",
 }
+# Methods and functions that give a number, an array or a tensor without the graph.
+SEVERS = {"item", "detach", "tolist", "numpy", "data"}
+NUMBERS = {"float", "int"}
 # Methods that give back a tensor of the same graph.
 KEEPS = {
     "cpu",
@@ -195,6 +198,39 @@ def holds(value: ast.expr, live: set[str]) -> bool:
     if isinstance(value, ast.Call | ast.Compare) or cuts(value):
         return False
     return any(isinstance(node, ast.Name | ast.Attribute) and dotted(node) in live for node in walk(value))
+
+
+def live_at(live: set[str], stmt: ast.stmt, scope: Scope) -> set[str]:
+    """The names that still hold the graph at a statement: not those whose last value before it has lost it
+    (`loss = loss.item()`).
+    """
+    return {name for name in live if not lost(name, stmt, scope)}
+
+
+def lost(name: str, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether all that a name may have been given before a statement has no graph."""
+    before = [bind for bind in scope.binds.get(name, []) if bind.stmt.lineno < stmt.lineno]
+    found = reaching(before, scope, stmt.lineno) if before else []
+    return bool(found) and all(
+        bind.how == "assign" and any(severed(value) for value in element_of(bind.value, bind.path)) for bind in found
+    )
+
+
+def severed(value: ast.expr) -> bool:
+    """Whether an expression is what such a call gives, or computed from that and numbers alone."""
+    if isinstance(value, ast.BinOp):
+        sides = (value.left, value.right)
+        return any(map(severed, sides)) and all(severed(side) or constant(side) is not None for side in sides)
+    while isinstance(value, ast.Call | ast.Attribute | ast.Subscript):
+        if isinstance(value, ast.Call):
+            if isinstance(value.func, ast.Name):
+                return value.func.id in NUMBERS
+            value = value.func
+        elif isinstance(value, ast.Attribute) and value.attr in SEVERS:
+            return True
+        else:
+            value = value.value
+    return False
 
 
 def cuts_graph(context: ast.expr) -> bool:

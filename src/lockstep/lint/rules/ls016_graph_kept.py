@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import inside, loops, withs
-from lockstep.lint.analysis.graphs import added, chain, cuts_graph, expanded, holds, live_names
+from lockstep.lint.analysis.graphs import added, chain, cuts_graph, expanded, holds, live_at, live_names
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, walk
 from lockstep.lint.analysis.training import Training
@@ -54,14 +54,19 @@ def kept_by_object(step: Scope, losses: set[str]) -> Iterator[Found]:
     for site in step.named("append"):
         value = site.call.args[0] if len(site.call.args) == 1 else None
         name = holder(site)
-        if value is None or chain(value) not in live or name is None or not name.startswith("self."):
+        if value is None or name is None or not name.startswith("self."):
             continue
-        if name not in step.binds and not without_graph(site.stmt, step):
+        if (
+            chain(value) in live_at(live, site.stmt, step)
+            and name not in step.binds
+            and not without_graph(site.stmt, step)
+        ):
             yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
     for name, binds in step.binds.items():
         for bind in binds if name.startswith("self.") and all(map(added, binds)) else ():
             value = added(bind)
-            if value is not None and chain(value) in live - {name} and not without_graph(bind.stmt, step):
+            left = live_at(live - {name}, bind.stmt, step)
+            if value is not None and chain(value) in left and not without_graph(bind.stmt, step):
                 yield Found(bind.stmt, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
 
 
@@ -77,7 +82,9 @@ def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     for name, binds in (*scope.binds.items(), *items(scope)):
         for bind in binds:
             value = added(bind) if inside(bind.stmt, training.loop, scope.module) else None
-            if value is None or not holds(value, live) or name in live or without_graph(bind.stmt, scope):
+            if value is None or name in live or without_graph(bind.stmt, scope):
+                continue
+            if not holds(value, live_at(live, bind.stmt, scope)):
                 continue
             if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
@@ -158,7 +165,9 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
         if site.name != "append" or name is None or len(site.call.args) != 1 or without_graph(site.stmt, scope):
             continue
         value = site.call.args[0]
-        if chain(value) in live and outlives_list(scope, name, training) and not flows_back(view, training, name):
+        if chain(value) not in live_at(live, site.stmt, scope):
+            continue
+        if outlives_list(scope, name, training) and not flows_back(view, training, name):
             yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
 
 
@@ -173,7 +182,9 @@ def meters(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     """`meter.update(loss)` where the project's meter adds up what it is given."""
     for site in view.trainings.body(training.loop, training.scope):
         value = site.call.args[0] if site.call.args else None
-        if site.name not in ("update", "add") or value is None or not holds(value, live):
+        if site.name not in ("update", "add") or value is None:
+            continue
+        if not holds(value, live_at(live, site.stmt, training.scope)):
             continue
         target = view.calls.target(site.call, site.scope)
         if target is not None and target.owner is not None and sums_up(target):
