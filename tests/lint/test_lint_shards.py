@@ -163,3 +163,14 @@ def evaluate(model, test_data):
 )
 def test_horovod_takes_the_mean(more, told):
     assert found(HOROVOD.format(more=more)) == ["LS026"] * told
+
+
+COUNTED = """
+def sampled(data, world_size=2):
+    return DistributedSampler(data, num_replicas=world_size, rank=0)
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), [("data, world_size=1", False), ("data, 2", True), ("data", True)])
+def test_a_sampler_for_one_process_divides_nothing(given, told):
+    assert found(COUNTED + MAKE.format(sampler=f"sampled({given})") + SUM.format(end="pass")) == ["LS026"] * told

@@ -4,7 +4,7 @@ import ast
 import re
 
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import Words, argument, dotted, keyword, last
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.origins import Origins
 from lockstep.lint.analysis.parts import divides
 
@@ -24,6 +24,7 @@ EVALUATION = Words(
 )
 TORCH_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa)\w+(\.\w+)*$")
 SCHEDULERS = re.compile(r"lr_scheduler\.\w+$")
+SAMPLER = "DistributedSampler"
 SCALERS = re.compile(r"\.GradScaler$")
 
 
@@ -131,10 +132,17 @@ class Kinds:
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
         """Whether a loader is given a rank's own part of the data."""
         sampler = keyword(made, "sampler")
-        if any(full.endswith("DistributedSampler") for _, _, full in self.origins.calls_of(sampler, scope)):
+        found = [(call, home) for call, home, full in self.origins.calls_of(sampler, scope) if full.endswith(SAMPLER)]
+        if any(not self.whole(call, home) for call, home in found):
             return True
         given = [value for value in (argument(made, 0, "dataset"), sampler) if value is not None]
         return any(self.is_part(value, scope, 0) for value in given)
+
+    def whole(self, sampler: ast.Call, scope: Scope) -> bool:
+        """Whether a distributed sampler is told that there is one process, by all who have it made."""
+        count = argument(sampler, 1, "num_replicas")
+        found = self.origins.of(count, scope)
+        return bool(found) and all(constant(origin.node) == 1 for origin in found)
 
     def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
         """Whether a data set or a sampler is made of a rank's own part of something."""
