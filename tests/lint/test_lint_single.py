@@ -172,3 +172,90 @@ main(*make())
 @pytest.mark.parametrize(("context", "found"), [("torch.enable_grad()", False), ("torch.autocast('cuda')", True)])
 def test_a_forward_that_asks_for_gradients_is_no_evaluation(context, found):
     assert bool(lines(START + EVALUATES.format(context=context), "LS017")) == found
+
+
+SCRIPT = (
+    START
+    + """
+import torchvision
+
+def main(loader, optimizer):
+    dist.init_process_group("nccl")
+    model = torchvision.models.resnet18().cuda()
+    model = DDP(model, device_ids=[int(os.environ["LOCAL_RANK"])], find_unused_parameters=True)
+    model.eval()
+    for x, y in loader:
+        with torch.no_grad():
+            score = model(x)
+        {more}
+
+if __name__ == "__main__":
+    main(DataLoader([]), None)
+"""
+)
+
+
+@pytest.mark.parametrize("code", ["LS005", "LS010"])
+@pytest.mark.parametrize(
+    ("more", "found"), [("pass", False), ("model.train()", True), ("score.sum().backward()", True)]
+)
+def test_a_script_that_only_evaluates(code, more, found):
+    assert bool(lines(SCRIPT.format(more=more), code)) == found
+
+
+COPY = """
+import torch
+from torch import nn
+
+class Ema:
+    def copy(self, module):
+        {test}:
+            copied = nn.DataParallel(type(module.module)())
+        return copied
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ("if isinstance(module, nn.DataParallel)", False),
+        ("if isinstance(module, (nn.DataParallel, DDP))", False),
+        ("if not isinstance(module, nn.DataParallel)", True),
+        ("if module.gpus > 1", True),
+    ],
+)
+def test_a_copy_of_what_is_wrapped_is_wrapped_like_it(test, found):
+    assert bool(lines(COPY.format(test=test), "LS001")) == found
+
+
+STEP = """
+from torch import nn
+
+class Net(nn.Module):
+    def train_batch(self, x, y, criterion, optimizer, step, every):
+        loss = criterion(self(x), y) / every
+        loss.backward()
+        if (step + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+RUN = """
+from net import Net
+
+def train(loader, criterion, optimizer, every):
+    net = Net()
+    {wrap}
+    for i, (x, y) in enumerate(loader):
+        net.train_batch(x, y, criterion, optimizer, i, every)
+
+if __name__ == "__main__":
+    train([], None, None, 2)
+"""
+
+
+@pytest.mark.parametrize(("wrap", "found"), [("pass", False), ("wrapped = DDP(net)", True)])
+def test_a_step_that_scripts_of_one_process_run(tmp_path, wrap, found):
+    (tmp_path / "net.py").write_text(STEP)
+    (tmp_path / "run.py").write_text((START if found else "") + RUN.format(wrap=wrap))
+    (tmp_path / "several.py").write_text(START + "from net import Net\n\nnet = DDP(Net())\n")
+    assert told(tmp_path / "net.py", "LS009") == found

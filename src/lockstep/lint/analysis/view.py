@@ -50,6 +50,9 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
 CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
 OTHER = re.compile(r"cuda|gpu|nccl|accelerat|\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b", re.IGNORECASE)
 MPS = re.compile(r"\bmps\b")
+GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
+# What may compute gradients out of sight.
+TRAINS = Words(r"train|^fit$|backward|^step$|^learn$|^run$|optim", re.IGNORECASE)
 # What a device is called that a program is told to use.
 DEVICE = Words(r"^(\w+_)?device$|^dev$", re.IGNORECASE)
 # Where a program keeps its options.
@@ -203,9 +206,28 @@ class View:
                     yield site
 
     @functools.cached_property
+    def only_evaluates(self) -> bool:
+        """Whether the file is a script that evaluates what another has trained: it puts a model into eval mode, and
+        nothing in its program computes gradients or puts one into training mode.
+        """
+        if not self.module.is_script or self.frameworks or self.hidden(TRAINS):
+            return False
+        sites = [site for member in self.project.closure(self.module) for site in member.sites("eval", "train")]
+        if any(_trains(site) for site in sites) or not any(site.name == "eval" for site in sites if site.receiver):
+            return False
+        return not any(any(member.sites(*GRADIENTS)) for member in self.project.closure(self.module))
+
+    @functools.cached_property
     def distributed(self) -> bool:
         """Whether the programs of the file run in several processes."""
         return self.ranks.programs.distributed(self.module)
+
+
+def _trains(site: Site) -> bool:
+    """Whether a call puts a model into training mode."""
+    return (
+        site.name == "train" and site.receiver is not None and constant(next(iter(site.call.args), None)) is not False
+    )
 
 
 def _asks_for_gpu(test: ast.expr) -> int:

@@ -1,7 +1,11 @@
 """LS001: nn.DataParallel."""
 
+import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.nodes import idents, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -15,12 +19,26 @@ def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function."""
     for site in view.sites("DataParallel", "data_parallel"):
         full = view.full(site)
-        if full.startswith(("torch.nn.", "torch_geometric.nn.")) or (not full and site.name == "DataParallel"):
+        torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) or (not full and site.name == "DataParallel")
+        if torchs and not again(site):
             yield at(site, MESSAGE)
     for site in view.module.sites() if "Parallel" in view.module.text else ():
         owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
         if owner is not None and owner.kind == "class" and any(map(is_torchs, view.names.bases_of(owner))):
             yield at(site, MESSAGE)
+
+
+def again(site: Site) -> bool:
+    """Whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of it is
+    wrapped like it, and the first wrapping is what is told.
+    """
+    return any(
+        guard.when
+        and isinstance(guard.test, ast.Call)
+        and last(guard.test) == "isinstance"
+        and "DataParallel" in idents(guard.test.args[-1])
+        for guard in guards(site.stmt, site.module)
+    )
 
 
 def is_torchs(name: str) -> bool:

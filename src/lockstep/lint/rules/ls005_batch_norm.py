@@ -25,7 +25,7 @@ LOOKED_FOR = re.compile(
 def check(view: View) -> Iterator[Found]:
     """Looks at the models that DDP wraps for BatchNorm layers that nothing converts."""
     made = [site for kind, site in view.wrappers.made(view.module) if kind == "ddp" and not view.on_cpu(site)]
-    if not made or any(map(converts, view.project.family(view.module))):
+    if not made or view.only_evaluates or any(map(converts, view.project.family(view.module))):
         return
     for site in made:
         if has_norm(view, view.wrappers.inner(site.call), site.scope) and not stays(view, site):

@@ -26,8 +26,9 @@ def check(view: View) -> Iterator[Found]:
     if "ddp" not in view.wrappers.kinds(view.module):
         return
     for found in accumulations(view):
-        if view.ranks.programs.apart(found.training.scope):
-            continue  # trains without the group
+        programs, training = view.ranks.programs, found.training
+        if programs.apart(training.scope) or programs.elsewhere(training.backward.scope):
+            continue  # trains without the group, or is run by scripts of one process
         yield at(
             found.training.backward,
             "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",

@@ -20,6 +20,8 @@ def check(view: View) -> Iterator[Found]:
     """Looks for the flag in wrappers, in dictionaries of their arguments, and in names of strategies; then for models
     that need it and do not have it.
     """
+    if view.only_evaluates:
+        return  # without gradients nothing is searched, and nothing waits
     yield from unused(view)
     for site in view.sites():
         value = keyword(site.call, "find_unused_parameters")
