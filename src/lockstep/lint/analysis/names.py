@@ -113,6 +113,8 @@ class Names:
         while current is not None:
             if name in current.defs and (current.kind != "class" or current is scope):
                 return current.defs[name]
+            if current.kind == "function" and name in current.binds and name not in current.params:
+                return None  # a variable of the function's own hides what the file calls so
             current = current.parent
         imported = scope.module.imports.get(name)
         if imported is not None:

@@ -12,16 +12,17 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
+from lockstep.lint.analysis.pace import each_update, every_so_often, in_most_turns, never, now_and_then
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.steps import Steps
 
-__all__ = ["Training", "Trainings", "every_so_often"]
+__all__ = ["Training", "Trainings"]
 
 # A test that holds in every step or in none: it says nothing about how often.
 STEADY = re.compile(
-    r"cuda|gpu|(?<![a-z])amp(?![a-z])|fp16|half|dist(?!anc)|ddp|train(?!\w*(?:loss|acc|score))|scaler|clip|method|mode(?!l)|accel|device|world|use_|isinstance|hasattr|"
-    r"is_tensor|sync_grad|rank|warm",
+    r"cuda|gpu|(?<![a-z])amp(?![a-z])|fp16|half|dist(?!anc)|ddp|train(?!\w*(?:loss|acc|score))|scaler|clip|method|"
+    r"mode(?!l)|accel|device|world|use_|isinstance|hasattr|is_tensor|sync_grad|rank|warm",
     re.IGNORECASE,
 )
 
@@ -33,8 +34,6 @@ TRAINS = Words(r"^(is_)?train(ing)?$")
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
 COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx", re.IGNORECASE)
 
-# What counts the turns of a loop.
-TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
 # A file with more training loops than this is generated.
@@ -200,14 +199,14 @@ class Trainings:
             if place == "handlers":
                 return True
         for guard in guards(stmt, scope.module, within):
-            if self.steps_when(guard.stmt, guard.when, scope):
+            if self.steps_when(guard.stmt, guard.when, scope) or each_update(guard):
                 continue  # what stands beside the optimizer's step is done in every step of the training
-            if self.apart(guard.stmt, guard.when, scope) or constant(guard.test) is (not guard.when):
+            if never(guard) or self.apart(guard.stmt, guard.when, scope):
                 return True
-            if every_so_often(guard.test) or _evaluates(guard) or self.seldom(guard.test, scope):
+            if now_and_then(guard.test, guard.when) or _evaluates(guard) or self.seldom(guard.test, scope):
                 return True
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
-            if not leaves and not _but_first(guard) and not self.steady(guard.test, scope, within):
+            if not leaves and not in_most_turns(guard) and not self.steady(guard.test, scope, within):
                 return True
         return False
 
@@ -287,19 +286,6 @@ def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
     return [site for site in scope.sites if start <= site.stmt.lineno <= end]
 
 
-def every_so_often(test: ast.expr) -> bool:
-    """Whether a test asks for every n-th step."""
-    for node in walk(test):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            if not any("rank" in name for name in idents(node.left)):  # the first process of each machine
-                return True
-        elif isinstance(node, ast.Call) and last(node) in ("every", "should_log", "is_last_step"):
-            return True
-    return any(
-        re.search(r"(freq|interval|every|debug|verbose|dry_run|profil)", name, re.IGNORECASE) for name in idents(test)
-    )
-
-
 def _evaluates(guard: Guard) -> bool:
     """Whether a statement stands in the arm where a flag like `is_train` does not hold, or where there is no
     optimizer.
@@ -312,15 +298,6 @@ def _evaluates(guard: Guard) -> bool:
         if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
             return isinstance(part.ops[0], ast.Is | ast.Eq) is when
     return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
-
-
-def _but_first(guard: Guard) -> bool:
-    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`)."""
-    test = guard.test
-    counts = isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and TURN.search(test.left.id)
-    if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
-        return False
-    return isinstance(test.ops[0], ast.NotEq | ast.Gt) if guard.when else isinstance(test.ops[0], ast.Eq)
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:

@@ -10,7 +10,8 @@ from lockstep.lint.analysis.hosts import made_on_host, on_host
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
-from lockstep.lint.analysis.training import Training, every_so_often
+from lockstep.lint.analysis.pace import every_so_often
+from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at

@@ -1,0 +1,99 @@
+"""How often a test lets a statement run: in every n-th turn of a loop, in most of them, in none."""
+
+import ast
+import re
+
+from lockstep.lint.analysis.context import Guard
+from lockstep.lint.analysis.nodes import Words, constant, idents, last, walk
+
+__all__ = ["each_update", "every_so_often", "in_most_turns", "never", "now_and_then"]
+
+# What counts the turns of a loop.
+TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
+# How many batches make one step of the optimizer.
+ACCUMULATES = Words(r"accum", re.IGNORECASE)
+# How far apart the turns are in which something is done.
+APART = re.compile(r"freq|interval|every", re.IGNORECASE)
+# What somebody turns on to look at a run.
+LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
+# They ask for it by themselves.
+ASKS = ("every", "should_log", "is_last_step")
+
+
+def never(guard: Guard) -> bool:
+    """Whether a statement stands where no run comes (`if False:`)."""
+    return isinstance(guard.test, ast.Constant) and bool(guard.test.value) is not guard.when
+
+
+def every_so_often(test: ast.expr) -> bool:
+    """Whether a test asks for every n-th step."""
+    for node in walk(test):
+        if turns_left(node) is not None or (isinstance(node, ast.Call) and last(node) in ASKS):
+            return True
+    return any(APART.search(name) or LOOKS.search(name) for name in idents(test))
+
+
+def now_and_then(test: ast.expr, when: bool) -> bool:
+    """Whether a test comes out `when` in every n-th step only."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return now_and_then(test.operand, not when)
+    if isinstance(test, ast.BoolOp):
+        found = [now_and_then(value, when) for value in test.values]
+        return all(found) if isinstance(test.op, ast.And) and not when else any(found)
+    divided = in_turn(test)
+    if divided is not None:
+        return divided is when
+    if not when and not any(APART.search(name) for name in idents(test)):
+        looks = any(LOOKS.search(name) for name in idents(test))
+        return every_so_often(test) and not looks  # `if args.debug: break`
+    return every_so_often(test)
+
+
+def in_most_turns(guard: Guard) -> bool:
+    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but every
+    n-th (`if step % n == 0: ... else: ...`).
+    """
+    test, when = guard.test, guard.when
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and not when:
+        return any(in_turn(value) for value in test.values)  # with the last turn besides, most often
+    if in_turn(test) is not None:
+        return in_turn(test) is not when
+    counts = isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and TURN.search(test.left.id)
+    if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
+        return False
+    return isinstance(test.ops[0], ast.NotEq | ast.Gt) if when else isinstance(test.ops[0], ast.Eq)
+
+
+def each_update(guard: Guard) -> bool:
+    """Whether a statement runs once for each step of the optimizer, which an engine makes out of sight
+    (`if step % accumulation_steps == 0:`, with the last step besides).
+    """
+    tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
+    if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):
+        return False
+    return any(
+        in_turn(test) is guard.when
+        and any(ACCUMULATES.search(last(by)) for node in walk(test) if (by := turns_left(node)) is not None)
+        for test in tests
+    )
+
+
+def in_turn(test: ast.expr) -> bool | None:
+    """True if a test holds in every n-th turn (`step % n == 0`), False if in all others (`step % n`, `step % n != 0`),
+    None if it asks for something else.
+    """
+    if turns_left(test) is not None:
+        return False
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        return None
+    counts = any(turns_left(side) is not None for side in (test.left, test.comparators[0]))
+    return isinstance(test.ops[0], ast.Eq) if counts else None
+
+
+def turns_left(node: ast.AST) -> ast.expr | None:
+    """What a count of turns is divided by, whose remainder is asked for; the number of a process is none."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+        return None
+    return node.right if not any("rank" in name for name in idents(node.left)) else None
