@@ -92,6 +92,24 @@ def test_no_workers_by_a_name(named, given, told):
     assert bool(found) is told
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("loader = DataLoader(data, **options)", True),
+        ("options['num_workers'] = 4; loader = DataLoader(data, **options)", False),
+        ("options.update(rest); loader = DataLoader(data, **options)", False),
+        ("more = {'num_workers': 4}; loader = DataLoader(data, **options, **more)", False),
+        ("batch = next(iter(DataLoader(data)))", False),
+        ("loader = iter(DataLoader(data))", True),
+    ],
+)
+@pytest.mark.parametrize("options", ["{'batch_size': 8, 'num_workers': 0}", "dict(shuffle=True, num_workers=0)"])
+def test_no_workers_in_options_that_are_written_out(options, line, told):
+    text = "import torch\nfrom torch.utils.data import DataLoader\n\ndef main(data, rest):\n"
+    text += f"    torch.cuda.init()\n    options = {options}\n    {line}\n"
+    assert bool(check_text(text, configure({}, "LS022", ""))) is told
+
+
 DRAWN = """
 import torch
 from accelerate import Accelerator
@@ -113,6 +131,7 @@ class Solver:
         optimizer.step()
 """
 PINNED = "options['pin_memory'] = True"
+OTHER = "DataLoader(data, num_workers=2"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +139,9 @@ PINNED = "options['pin_memory'] = True"
     [
         (PINNED, "iter(self.rows)", "images = images.to(self.device)", True),
         ("options['pin_memory'] = torch.cuda.is_available()", "iter(self.rows)", "images = images.cuda()", True),
-        ("pin_memory = True", "iter(DataLoader(data))", "images = images.to(self.device)", True),
+        ("pin_memory = True", f"iter({OTHER}, pin_memory=pin_memory))", "images = images.to(self.device)", True),
+        ("pin_memory = True", f"iter({OTHER}, pin_memory=False))", "images = images.to(self.device)", False),
+        ("pin_memory = True", f"iter({OTHER}))", "images = images.to(self.device)", False),
         ("options['pin_memory'] = False", "iter(self.rows)", "images = images.to(self.device)", False),
         ("options['shuffle'] = True", "iter(self.rows)", "images = images.to(self.device)", False),
         (PINNED, "iter(data)", "images = images.to(self.device)", False),
@@ -226,3 +247,94 @@ class Trainer:
 def test_a_helper_that_moves_all_that_it_is_given(pins, given, told):
     text = PREPARED.format(pins=pins, given=given)
     assert bool(check_text(text, configure({}, "LS022", ""))) is told
+
+
+LOOKED = """
+import torch
+from torch.utils.data import DataLoader
+
+train_loader = DataLoader(data, num_workers=2, pin_memory=True)
+val_loader = DataLoader(held_out, num_workers=2, pin_memory=True)
+
+def show(model):
+    stream = iter({shown})
+    batch = next(stream)
+    {move}
+
+def train(model, optimizer):
+    for epoch in range(10):
+        for x in train_loader:
+            model(x.cuda(non_blocking=True)).backward()
+            optimizer.step()
+            {each}
+        show(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "move", "each", "number"),
+    [
+        ("val_loader", "model(batch.cuda())", "pass", 0),
+        ("train_loader", "model(batch.cuda())", "pass", 0),
+        ("train_loader", "for _ in range(9): batch = next(stream); model(batch.cuda())", "pass", 1),
+        ("val_loader", "for _ in range(9): batch = next(stream); model(batch.cuda())", "pass", 0),
+        ("train_loader", "model(batch.cuda())", "show(model)", 1),
+    ],
+)
+def test_a_batch_that_is_drawn_once_for_a_look(shown, move, each, number):
+    text = LOOKED.format(shown=shown, move=move, each=each)
+    assert len(check_text(text, configure({}, "LS022", ""))) == number
+
+
+SEVERAL = """
+import torch
+from torch.utils.data import DataLoader
+
+def train(model, loader, optimizer):
+    for x, y in loader:
+        x, y = x.cuda(), y.cuda()
+        model(x, y).backward()
+        optimizer.step()
+
+def pinned(data, options):
+    return DataLoader(data, num_workers=2, pin_memory=True)
+
+def main(model, data, optimizer, options):
+    {line}
+    train(model, loader, optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("loader = pinned(data, options)", True),
+        ("loader = DataLoader(data, num_workers=2)", False),
+        ("loader = DataLoader(data, num_workers=2, pin_memory=False)", False),
+        ("loader = DataLoader(data, num_workers=2, **options)", True),
+        ("loader = DataLoader(data, 8, True, None, None, 2, None, True)", True),
+        ("loader = pinned(data, options) if options else DataLoader(data, num_workers=2)", True),
+    ],
+)
+def test_a_loader_that_pins_nothing_beside_one_that_does(line, told):
+    assert bool(check_text(SEVERAL.format(line=line), configure({}, "LS022", ""))) is told
+
+
+CHUNKED = """
+import torch
+from torch.utils.data import DataLoader
+
+def step(model, optimizer, inputs, targets):
+    for x, y in zip(inputs.chunk(4), {other}):
+        model(x.cuda(non_blocking=True), y.cuda()).backward()
+    optimizer.step()
+
+def train(model, data, optimizer, noise):
+    for inputs, targets in DataLoader(data, num_workers=2, pin_memory=True):
+        step(model, optimizer, inputs, targets)
+"""
+
+
+@pytest.mark.parametrize(("other", "number"), [("targets.chunk(4)", 1), ("targets.split(8)", 1)])
+def test_the_parts_of_a_batch(other, number):
+    assert len(check_text(CHUNKED.format(other=other), configure({}, "LS022", ""))) == number

@@ -201,3 +201,24 @@ def train(model, loader, optimizer, criterion):
 @pytest.mark.parametrize(("device", "expected"), [("0", True), ("'cpu'", False), ("torch.device('mps')", True)])
 def test_a_device_that_is_a_number_or_apples_is_a_gpu(device, expected):
     assert told(NUMBERED.format(device=device)) is expected
+
+
+SERVED = """
+import torch
+import deepspeed
+
+def train(model, loader, args):
+    engine, _, _, _ = {made}
+    for x, y in loader:
+        loss = engine(x.to(engine.local_rank), y.to(engine.local_rank))
+        engine.backward(loss)
+        engine.step()
+        print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"), [("deepspeed.initialize(model=model, args=args)", True), ("model, 0, 0, 0", False)]
+)
+def test_an_engine_of_deepspeed_runs_on_gpus(made, expected):
+    assert told(SERVED.format(made=made)) is expected

@@ -5,9 +5,10 @@ import re
 
 from lockstep.lint.analysis.index import Bind, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings
+from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, keyword, last, strings
+from lockstep.lint.analysis.origins import Origins
 
-__all__ = ["pins_memory"]
+__all__ = ["never_pins", "pins_memory"]
 
 PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
 
@@ -27,6 +28,19 @@ def pins_memory(module: Module) -> bool:
             for bind in binds
         )
         or any(_default(scope) or any(map(_sets, scope.stmts)) for scope in module.scopes)
+    )
+
+
+def never_pins(origins: Origins, loader: ast.expr, scope: Scope) -> bool:
+    """Whether a loader is certainly made without pinned memory, whatever the program says of others."""
+    found = origins.of(loader, scope)
+    return bool(found) and all(
+        origin.call is not None
+        and origins.names.qualify(origin.call.func, origin.scope).startswith("torch")
+        and last(origin.call) == "DataLoader"
+        and not has_star(origin.call)
+        and constant(argument(origin.call, 7, "pin_memory") or ast.Constant(False)) is False
+        for origin in found
     )
 
 

@@ -135,7 +135,7 @@ class View:
         that an option names (`torch.device(cfg.device)`), or by one that only somebody else knows (`.to(device)`).
         """
         return (
-            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map")
+            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize")
             or any(map(_on_mps, self.project.family(self.module)))
             or any(
                 isinstance(constant(origin.node), int)

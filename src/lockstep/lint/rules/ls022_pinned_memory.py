@@ -11,8 +11,6 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
     base,
-    constant,
-    dotted,
     has_star,
     idents,
     keyword,
@@ -21,8 +19,9 @@ from lockstep.lint.analysis.nodes import (
     targets,
     walk,
 )
-from lockstep.lint.analysis.pinned import pins_memory
+from lockstep.lint.analysis.pinned import never_pins, pins_memory
 from lockstep.lint.analysis.view import View
+from lockstep.lint.analysis.workers import no_workers
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
 
@@ -30,7 +29,7 @@ __all__ = ["RULE"]
 
 MOVES = ("to", "cuda")
 # What gives the parts of a batch.
-PARTS = ("items", "values")
+PARTS = ("items", "values", "chunk", "split")
 TYPE = re.compile(r"^b?(float|u?int)\d*$")
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
@@ -120,7 +119,9 @@ def drawn(view: View, site: Site) -> set[str]:
         for key, binds in scope.binds.items()
         for bind in binds
         for source in (asked(bind.value),)
-        if source is not None and gives_batches(view, source, site) and (trains or not EVALUATION.search(last(source)))
+        if source is not None
+        and gives_batches(view, source, site)
+        and (trains or (not of_held_out(view, source, scope) and (around or stepping(view, site))))
     }
     own |= {
         key
@@ -129,6 +130,23 @@ def drawn(view: View, site: Site) -> set[str]:
         if bind.path and isinstance(bind.value, ast.Name) and bind.value.id in own
     }
     return own | comprehension_names(site, own) if own else own
+
+
+def of_held_out(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether what `next` asks is held-out data, by its name or by that of the loader which it runs over."""
+    made = [call for call, _, _ in view.origins.calls_of(node, scope) if last(call) in ("iter", "enumerate")]
+    names = [last(node), *(name for call in made for arg in call.args[:1] for name in idents(arg))]
+    return any(map(EVALUATION.search, names))
+
+
+def stepping(view: View, site: Site) -> bool:
+    """Whether a call is made in the steps of a training, and not once for a look at the data."""
+    trainings = view.trainings
+    return any(
+        other.stmt is site.stmt
+        for training in (*trainings.near(site.module), *trainings.lone(site.module))
+        for other in trainings.each_step(training)
+    )
 
 
 def asked(value: ast.expr | None) -> ast.expr | None:
@@ -141,16 +159,16 @@ def asked(value: ast.expr | None) -> ast.expr | None:
 
 def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
     """Whether `next` of a value is a batch: of an iterator of a loader, or of a project's generator over one."""
-    if view.kinds.is_loader(node, site.scope):
+    if pinned_loader(view, node, site.scope):
         return True
     for origin in view.origins.of(node, site.scope):
         plain = origin.call is not None and origin.call is not node and last(origin.call) in ("iter", "enumerate")
         if plain and origin.call is not None and origin.call.args:
-            return view.kinds.is_loader(origin.call.args[0], origin.scope)
+            return pinned_loader(view, origin.call.args[0], origin.scope)
         function = view.calls.target(origin.call, origin.scope) if origin.call is not None else None
         if function is not None and function.kind == "function" and origin.call is not None and origin.call.args:
             yields = any(isinstance(part, ast.Yield) for stmt in function.stmts for part in walk(stmt))
-            return yields and view.kinds.is_loader(origin.call.args[0], origin.scope)
+            return yields and pinned_loader(view, origin.call.args[0], origin.scope)
     return False
 
 
@@ -238,7 +256,12 @@ def moves_device(call: ast.Call) -> bool:
 
 def over_batches(view: View, loop: ast.For, site: Site) -> bool:
     """Whether a loop runs over a loader."""
-    return view.kinds.is_loader(view.kinds.iterated(loop.iter, site.scope), site.scope)
+    return pinned_loader(view, view.kinds.iterated(loop.iter, site.scope), site.scope)
+
+
+def pinned_loader(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a value is a loader, and may be one that pins its memory."""
+    return view.kinds.is_loader(node, scope) and not never_pins(view.origins, node, scope)
 
 
 def carried(site: Site, name: str, loop: ast.For) -> bool:
@@ -273,35 +296,6 @@ def comprehension_names(site: Site, own: set[str]) -> set[str]:
             if isinstance(root, ast.Name) and root.id in own:
                 found.update(key for key, _ in targets(node.target))
     return found
-
-
-def no_workers(view: View, site: Site) -> bool:
-    """Whether a loader certainly has no workers."""
-    value = keyword(site.call, "num_workers")
-    if value is not None:
-        found = view.origins.of(value, site.scope)
-        return bool(found) and all(constant(origin.node) == 0 for origin in found)
-    if len(site.call.args) > 5 or any(isinstance(arg, ast.Starred) for arg in site.call.args):
-        return False
-    return all(leaves_out(view, item.value, site) for item in site.call.keywords if item.arg is None)
-
-
-def leaves_out(view: View, node: ast.expr, site: Site) -> bool:
-    """Whether the options that a loader is given as `**options` are written out, and have no workers among them."""
-    name = dotted(node)
-    if name is None or view.effects.mentioned_in(site.scope, "num_workers"):
-        return False
-    given = [bind.value for bind, _ in view.origins.binds(name, site.scope, site.line)]
-    fed = any(dotted(other.receiver) == name for other in site.scope.sites)
-    return bool(given) and not fed and all(without_workers(value) for value in given)
-
-
-def without_workers(value: ast.expr | None) -> bool:
-    """Whether a dictionary is written out and has no workers."""
-    if isinstance(value, ast.Dict):
-        return all(isinstance(key, ast.Constant) and key.value != "num_workers" for key in value.keys)
-    plain = isinstance(value, ast.Call) and last(value) == "dict" and not value.args
-    return plain and isinstance(value, ast.Call) and all(k.arg not in (None, "num_workers") for k in value.keywords)
 
 
 RULE = Rule(
