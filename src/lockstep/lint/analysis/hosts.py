@@ -2,12 +2,13 @@
 
 import ast
 
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import above
+from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.losses import SYNCS
-from lockstep.lint.analysis.nodes import constant, last
+from lockstep.lint.analysis.nodes import base, constant, dotted, last
 from lockstep.lint.analysis.origins import Origins
 
-__all__ = ["MADE", "made_on_host", "moves", "on_host"]
+__all__ = ["MADE", "asks_for_gpu", "made_on_host", "moves", "on_host"]
 
 # They make a tensor on the CPU.
 MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
@@ -52,9 +53,20 @@ def computed(value: ast.expr) -> bool:
 def made_on_host(origins: Origins, node: ast.Name, scope: Scope, depth: int) -> bool:
     """Whether all that a name may have been given is on the CPU."""
     given = [(bind, home) for bind, home in origins.binds(node.id, scope, node.lineno)]
+    if any(brought(bind, home) for bind, home in given):
+        return True
     return bool(given) and all(
         b.value is not None and not b.path and on_host(origins, b.value, home, depth) for b, home in given
     )
+
+
+def brought(bind: Bind, scope: Scope) -> bool:
+    """Whether a name is given its own value from the device where there is one (`if use_cuda: loss = loss.cpu()`)."""
+    value = bind.value
+    if not isinstance(value, ast.Call) or last(value) not in SYNCS or dotted(base(value)) != bind.key:
+        return False
+    around = above(bind.stmt, scope.module)[:1]
+    return any(isinstance(n, ast.If) and place == "body" and asks_for_gpu(n.test) == 1 for n, place in around)
 
 
 def moves(call: ast.Call) -> bool:
@@ -62,3 +74,20 @@ def moves(call: ast.Call) -> bool:
     if last(call) == "to" and isinstance(call.func, ast.Attribute):
         return bool(call.args) and constant(call.args[0]) != "cpu"
     return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
+
+
+def asks_for_gpu(test: ast.expr) -> int:
+    """1 if a test holds only with a GPU, -1 if only without, else 0."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return -asks_for_gpu(test.operand)
+    if isinstance(test, ast.BoolOp):
+        found = [asks_for_gpu(value) for value in test.values]
+        return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        value = constant(test.comparators[0])
+        sign = 1 if isinstance(test.ops[0], ast.Eq) else -1
+        return {"cpu": -sign, "gloo": -sign, "cuda": sign, "nccl": sign}.get(value, 0) if isinstance(value, str) else 0
+    name = last(test)
+    if name in ("is_available", "use_cuda", "cuda", "gpu", "use_gpu", "has_cuda"):
+        return 1
+    return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0

@@ -20,6 +20,8 @@ READS = {"float", "bool", "int", "str", "repr", "format"}
 FACTOR = Words(r"loss_?(scale|weight|coef|ratio|factor|lambda)", re.IGNORECASE)
 # They give a number of Python's.
 NUMBERS = {"min", "max", "len", "int", "round", "get", "time", "schedule", "beta", "weight"}
+# They make one number, or one list, of all that they are given.
+ADDS = {"sum", "mean", "stack", "cat", "add", "list", "tuple", "reduce", "scale", "fsum", "values", "items"}
 # What gives a tensor of the device again.
 STILL_THERE = {"detach", "mean", "sum", "float", "clone"}
 # What a number on the device is called.
@@ -106,7 +108,7 @@ def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
     """The dictionaries that a loss is taken out of, or is the sum of, as `losses[]`."""
     given = scope.binds.get(dotted(loss) or "", []) if loss is not None else []
     for value in (loss, *(bind.value for bind in given)):
-        for node in walk(value) if value is not None else ():
+        for node in added(value) if value is not None else ():
             name = None
             if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
                 name = dotted(node.value)
@@ -114,6 +116,18 @@ def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
                 name = dotted(node.func.value)
             if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
                 yield f"{name}[]"
+
+
+def added(value: ast.expr) -> Iterator[ast.AST]:
+    """The parts of a value, without what a model or a loss is given to compute with (`model(x, n=cfg["n"])`)."""
+    stack: list[ast.AST] = [value]
+    while stack:
+        node = stack.pop()
+        yield node
+        if isinstance(node, ast.Call) and last(node) not in ADDS:
+            stack.append(node.func)
+        else:
+            stack.extend(ast.iter_child_nodes(node))
 
 
 def summed(loss: ast.expr | None, training: Training) -> Iterator[str]:

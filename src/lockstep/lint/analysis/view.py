@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.effects import Effects
+from lockstep.lint.analysis.hosts import asks_for_gpu
 from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import Kinds
@@ -175,7 +176,7 @@ class View:
     def on_cpu(self, site: Site) -> bool:
         """Whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
         return self.cpu_only or any(
-            _asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
+            asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
         )
 
     def is_cpu(self, node: ast.expr | None, scope: Scope) -> bool:
@@ -228,23 +229,6 @@ def _trains(site: Site) -> bool:
     return (
         site.name == "train" and site.receiver is not None and constant(next(iter(site.call.args), None)) is not False
     )
-
-
-def _asks_for_gpu(test: ast.expr) -> int:
-    """1 if a test holds only with a GPU, -1 if only without, else 0."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return -_asks_for_gpu(test.operand)
-    if isinstance(test, ast.BoolOp):
-        found = [_asks_for_gpu(value) for value in test.values]
-        return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-        value = constant(test.comparators[0])
-        sign = 1 if isinstance(test.ops[0], ast.Eq) else -1
-        return {"cpu": -sign, "gloo": -sign, "cuda": sign, "nccl": sign}.get(value, 0) if isinstance(value, str) else 0
-    name = last(test)
-    if name in ("is_available", "use_cuda", "cuda", "gpu", "use_gpu", "has_cuda"):
-        return 1
-    return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0
 
 
 @kept

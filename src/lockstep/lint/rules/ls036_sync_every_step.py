@@ -11,7 +11,9 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.pace import every_so_often
+from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.unmoved import from_loader, looped
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -29,7 +31,7 @@ TRACKS = {"log", "log_metric", "log_metrics", "log_dict"}
 
 def check(view: View) -> Iterator[Found]:
     """Looks at everything that runs in every step of the programs' training loops, where it stands in this file."""
-    if not view.gpu:
+    if not view.gpu or unit_test(view.module):
         return
     seen: set[int] = set()
     trainings = view.trainings
@@ -47,7 +49,7 @@ def check(view: View) -> Iterator[Found]:
             if site.stmt.lineno in seen:
                 continue
             what = syncs(view, site, losses) or passed_on(view, site, losses, beyond)
-            if what and not from_loader(site, training) and not elsewhere(view, site, training):
+            if what and not from_loader(view, site, training) and not elsewhere(view, site, training):
                 seen.add(site.stmt.lineno)
                 yield at(
                     site, f"{what} waits for the device in every step: keep tensors, and read them every n-th step"
@@ -97,6 +99,7 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
     """Whether a part of a test needs a loss's number."""
     if isinstance(node, ast.Compare):
         plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
+        plain = plain and not any(isinstance(constant(each), str) for each in (node.left, *node.comparators))
         if plain and on_device(view, node, scope):
             return True
         values = [node.left, *node.comparators] if plain else []
@@ -241,25 +244,11 @@ def is_tensor(view: View, site: Site) -> bool:
         or any(isinstance(node, ast.Call) and last(node) in (*SYNCS, "numpy") for node in walk(site.receiver))
     ):
         return False  # `.detach().cpu().numpy()` is reported once, for its first sync
-    if isinstance(root, ast.Name) and made_on_host(view.origins, root, site.scope, 1):
-        return False
+    if isinstance(root, ast.Name):
+        rows = looped(root.id, site)  # `[rows.tolist() for rows in parts]`
+        if made_on_host(view.origins, root, site.scope, 1) or (rows and on_host(view.origins, rows, site.scope, 1)):
+            return False
     return "optimizer" not in name and name != "lr"
-
-
-def from_loader(site: Site, training: Training) -> bool:
-    """Whether the value comes straight from the loader, which is on the CPU, and was not moved."""
-    root = base(site.receiver) if site.receiver is not None else None
-    for node in walk(site.stmt):
-        if isinstance(node, ast.comprehension) and isinstance(root, ast.Name) and dotted(node.target) == root.id:
-            root = base(node.iter)  # `[label.tolist() for label in labels]`
-    if not isinstance(root, ast.Name) or not isinstance(training.loop, ast.For) or site.scope is not training.scope:
-        return False
-    if root.id not in {name for name, _ in targets(training.loop.target)}:
-        return False
-    return not any(
-        bind.stmt is not training.loop and training.loop.lineno < bind.stmt.lineno < site.line
-        for bind in site.scope.binds.get(root.id, [])
-    )
 
 
 def header(loop: Loop) -> ast.expr:
@@ -270,10 +259,13 @@ def header(loop: Loop) -> ast.expr:
 def elsewhere(view: View, site: Site, training: Training) -> bool:
     """Whether the call is not on the training's way: evaluation inside it, an inner loop over parameters, no graph."""
     nest = loops(site.stmt, site.module)
-    shielded = any(turns_off_gradients(item) for item in withs(site.stmt, site.module))
-    over_data = any(view.kinds.is_loader(view.kinds.iterated(header(loop), site.scope), site.scope) for loop in nest)
-    if shielded and nest[:1] != [training.loop] and (over_data or site.scope is training.scope):
-        return True  # not a score of the step itself, in a function of its own
+    shielded = any(map(turns_off_gradients, (*withs(site.stmt, site.module), *site.scope.decorators)))
+    if shielded and nest[:1] != [training.loop]:
+        if site.scope is training.scope:
+            return True
+        around = [stmt for stmt in site.scope.stmts if isinstance(stmt, Loop)]
+        if any(view.kinds.is_loader(view.kinds.iterated(header(loop), site.scope), site.scope) for loop in around):
+            return True  # not a score of the step itself, in a function of its own
     if site.scope.name in (
         "state_dict",
         "evaluate",

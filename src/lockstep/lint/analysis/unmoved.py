@@ -1,0 +1,116 @@
+"""What a step reads of its batch before that is moved: it is on the CPU, where the loader made it."""
+
+import ast
+
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.hosts import moves, on_host
+from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.nodes import base, dotted, last, targets, walk
+from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.view import View
+
+__all__ = ["from_loader", "looped"]
+
+# How many names a value is followed back over.
+MAX_NAMES = 6
+# They give the batches where the model is.
+PREPARES = {"accelerate", "lightning_fabric", "lightning", "ignite"}
+
+
+def looped(name: str, site: Site) -> ast.expr | None:
+    """What a comprehension in a call's statement runs over, if a name is its variable (`[x.item() for x in rows]`)."""
+    for node in walk(site.stmt):
+        if isinstance(node, ast.comprehension) and name in {key for key, _ in targets(node.target)}:
+            return node.iter
+    return None
+
+
+def from_loader(view: View, site: Site, training: Training) -> bool:
+    """Whether the value comes straight from the loader, which is on the CPU, and was not moved."""
+    if site.receiver is None or not isinstance(training.loop, ast.For):
+        return False
+    root = base(site.receiver)
+    rows = looped(root.id, site) if isinstance(root, ast.Name) else None
+    root = base(rows) if rows is not None else root
+    if isinstance(root, ast.Name) and site.scope is training.scope and drawn(root.id, site, training):
+        return True
+    header = view.kinds.iterated(training.loop.iter, training.scope)
+    if view.frameworks & PREPARES or not view.kinds.is_loader(header, training.scope):
+        return False
+    return Unmoved(view, training).holds(rows or site.receiver, site.scope, MAX_NAMES)
+
+
+def drawn(name: str, site: Site, training: Training) -> bool:
+    """Whether a name is the loop's own variable at a call, as the loader gave it."""
+    if name not in {key for key, _ in targets(training.loop.target)}:  # type: ignore[union-attr]
+        return False
+    return not any(
+        bind.stmt is not training.loop and training.loop.lineno < bind.stmt.lineno < site.line
+        for bind in site.scope.binds.get(name, [])
+    )
+
+
+class Unmoved:
+    """Follows a value back to the batch of a training loop."""
+
+    def __init__(self, view: View, training: Training) -> None:
+        self.view = view
+        self.training = training
+
+    def holds(self, value: ast.expr, scope: Scope, names: int) -> bool:
+        """Whether a value is certainly a part of the batch, or computed of one, and was not moved."""
+        while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
+            if isinstance(value, ast.Call):
+                if moves(value) or last(value) == "to":
+                    return False
+                full = self.view.names.qualify(value.func, scope)
+                if full.startswith(("torch.", "copy.")):
+                    return self.computed(value, scope, names)
+                value = value.func
+            else:
+                value = value.value
+        if isinstance(value, ast.Compare | ast.BinOp):
+            sides = (value.left, *value.comparators) if isinstance(value, ast.Compare) else (value.left, value.right)
+            return self.all_of([side for side in sides if not isinstance(side, ast.Constant)], scope, names)
+        return isinstance(value, ast.Name) and self.named(value, scope, names)
+
+    def computed(self, call: ast.Call, scope: Scope, names: int) -> bool:
+        """Whether a function of torch is given parts of the batch and nothing else that may be on the device."""
+        if any(item.arg == "device" for item in call.keywords):
+            return False
+        return self.all_of([arg for arg in call.args if not isinstance(arg, ast.Constant)], scope, names)
+
+    def all_of(self, values: list[ast.expr], scope: Scope, names: int) -> bool:
+        return bool(values) and all(
+            on_host(self.view.origins, value, scope, 1) or self.holds(value, scope, names) for value in values
+        )
+
+    def named(self, node: ast.Name, scope: Scope, names: int) -> bool:
+        """Whether all that a name may stand for is a part of the batch."""
+        if not names:
+            return False
+        binds = self.view.origins.binds(node.id, scope, node.lineno)
+        if binds:
+            return all(self.bound(bind, home, names - 1) for bind, home in binds)
+        if scope is self.training.scope or node.id not in scope.params:
+            return False
+        callers = [site for site in self.view.calls.callers(scope) if site.scope is self.training.scope]
+        given = [passed(s, scope, node.id) for s in callers if inside(s.stmt, self.training.loop, s.module)]
+        return bool(given) and all(
+            value is not None and self.holds(value, self.training.scope, names - 1) for value in given
+        )
+
+    def bound(self, bind: Bind, scope: Scope, names: int) -> bool:
+        """Whether a name is bound to a part of the batch."""
+        if bind.stmt is self.training.loop:
+            return True
+        if bind.value is None or bind.how not in ("assign", "for"):
+            return False
+        value: ast.expr | None = bind.value
+        if bind.how == "for" and isinstance(value, ast.Call) and dotted(value.func) == "enumerate" and value.args:
+            value = value.args[0] if bind.path[:1] == (1,) else None
+        elif bind.path and isinstance(value, ast.Tuple | ast.List):
+            value = next(iter(element_of(value, bind.path)), None)
+        return value is not None and self.all_of([value], scope, names)
