@@ -22,6 +22,9 @@ COMMON = {
     "Dataset": "torch.utils.data.Dataset",
 }
 
+# A package that passes on what its files pass on.
+MAX_STARS = 3
+
 
 class Names:
     """Resolves names in the files of a project."""
@@ -71,16 +74,22 @@ class Names:
             return ""
         return inner.full
 
-    def brought(self, head: str, module: Module) -> str:
-        """The full name of what a star import of a project's file brings because that file imports it."""
+    def brought(self, head: str, module: Module, depth: int = 0) -> str:
+        """The full name of what a star import of a project's file brings because that file imports it, itself or by a
+        star import of its own (`from src import *`, a package that passes its files on).
+        """
         if not module.stars or head in module.top.binds or head in module.top.defs:
             return ""
         for star in module.stars:
             target = self.project.find(module, star.module, star.level)
-            imported = target.imports.get(head) if target is not None else None
-            if target is None or imported is None or "__all__" in target.top.binds:
+            if target is None or "__all__" in target.top.binds:
                 continue
-            if not imported.level and not self.project.find(module, imported.full, 0):
+            imported = target.imports.get(head)
+            if imported is None:
+                inner = self.brought(head, target, depth + 1) if depth < MAX_STARS else ""
+                if inner:
+                    return inner
+            elif not imported.level and not self.project.find(module, imported.full, 0):
                 return imported.full
         return ""
 

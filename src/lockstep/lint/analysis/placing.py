@@ -70,10 +70,10 @@ def after_cuda(node: ast.expr | None) -> ast.expr | None:
     return None
 
 
-def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
+def is_global(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
     """Whether a number certainly is the rank among all processes."""
     found = [origin for origin in view.origins.of(node, scope) if not of_one_process(view, origin)]
-    return bool(found) and all(global_rank(view, origin) for origin in found)
+    return bool(found) and all(global_rank(view, origin, depth) for origin in found)
 
 
 def of_one_process(view: View, origin: Origin) -> bool:
@@ -83,10 +83,15 @@ def of_one_process(view: View, origin: Origin) -> bool:
     return made or constant(origin.node) in (0, "cuda", "cuda:0", "cpu")
 
 
-def global_rank(view: View, origin: Origin) -> bool:
+def global_rank(view: View, origin: Origin, depth: int) -> bool:
     """Whether a value is the rank among all processes, or that plus or minus a number."""
     if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
-        return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope)
+        return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope, depth)
+    if isinstance(origin.node, ast.Attribute):  # of an object that is handed on (`config.rank`), wherever it is set
+        binds = view.ranks.tests.set_elsewhere(dotted(origin.node) or "", origin.scope) if not depth else []
+        values = [(bind.value, home) for bind, home in binds if bind.how == "assign" and not bind.path]
+        same = (value is not None and is_global(view, value, home, depth + 1) for value, home in values)
+        return len(values) == len(binds) > 0 and all(same)
     if isinstance(origin.node, ast.Subscript):
         return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
     if origin.call is None:
