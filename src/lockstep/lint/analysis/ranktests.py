@@ -61,6 +61,13 @@ NUMBERED = {"spawn", "start_processes"}
 OTHER = -2
 
 
+# What a comparison is with its sides changed (`0 < rank`).
+FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
 # What may be a test of the rank where a name is given its value.
 DECIDES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.Call)
 
@@ -147,7 +154,10 @@ class RankTests:
             return 0  # `rank == 0 and step % 25 == 0 or step == len(loader)`: the second part holds on every rank
         if when or isinstance(node.op, ast.Or):
             return next((value for value in found if value), 0)
-        return found[0] if len(set(found)) == 1 else 0  # one part that failed says nothing about the others
+        # One part that failed says nothing about the others, unless these hold wherever there are several processes
+        # (`not (distributed and rank > 0)`).
+        parts = [side for value, side in zip(node.values, found, strict=True) if self.many(value, scope) != 1]
+        return parts[0] if len(set(parts)) == 1 else 0
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A name that was given the result of a rank test."""
@@ -171,7 +181,20 @@ class RankTests:
         found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
         found.discard(None)
         side = found.pop() if len(found) == 1 else 0
-        return (side or 0) if when else {1: -1, -1: 1}.get(side or 0, 0)
+        if when or not side:
+            return side or 0
+        # That it is empty tells the other ranks only where nothing else decides whether it is filled.
+        return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(bind, home) for bind, home in binds) else 0
+
+    def by_rank_alone(self, bind: Bind, home: Scope) -> bool:
+        """Whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
+        if bind.value is None or is_empty(bind.value):
+            return True
+        tests = list(guards(bind.stmt, home.module))
+        asked = [g.test for g in tests] + ([bind.value.test] if isinstance(bind.value, ast.IfExp) else [])
+        return not any(isinstance(test, ast.BoolOp) for test in asked) and all(
+            self.test(g.test, home, g.when) or self.many(g.test, home, g.when) for g in tests
+        )
 
     def share(self, bind: Bind, home: Scope, depth: int, flag: bool) -> int | None:
         """On which ranks a binding gives its name more than None or False: None for a value that says nothing. What a
@@ -226,7 +249,7 @@ class RankTests:
     def compare(self, node: ast.Compare, scope: Scope) -> int:
         left, op, right = node.left, node.ops[0], node.comparators[0]
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
-            left, right = right, left
+            left, right, op = right, left, FLIPPED.get(type(op), type(op))()
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             return 0
         value = constant(right)
@@ -236,9 +259,10 @@ class RankTests:
             return 1 if value in (0, "0") else 0
         if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
             return -1 if value in (0, "0") else 0
+        # No rank is below 0: that asks whether the processes have numbers at all.
         if isinstance(op, ast.LtE | ast.Lt):
-            return 1 if value in (0, 1) else 0
-        return 0
+            return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
+        return -1 if isinstance(op, ast.GtE) and value == 1 else 0
 
     def is_rank(self, node: ast.expr, scope: Scope) -> bool:
         """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
@@ -300,11 +324,20 @@ class RankTests:
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
             if (is_none(right) or constant(right) == -1) and self.is_rank(test.left, scope):
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
+            if "rank" in last(test.left).lower() and self.is_rank(test.left, scope):
+                return beside_zero(test.ops[0], constant(right))
             return 0
         name = last(test)
         if SINGLE.search(name):
             return -1
         return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
+
+
+def beside_zero(op: ast.cmpop, value: object) -> int:
+    """1 if a comparison of a rank holds for every rank (`rank >= 0`), -1 if for none (`rank < 0`), else 0."""
+    if (isinstance(op, ast.GtE) and value == 0) or (isinstance(op, ast.Gt) and value == -1):
+        return 1
+    return -1 if (isinstance(op, ast.Lt) and value == 0) or (isinstance(op, ast.LtE) and value == -1) else 0
 
 
 @kept

@@ -5,36 +5,20 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import above
 from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, written
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
 from lockstep.lint.analysis.ranktests import RANK
 from lockstep.lint.analysis.saving import SAVES, is_saved
+from lockstep.lint.analysis.unwrapped import by_shards, guarded_by_type, knows_shards, stripped, taken_out
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-# What takes the wrapper's names off.
-STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix", "[7:]")
-NEAR = 10
 ACCELERATE = "Accelerate"
-# A test of the rank, which says nothing of the wrapper.
-RANKS = re.compile(r"not (args\.)?distributed or ")
-# What tests for the wrapper, or takes the model out of it.
-TESTS = [
-    "hasattr",
-    "isinstance",
-    ".module if",
-    "module else",
-    ".module.state_dict",
-    "not args.distributed",
-    "not distributed",
-]
-WRAPPED = re.compile(r"module|Parallel|DDP")
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
 
 
@@ -101,12 +85,6 @@ def handed_over(view: View, site: Site) -> bool:
     )
 
 
-def stripped(view: View, site: Site) -> bool:
-    """Whether the code around a call takes the wrapper's names off."""
-    around = view.module.lines[max(0, site.line - NEAR) : site.line + NEAR]
-    return any(word in line for line in around for word in STRIPS)
-
-
 def whole(view: View, site: Site) -> str:
     """The wrapper that `torch.save` is given as an object, by itself or in a dictionary."""
     if view.full(site) != "torch.save" or not site.call.args or guarded_by_type(view, site):
@@ -122,17 +100,12 @@ def whole(view: View, site: Site) -> str:
     return ""
 
 
-def taken_out(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether a name stands for the plain model, taken out of the wrapper where there is one."""
-    return any(isinstance(o.node, ast.Attribute) and o.node.attr == "module" for o in view.origins.of(node, scope))
-
-
 def wrapper(view: View, site: Site) -> str:
     """The wrapper, DDP or DataParallel, that the state is taken from."""
     node = site.receiver
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SAME:
         node = node.func.value
-    if node is None or guarded_by_type(view, site):
+    if node is None or guarded_by_type(view, site) or by_shards(site):
         return ""
     if view.kinds.is_model(node, site.scope) and prepared(view, node, site.stmt, site.scope, 0):
         return ACCELERATE
@@ -140,6 +113,8 @@ def wrapper(view: View, site: Site) -> str:
     if not kinds and any(origin.node is node for origin in view.origins.of(node, site.scope)):
         held = view.wrappers.held(node, site.stmt, site.scope)
         kinds = {kind for value, home in held for kind in made_as(view, value, home)}
+    if view.ranks.single(site.stmt, site.scope) or view.ranks.alone(site.scope):
+        kinds.discard("ddp")  # the one process there has not wrapped it
     sharded = "fsdp" in kinds and (len(kinds) == 1 or knows_shards(view, site.scope))
     if sharded or taken_out(view, node, site.scope):
         return ""
@@ -149,11 +124,6 @@ def wrapper(view: View, site: Site) -> str:
 def made_as(view: View, node: ast.expr, scope: Scope) -> set[str]:
     """The wrappers that a value may come from."""
     return {kind for kind, _, _ in view.wrappers.wrapped(node, scope)}
-
-
-def knows_shards(view: View, scope: Scope) -> bool:
-    """Whether a function knows of FSDP, whose state it takes in another way."""
-    return any(view.effects.mentioned_in(scope, word) for word in ("fsdp", "FSDP", "state_dict_type"))
 
 
 def prepared(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, depth: int) -> bool:
@@ -181,30 +151,6 @@ def prepared(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, depth: in
         if value is not None:
             values.append((value, site.stmt, site.scope))
     return any(prepared(view, value, where, home, depth + 1) for value, where, home in values)
-
-
-def guarded_by_type(view: View, site: Site) -> bool:
-    """Whether a test on the wrapper decides, in a statement around it or a conditional expression."""
-    if any(
-        isinstance(node, ast.If) and parts_wrapped(view, node, place) for node, place in above(site.stmt, site.module)
-    ):
-        return True
-    name = re.escape(dotted(site.receiver) or "")
-    lines = view.module.lines[max(0, site.line - 6) : site.line + 1]
-    other = re.compile(rf"\s*(?!{name} =)[\w.]+ = .*(\.module if|module else)") if name else None
-    around = "\n".join(line for line in lines if other is None or not other.match(line))  # not a name for the plain one
-    around = RANKS.sub("", around)
-    return any(word in around for word in TESTS)
-
-
-def parts_wrapped(view: View, node: ast.If, place: str) -> bool:
-    """Whether a test divides wrapped models from plain ones: by what it asks, or by what its other arm takes."""
-    test = ast.unparse(node.test)
-    if ("hasattr" in test or "isinstance" in test) and WRAPPED.search(test):
-        return True
-    other = node.orelse if place == "body" else node.body
-    lines = view.module.lines[other[0].lineno - 1 : other[-1].end_lineno] if other else []
-    return any(".module.state_dict" in line for line in lines)
 
 
 def by_all(view: View, site: Site, path: ast.expr) -> bool:
