@@ -1,4 +1,4 @@
-"""LS028, LS033: what transformers' training arguments say of the processes, and DeepSpeed's engine that saves."""
+"""LS028, LS018: what transformers' training arguments say of the processes, and DeepSpeed's engine that saves."""
 
 import pytest
 
@@ -85,7 +85,30 @@ def main(model, rank, options):
 @pytest.mark.parametrize(("test", "told"), [("rank == 0", True), ("options.save", False)])
 def test_an_engine_of_deepspeed_saves_on_every_rank(name, test, told):
     text = f"{ENGINE.format(name=name)}    if {test}:\n        {name}.save_checkpoint('out')\n"
-    assert bool(lines(text, "LS033")) == told
+    assert bool(lines(text, "LS018")) == told
+
+
+BACKEND = """
+import torch
+from backends import distribute, is_root, using_deepspeed
+
+def main(model):
+    wrapped = distribute(model)
+
+    def save(path):
+        if {test}:
+            wrapped.save_checkpoint(path)
+        if is_root():
+            torch.save(model.state_dict(), path)
+
+    if is_root():
+        save("last.pt")
+"""
+
+
+@pytest.mark.parametrize(("test", "told"), [("using_deepspeed", True), ("using_other", False)])
+def test_a_backend_that_may_be_deepspeed_saves_on_every_rank(test, told):
+    assert bool(lines(BACKEND.format(test=test), "LS018")) == told
 
 
 def test_a_login_is_no_run_of_a_tracker():

@@ -108,3 +108,67 @@ main(None, [])
 """
     rows = text.splitlines()
     assert [rows[f.line - 1].strip() for f in check_text(text, configure({}, "LS007", ""))] == told
+
+
+FIRST = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Trainer:
+    def __init__(self, model, {given}):
+        dist.init_process_group("nccl")
+        {lines}
+        self.model = DDP(model)
+        {last}
+"""
+FIXED = 'self.device = torch.device("cuda:0")'
+USED = "print(self.device)"
+
+
+@pytest.mark.parametrize(
+    ("body", "last", "told"),
+    [
+        ([FIXED], USED, True),
+        ([FIXED, "if mine is not None:", "    self.device = mine"], USED, False),
+        ([FIXED, "if mine is None:", "    self.device = torch.device('cpu')"], USED, True),
+        (["if mine is None:", f"    {FIXED}", "else:", "    self.device = mine"], USED, True),
+        ([FIXED], "print(self.model)", False),
+    ],
+)
+def test_a_device_that_is_only_a_names_first_value(body, last, told):
+    text = FIRST.format(given="mine", lines="\n        ".join(body), last=last)
+    assert bool(check_text(text, configure({}, "LS007", ""))) is told
+
+
+HANDED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from somewhere import Config
+
+def train(model, config):
+    model = DDP(model, device_ids=[config.place])
+    model(torch.ones(1)).sum().backward()
+
+config = Config()
+config.place = {first}
+{second}
+dist.init_process_group("nccl")
+train(config.build(), config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ("int(os.environ['RANK'])", "", True),
+        ("int(os.environ['LOCAL_RANK'])", "", False),
+        ("int(os.environ['RANK'])", "config.place = int(os.environ['LOCAL_RANK'])", False),
+    ],
+)
+def test_a_device_by_the_rank_of_an_object_that_is_handed_on(first, second, told):
+    text = HANDED.format(first=first, second=second)
+    assert bool(check_text(text, configure({}, "LS007", ""))) is told

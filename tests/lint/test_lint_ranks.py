@@ -33,11 +33,31 @@ KEPT = {
     "the rank under another name": ["me = dist.get_rank()", "if me == 0:"],
     "the rank from the environment": ["me = int(os.environ['RANK'])", "if not me:"],
     "in one word": ["localrank = int(os.environ['LOCAL_RANK'])", "if localrank == 0:"],
+    "a device that is the rank": ["device = rank", "if device == 0:"],
+    "the same, among the machine's": ["device = rank % torch.cuda.device_count()", "if device == 0:"],
+    "sides changed": ["if 1 > rank:"],
+    "no option, or rank 0": ["if not (given.distributed and rank > 0):"],
+    "the others left": ["if rank >= 1:", "    return", "if True:"],
+    "a flag of rank 0 that an option decides too, beside the rank": [
+        "sent = False",
+        "if rank == 0 and given:",
+        "    sent = True",
+        "if rank == 0 and not sent:",
+    ],
 }
 SHARED = {
     "an object that every rank has": ["bar = object() if rank >= 0 else None", "if bar is not None:"],
     "an object of programs with an option": ["bar = object() if given else None", "if bar:"],
     "None until every rank opens it": ["bar = None", "if rank >= 0:", "    bar = open('x')", "if bar is not None:"],
+    "sides changed, for all": ["if 0 <= rank:"],
+    "no ranks at all left": ["if rank < 0:", "    raise ValueError(rank)", "if True:"],
+    "not both an option and a rank": ["if not (given.verbose and rank > 0):"],
+    "a flag that an option decides too": [
+        "sent = False",
+        "if rank == 0 and given:",
+        "    sent = True",
+        "if not sent:",
+    ],
     "a number that is no rank": ["me = dist.get_world_size()", "if me == 0:"],
     "an object that may come from elsewhere": ["bar = given or None", "if bar is not None:"],
 }
@@ -45,7 +65,7 @@ SHARED = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tests_that_keep_other_ranks_out(name):
-    assert found(script([*KEPT[name], "    print('hello')"])) == []
+    assert found(script([*KEPT[name], "    print('hello')"], "rank, given=None")) == []
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -71,6 +91,41 @@ def main():
     mp.spawn(work, args=(2,), nprocs=2)
 """
     assert found(text) == rules
+
+
+CONFIG = """
+from types import SimpleNamespace
+
+def options():
+    conf = SimpleNamespace()
+    conf.place = {place}
+    return conf
+
+def fit(conf):
+    dist.init_process_group("nccl")
+    if conf.place == 0:
+        print("hello")
+    show({given})
+    dist.destroy_process_group()
+
+def show(number):
+    if number == 0:
+        print("hello")
+
+fit(options())
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "number"),
+    [
+        ("int(os.environ['LOCAL_RANK'])", "dist.get_rank()", 0),
+        ("int(os.environ['LOCAL_RANK'])", "len(conf)", 1),
+        ("int(os.environ['SIZE'])", "dist.get_rank()", 1),
+    ],
+)
+def test_a_rank_that_is_handed_on_under_another_name(place, given, number):
+    assert len(found(CONFIG.format(place=place, given=given))) == number
 
 
 METHOD = """

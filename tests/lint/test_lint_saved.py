@@ -199,3 +199,70 @@ def test_a_temporary_file_is_each_processs_own(file, told):
         "    if rank == 0:\n        {save}", f"    held = {file}\n    torch.save(model.module, held.name)"
     )
     assert bool(lines(text)) is told
+
+
+STATES = """
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, distributed, world_size):
+{lines}
+"""
+SHARDED = [
+    "accelerator = Accelerator()",
+    "model = accelerator.prepare(model)",
+    "with {block}:",
+    "    state = model.state_dict()",
+    "if accelerator.is_main_process:",
+    "    torch.save(state, 'model.pt')",
+]
+WRAPS = ["dist.init_process_group('nccl')", "if world_size > 1:", "    model = DDP(model)"]
+LEAVES = [
+    "if distributed:",
+    "    not dist.get_rank() and torch.save(model.{state}(), 'model.pt')",
+    *["    print(model)"] * 6,
+    "    return",
+]
+SAVES = "not dist.get_rank() and torch.save(model.state_dict(), 'model.pt')"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ([line.format(block="FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)") for line in SHARDED], False),
+        ([line.format(block="torch.no_grad()") for line in SHARDED], True),
+        ([*WRAPS, "if world_size == 1:", f"    {SAVES}"], False),
+        ([*WRAPS, "if world_size > 1:", f"    {SAVES}"], True),
+        ([*WRAPS, *(line.format(state="module.state_dict") for line in LEAVES), SAVES], False),
+        ([*WRAPS, *(line.format(state="eval") for line in LEAVES), SAVES], True),
+    ],
+)
+def test_a_state_that_has_no_names_of_a_wrapper(body, told):
+    text = STATES.format(lines="\n".join(f"    {line}" for line in body))
+    assert bool(lines(text)) is told
+
+
+PASSED = """
+from setting import *
+
+def main(model, rank, path):
+    dist.init_process_group("nccl")
+    model = DDP(model)
+    if rank == 0:
+        torch.save(model.state_dict(), path)
+"""
+
+
+@pytest.mark.parametrize(("hidden", "told"), [("", True), ("__all__ = ['torch', 'dist']\n", False)])
+def test_a_wrapper_that_a_package_passes_on(tmp_path, hidden, told):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "setting").mkdir()
+    (tmp_path / "setting" / "__init__.py").write_text("import torch\nfrom .parallel import *\n")
+    (tmp_path / "setting" / "parallel.py").write_text(
+        f"{hidden}import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    )
+    (tmp_path / "train.py").write_text(PASSED)
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS014", ""))) is told

@@ -2,12 +2,13 @@
 
 import ast
 
-from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings
+from lockstep.lint.analysis.context import parted
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings, walk
 from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
 
-__all__ = ["after_cuda", "is_global", "numbered", "plain", "same_for_all"]
+__all__ = ["after_cuda", "is_default", "is_global", "numbered", "plain", "same_for_all"]
 
 # The rank among all processes, as launchers call it.
 RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
@@ -47,6 +48,33 @@ def names_of(view: View, node: ast.expr, scope: Scope) -> set[object]:
         arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
         names |= {constant(arm) for arm in arms}
     return names
+
+
+def is_default(view: View, site: Site) -> bool:
+    """Whether a device is only a name's first value: the same function gives it another one, which is not written out
+    (`device = cuda:0; if ddp: device = mine`), or nothing ever asks for it.
+    """
+    for bind in site.scope.bound(site.stmt):
+        binds = [b for b in site.scope.binds[bind.key] if b.stmt.lineno > site.line and b.how == "assign"]
+        later = (b.value for b in binds if not parted(site, b.stmt))
+        if any(value is not None and None in names_of(view, value, site.scope) for value in later):
+            return True
+        if not bind.path and bind.how == "assign" and not asked_for(view, bind.key):
+            return True
+    return False
+
+
+def asked_for(view: View, key: str) -> bool:
+    """Whether anything in the programs reads a name, or an attribute of such a name."""
+    name = key.rpartition(".")[2]
+    for member in view.project.family(view.module):
+        if name != "device" and member.words[name] > 1:
+            return True
+        for node in walk(member.source.tree) if member.source.tree is not None and name in member.words else ():
+            reads = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if reads and last(node) == name and dotted(node) != "torch.device":
+                return True
+    return False
 
 
 def arms_of(node: ast.expr) -> list[ast.expr]:

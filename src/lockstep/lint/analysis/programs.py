@@ -183,7 +183,8 @@ class Programs:
     @kept
     def makes_group(self, function: Scope) -> bool:
         """Whether a function starts the process group, itself or by what it calls."""
-        return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in STARTS)
+        names = (*STARTS, "init_device_mesh")  # which starts one where there is none
+        return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in names)
 
     @kept
     def apart(self, function: Scope) -> bool:

@@ -276,7 +276,17 @@ class RankTests:
         if not isinstance(node, ast.Name | ast.Attribute) or key is None:
             return False
         values = [value for value, _ in self.calls.values(key, scope)]
-        return (bool(values) and all(map(is_call_for_rank, values))) or self.numbers(key, scope)
+        if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
+            values = [bind.value for bind, _ in self.set_elsewhere(key, scope) if bind.value is not None]
+        return (bool(values) and all(map(gives_rank, values))) or self.numbers(key, scope) or self.given(key, scope)
+
+    def given(self, key: str, scope: Scope) -> bool:
+        """Whether a name is a parameter for which every caller passes its rank (`fit(model, device=rank)`)."""
+        if key not in scope.params or key in scope.binds:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        values = [passed(site, scope, key) for site in callers]
+        return bool(values) and all(value is not None and gives_rank(value) for value in values)
 
     def left_out(self, node: ast.AST, scope: Scope) -> bool:
         """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
@@ -366,8 +376,12 @@ def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
     return DEVICE.search(last(node)) and type(constant(other)) is int
 
 
-def is_call_for_rank(node: ast.expr) -> bool:
-    """Whether an expression asks the process group or the environment for the rank."""
+def gives_rank(node: ast.expr) -> bool:
+    """Whether an expression asks the process group or the environment for the rank, or is a name for it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return gives_rank(node.left)
+    if isinstance(node, ast.Name | ast.Attribute):
+        return "rank" in last(node).lower() and says_rank(node)
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
 
 

@@ -8,7 +8,7 @@ from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
-from lockstep.lint.analysis.placing import after_cuda, is_global, numbered, plain, same_for_all
+from lockstep.lint.analysis.placing import after_cuda, is_default, is_global, numbered, plain, same_for_all
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -177,6 +177,8 @@ def fixed(view: View, site: Site) -> str:
         first = first.body
     text = constant(first)
     if site.name in ("device", "to") and numbered(text) and not chosen_by_test(site.stmt, first):
+        if site.name == "device" and is_default(view, site):
+            return ""
         return f"every rank uses '{text}': use the local rank, f\"cuda:{{local_rank}}\""
     if (
         site.name in ("set_device", "set_device_index")

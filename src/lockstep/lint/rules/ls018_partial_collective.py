@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import choices, guards
+from lockstep.lint.analysis.engines import asks_for_deepspeed, saves_on_all
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import dotted, last
@@ -31,14 +32,14 @@ def check(view: View) -> Iterator[Found]:
                     site, "only some ranks wrap the model: the wrapper waits for all of them, so wrap on every rank"
                 )
                 continue
-            inner = None if view.effects.is_collective(site) else led_to(view, site)
+            inner = None if waits_for_all(view, site) else led_to(view, site)
             if inner is not None:
                 where = "" if inner.module is view.module else f" of {os.path.basename(inner.module.path)}"
                 yield at(
                     site,
                     f"leads to {inner.name}() on line {inner.line}{where}, which other ranks never reach: they hang",
                 )
-            elif view.effects.is_collective(site):
+            elif waits_for_all(view, site):
                 yield at(site, f"only some ranks reach {site.name}(): they wait forever for the others")
 
 
@@ -89,12 +90,15 @@ def same(one: ast.expr, other: ast.expr) -> bool:
     return dotted(one) is not None and dotted(one) == dotted(other)
 
 
+def waits_for_all(view: View, site: Site) -> bool:
+    """Whether a call ends when all ranks are in it: a collective, or DeepSpeed's engine that saves."""
+    return view.effects.is_collective(site) or saves_on_all(view, site)
+
+
 def relevant(view: View, site: Site) -> bool:
     """Whether a call is a collective or runs a function of the project."""
     return (
-        view.effects.is_collective(site)
-        or makes_wrapper(view, site)
-        or view.calls.target(site.call, site.scope) is not None
+        waits_for_all(view, site) or makes_wrapper(view, site) or view.calls.target(site.call, site.scope) is not None
     )
 
 
@@ -115,7 +119,7 @@ def led_to(view: View, site: Site) -> Site | None:
         for inner in function.sites:
             if not certain(view, inner, function):
                 continue
-            if view.effects.is_collective(inner):
+            if waits_for_all(view, inner):
                 return inner
             queue += view.calls.runs(inner)
     return None
@@ -124,7 +128,11 @@ def led_to(view: View, site: Site) -> Site | None:
 def certain(view: View, site: Site, scope: Scope) -> bool:
     """Whether a function that is called reaches a call in it, wherever there are several processes."""
     tests = (*guards(site.stmt, scope.module), *choices(site))
-    return all(view.ranks.tests.many(guard.test, scope, guard.when) == 1 for guard in tests)
+    return all(
+        view.ranks.tests.many(guard.test, scope, guard.when) == 1
+        or (guard.when and asks_for_deepspeed(guard.test) and saves_on_all(view, site))
+        for guard in tests
+    )
 
 
 def has_both_sides(view: View, function: Scope) -> bool:
@@ -152,7 +160,7 @@ def handed_over(view: View, site: Site, side: int) -> bool:
 
 
 def name_of(view: View, site: Site) -> str:
-    if view.effects.is_collective(site) or makes_wrapper(view, site):
+    if waits_for_all(view, site) or makes_wrapper(view, site):
         return site.name
     inner = led_to(view, site)
     return inner.name if inner is not None else ""
@@ -163,7 +171,8 @@ RULE = Rule(
     name="collective on some ranks only",
     what=(
         "A collective (`barrier`, `all_reduce`, ...) stands where only some ranks arrive, directly or in a "
-        "function called there; or only some ranks run a model that FSDP has wrapped, or wrap one."
+        "function called there; or only some ranks run a model that FSDP has wrapped, or wrap one, or have DeepSpeed's "
+        "engine save."
     ),
     why=(
         "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "
@@ -199,6 +208,14 @@ def wrap(model, rank, local_rank):
     if rank == 0:
         model = DDP(model, device_ids=[local_rank])
     return model
+""",
+        """
+import deepspeed
+
+def main(model, options, rank):
+    engine, *_ = deepspeed.initialize(model=model, args=options)
+    if rank == 0:
+        engine.save_checkpoint("out")
 """,
     ),
     good=(

@@ -1,10 +1,8 @@
 """LS033: a sharded model or optimizer saved on one rank."""
 
-import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import dotted, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -13,15 +11,12 @@ __all__ = ["RULE"]
 
 # These gather from all ranks.
 GATHERS = {"get_model_state_dict", "get_optimizer_state_dict", "full_optim_state_dict", "optim_state_dict"}
-GATHERS |= {"consolidate_state_dict", "summon_full_params", "save_checkpoint", "save_16bit_model", "full_tensor"}
+GATHERS |= {"consolidate_state_dict", "summon_full_params", "full_tensor"}
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks for the state of sharded objects read where only one rank comes."""
-    sharded = view.effects.mentioned(
-        view.module, "FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer", "deepspeed"
-    )
-    if not sharded:
+    if not view.effects.mentioned(view.module, "FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer"):
         return
     for site in view.sites("state_dict", *GATHERS):
         if view.ranks.side(site.stmt, site.scope) and reads(view, site):
@@ -33,13 +28,6 @@ def check(view: View) -> Iterator[Found]:
 def reads(view: View, site: Site) -> bool:
     """Whether a call reads the state of something sharded."""
     full = view.full(site)
-    if site.name == "save_checkpoint":
-        return (
-            "deepspeed" in view.frameworks
-            and site.receiver is not None
-            and view.calls.target(site.call, site.scope) is None
-            and ("engine" in last(site.receiver) or by_deepspeed(view, site))
-        )
     if site.name in GATHERS:
         return (
             full.startswith("torch.distributed") or site.name == "full_tensor" or site.name == "consolidate_state_dict"
@@ -55,23 +43,13 @@ def reads(view: View, site: Site) -> bool:
     return False
 
 
-def by_deepspeed(view: View, site: Site) -> bool:
-    """Whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
-    binds = view.origins.binds(dotted(site.receiver) or "", site.scope, site.line)
-    made = ((bind.value, home) for bind, home in binds if isinstance(bind.value, ast.Call))
-    return any(view.names.qualify(call.func, home) == "deepspeed.initialize" for call, home in made)
-
-
 RULE = Rule(
     code="LS033",
     name="sharded state on one rank",
-    what=(
-        "The state of an FSDP model, or of a sharded optimizer, is read on one rank only; or only one rank calls "
-        "DeepSpeed's `save_checkpoint`."
-    ),
+    what="The state of an FSDP model, or of a sharded optimizer, is read on one rank only.",
     why=(
         "Reading it gathers the shards from all ranks: alone, the rank waits for ever, or it saves a fraction of "
-        "the parameters. DeepSpeed's engine waits for all ranks when it saves, and with ZeRO each writes its own part."
+        "the parameters."
     ),
     bad=(
         """
