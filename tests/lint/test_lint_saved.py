@@ -208,7 +208,7 @@ from accelerate import Accelerator
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-def main(model, distributed, world_size):
+def main(model, fast, world_size):
 {lines}
 """
 SHARDED = [
