@@ -221,7 +221,7 @@ SHARDED = [
 ]
 WRAPS = ["dist.init_process_group('nccl')", "if world_size > 1:", "    model = DDP(model)"]
 LEAVES = [
-    "if distributed:",
+    "if fast:",
     "    not dist.get_rank() and torch.save(model.{state}(), 'model.pt')",
     *["    print(model)"] * 6,
     "    return",
