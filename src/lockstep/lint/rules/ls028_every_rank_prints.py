@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import Guard, guards
+from lockstep.lint.analysis.context import Guard, above, guards
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.logs import (
     by_rank,
@@ -59,13 +59,15 @@ def check(view: View) -> Iterator[Found]:
             continue
         if failing(view, site) or view.ranks.chosen(site) or view.ranks.programs.idle(site.scope):
             continue
+        if what == "log" and not (loguru(view, site) or from_logging(site.module)):
+            continue  # of Accelerate, which writes on the main process alone
         if what in ("print", "log") and (prefixed(site) or (what == "log" and setting.prefixed)):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
         elif what == "tracker":
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
-        elif loguru(view, site) or (from_logging(site.module) and plain_logging(view)):
+        elif loguru(view, site) or plain_logging(view):
             yield at(site, "every rank logs this: log on rank 0 only")
 
 
@@ -133,9 +135,9 @@ def flag(guard: Guard) -> bool:
 
 def failing(view: View, site: Site) -> bool:
     """Whether the output belongs to an error, which may differ from rank to rank, or to a debugger's start."""
-    block = view.module.up.get(site.stmt)
-    if block is not None and block[1] == "handlers" and not goes_on(site, block[0]):
+    if not all(goes_on(site, handler, tests) for handler, tests in handlers(site)):
         return True
+    block = view.module.up.get(site.stmt)
     siblings = getattr(block[0], block[1], []) if block is not None and block[1] in ("body", "orelse") else []
     if any(isinstance(stmt, ast.Expr) and last(stmt.value) == "wait_for_attach" for stmt in siblings):
         return True
@@ -159,12 +161,25 @@ def ends_program(stmt: ast.stmt) -> ast.Call | None:
     return call if named and isinstance(call, ast.Call) else None
 
 
-def goes_on(site: Site, attempt: ast.stmt) -> bool:
+def handlers(site: Site) -> Iterator[tuple[ast.ExceptHandler, list[ast.If]]]:
+    """The handlers of exceptions around a call, each with the tests in it that the call stands under."""
+    current, tests = site.stmt, list[ast.If]()
+    for node, place in above(site.stmt, site.module):
+        if place == "handlers" and isinstance(node, ast.Try | ast.TryStar):
+            yield from ((handler, tests) for handler in node.handlers if current in handler.body)
+            tests = []
+        elif isinstance(node, ast.If):
+            tests = [*tests, node]
+        current = node
+
+
+def goes_on(site: Site, handler: ast.ExceptHandler, tests: list[ast.If]) -> bool:
     """Whether the handler of an exception only says that something is not there, and leaves what it did then."""
-    handlers = [h for h in getattr(attempt, "handlers", []) if site.stmt in h.body]
+    asked = (site.call, *(test.test for test in tests))
+    told = any(isinstance(node, ast.Name) and node.id == handler.name for part in asked for node in walk(part))
     ends = (ast.Raise, ast.Return, ast.Continue)
-    told = any(isinstance(node, ast.Name) and node.id == h.name for h in handlers for node in walk(site.call))
-    left = any(isinstance(stmt, ends) or ends_program(stmt) is not None for h in handlers for stmt in h.body)
+    blocks = (handler.body, *(block for test in tests for block in (test.body, test.orelse)))
+    left = any(isinstance(stmt, ends) or ends_program(stmt) is not None for block in blocks for stmt in block)
     return not told and not left
 
 
