@@ -16,6 +16,49 @@ def told(folder, **files):
     return [finding.line for finding in check_paths([str(folder / "run.py")], configure({}, "LS028", ""))]
 
 
+STARTS = {
+    "rank 0": "if args.rank == 0:\n        wandb.init(project='x')",
+    "rank 0, with an option": "if args.wandb and dist.get_rank() == 0:\n        wandb.init(project='x')",
+    "every rank": "wandb.init(project='x')",
+    "every rank that has none": "if wandb.run is None:\n        wandb.init(project='x')",
+    "out of sight": "pass",
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "test", "number"),
+    [
+        ("rank 0", "wandb.run is not None", 0),
+        ("rank 0", "wandb.run", 0),
+        ("rank 0", "args.loud and wandb.run is not None", 0),
+        ("rank 0, with an option", "wandb.run is not None", 0),
+        ("out of sight", "wandb.run is not None", 0),
+        ("rank 0", "args.loud", 1),
+        ("rank 0", "wandb.run is None", 1),
+        ("every rank", "wandb.run is not None", 2),
+        ("every rank that has none", "wandb.run is not None", 2),
+    ],
+)
+def test_a_run_that_only_the_main_rank_has(tmp_path, start, test, number):
+    body = f"    {STARTS[start]}\n    if {test}:\n        wandb.log(score(args))\n"
+    run = f"{START}\ndef main(args):\n    dist.init_process_group('nccl')\n{body}{RUN}"
+    assert len(told(tmp_path, run=run)) == number
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("if args.rank == 0:\n        begin(args)", 0),
+        ("begin(args)", 2),
+    ],
+)
+def test_a_run_that_another_file_starts(tmp_path, call, number):
+    helper = "import wandb\n\ndef begin(args):\n    wandb.init(project=args.name)\n"
+    body = f"    {call}\n    if wandb.run is not None:\n        wandb.log(score(args))\n        print('logged')\n"
+    run = f"{START}from helper import begin\n\ndef main(args):\n    dist.init_process_group('nccl')\n{body}{RUN}"
+    assert len(told(tmp_path, run=run, helper=helper)) == number
+
+
 @pytest.mark.parametrize(
     ("handler", "number"),
     [
@@ -36,6 +79,26 @@ def test_a_test_in_a_handler_of_exceptions(tmp_path, handler, number):
 
 
 @pytest.mark.parametrize(
+    ("call", "test", "number"),
+    [
+        ("train(device=args.local_rank)", "device == 0", 0),
+        ("train(args.local_rank)", "not device", 0),
+        ("train(int(os.environ['LOCAL_RANK']))", "device == 0", 0),
+        ("where = args.local_rank\n    train(where)", "device == 0", 0),
+        ("train(args.local_rank)\n    train(args.device)", "device == 0", 1),
+        ("train(args.device)", "device == 0", 1),
+        ("train(*args.all)", "device == 0", 1),
+        ("train()", "device == 0", 1),
+        ("train(args.local_rank)", "device is not None", 1),
+    ],
+)
+def test_a_parameter_that_is_filled_with_the_rank(tmp_path, call, test, number):
+    train = f"def train(device=0):\n    if {test}:\n        print('begin')\n"
+    run = f"{START}\n{train}\ndef main(args):\n    dist.init_process_group('nccl')\n    {call}\n{RUN}"
+    assert len(told(tmp_path, run=run)) == number
+
+
+@pytest.mark.parametrize(
     ("maker", "number"),
     [
         ("from accelerate.logging import get_logger\nlogger = get_logger(__name__)", 0),
@@ -46,4 +109,20 @@ def test_a_test_in_a_handler_of_exceptions(tmp_path, handler, number):
 def test_a_logger_of_accelerate_names_a_rank(tmp_path, maker, number, line):
     start = f"from accelerate import Accelerator\n{maker}\n\ndef main(args):\n    accelerator = Accelerator()\n"
     run = f"import logging\n{start}    logger.info({line})\n{RUN}"
+    assert len(told(tmp_path, run=run)) == number
+
+
+@pytest.mark.parametrize(
+    ("test", "number"),
+    [
+        ("args.lora_rank > 0", 1),
+        ("args.batch_per_gpu > 0", 1),
+        ("args.gpu > 0", 0),
+        ("args.local_rank > 0", 0),
+        ("args.node_rank > 0", 0),
+    ],
+)
+def test_the_rank_of_a_matrix_is_no_process(tmp_path, test, number):
+    body = f"    dist.init_process_group('nccl')\n    if {test}:\n        print('begin')\n"
+    run = f"{START}\ndef main(args):\n{body}{RUN}"
     assert len(told(tmp_path, run=run)) == number

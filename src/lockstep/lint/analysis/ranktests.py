@@ -8,15 +8,19 @@ from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Module, Scope
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, has_star, idents, is_none, is_true, last, strings
+from lockstep.lint.analysis.tracked import RUN, main_has_run
 
 __all__ = ["COUNT", "RANK", "RankTests"]
 
 MAX_CALLERS = 20
+# How many names and parameters a rank is followed through.
+MAX_NAMES = 3
 # An attribute that is set at more places than this is no flag.
 MAX_BINDS = 20
 
 RANK = Words(
-    r"(^|_)((local|global|world|my|node|dist|proc)?(?<!lora_)(?<!low_)ranks?|(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
+    r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(local|global|world|my|node|dist|proc)?ranks?|"
+    r"(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
     r"proc_idx|device_id|rank_?id|process_id|node_id)$",
     re.IGNORECASE,
 )
@@ -160,7 +164,9 @@ class RankTests:
         return parts[0] if len(set(parts)) == 1 else 0
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A name that was given the result of a rank test."""
+        """A name that was given the result of a rank test, or a tracker's run that only the main rank has."""
+        if key.endswith(".run") and self.calls.names.qualify_name(key, scope) == RUN:
+            return int(when and main_has_run(self.calls, scope.module, self.test))
         for value, home in self.calls.values(key, scope):
             if isinstance(value, DECIDES):
                 found = self.test(value, home, when, depth + 1)
@@ -264,29 +270,36 @@ class RankTests:
             return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
 
-    def is_rank(self, node: ast.expr, scope: Scope) -> bool:
+    def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
         """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
         `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
         """
         if isinstance(node, ast.BinOp):
-            return self.is_rank(node.left, scope)
+            return self.is_rank(node.left, scope, depth)
         if says_rank(node):
             return not self.left_out(node, scope)
         key = dotted(node)
         if not isinstance(node, ast.Name | ast.Attribute) or key is None:
             return False
-        values = [value for value, _ in self.calls.values(key, scope)]
+        values = list(self.calls.values(key, scope))
         if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
-            values = [bind.value for bind, _ in self.set_elsewhere(key, scope) if bind.value is not None]
-        return (bool(values) and all(map(gives_rank, values))) or self.numbers(key, scope) or self.given(key, scope)
+            values = [(bind.value, home) for bind, home in self.set_elsewhere(key, scope) if bind.value is not None]
+        if values and all(self.stands_for(value, home, depth) for value, home in values):
+            return True
+        return self.numbers(key, scope) or self.filled(key, scope, depth)
 
-    def given(self, key: str, scope: Scope) -> bool:
-        """Whether a name is a parameter for which every caller passes its rank (`fit(model, device=rank)`)."""
-        if key not in scope.params or key in scope.binds:
+    def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
+        """Whether a value that a name is given asks for the rank, or is another name for it."""
+        again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
+        return gives_rank(value) or (again and self.is_rank(value, home, depth + 1))
+
+    def filled(self, key: str, scope: Scope, depth: int) -> bool:
+        """Whether a name is a parameter that every call in sight fills with the rank (`train(device=local_rank)`)."""
+        if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
             return False
         callers = self.calls.callers(scope)[:MAX_CALLERS]
-        values = [passed(site, scope, key) for site in callers]
-        return bool(values) and all(value is not None and gives_rank(value) for value in values)
+        given = [(passed(site, scope, key), site.scope) for site in callers]
+        return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
 
     def left_out(self, node: ast.AST, scope: Scope) -> bool:
         """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
