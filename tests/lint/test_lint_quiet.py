@@ -126,3 +126,42 @@ def test_the_rank_of_a_matrix_is_no_process(tmp_path, test, number):
     body = f"    dist.init_process_group('nccl')\n    if {test}:\n        print('begin')\n"
     run = f"{START}\ndef main(args):\n{body}{RUN}"
     assert len(told(tmp_path, run=run)) == number
+
+
+@pytest.mark.parametrize(
+    ("test", "number"),
+    [
+        ("args.device == 'cuda:0'", 0),
+        ("args.device == torch.device('cuda:0')", 0),
+        ("str(args.device) == 'cuda:0'", 0),
+        ("args.device.index == 0", 0),
+        ("torch.cuda.current_device() == 0", 0),
+        ("args.device != 'cuda:0'", 0),  # on all but one
+        ("args.device == 'cuda'", 1),
+        ("args.device != 'cpu'", 1),
+        ("args.index == 0", 1),
+    ],
+)
+def test_the_first_gpu_is_the_main_ranks(tmp_path, test, number):
+    body = f"    dist.init_process_group('nccl')\n    if {test}:\n        print('begin')\n"
+    run = f"{START}import torch\n\ndef main(args):\n{body}{RUN}"
+    assert len(told(tmp_path, run=run)) == number
+
+
+PRINTER = """
+import torch.distributed as dist
+
+def print_once(text):
+    if dist.is_initialized():
+        if {test}:
+            print(text)
+    else:
+        print(text)
+"""
+
+
+@pytest.mark.parametrize(("test", "number"), [("dist.get_rank() == 0", 0), ("text", 1)])
+def test_a_printer_of_another_file_that_asks_for_several_processes(tmp_path, test, number):
+    body = "    dist.init_process_group('nccl')\n    print_once('x')\n"
+    run = f"{START}from helper import *\n\ndef main(args):\n{body}{RUN}"
+    assert len(told(tmp_path, run=run, helper=PRINTER.format(test=test))) == number

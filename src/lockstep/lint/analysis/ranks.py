@@ -5,6 +5,7 @@ import re
 
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
+from lockstep.lint.analysis.drivers import driven
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, is_none, last
@@ -100,6 +101,8 @@ class Ranks:
             return False
         if self.alone(scope) or self.programs.apart(scope) or scope in self.programs.beside(module):
             return False
+        if driven(self.calls, stmt, scope):
+            return False
         spawned = self.programs.spawned(module)
         if spawned is not None:
             return scope in spawned
@@ -110,7 +113,7 @@ class Ranks:
         if not (self.programs.accelerated(module) or self.programs.accelerated(site.module)):
             return self.every(site.stmt, site.scope)
         kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
-        return not kept and not self.alone(site.scope)
+        return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
 
 
 def asks_none(test: ast.expr) -> bool:

@@ -21,7 +21,7 @@ MAX_BINDS = 20
 RANK = Words(
     r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(local|global|world|my|node|dist|proc)?ranks?|"
     r"(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
-    r"proc_idx|device_id|rank_?id|process_id|node_id)$",
+    r"proc_idx|device_id|rank_?id|process_id|node_id|current_device)$",
     re.IGNORECASE,
 )
 MAIN = Words(
@@ -253,7 +253,10 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def compare(self, node: ast.Compare, scope: Scope) -> int:
+        """1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
         left, op, right = node.left, node.ops[0], node.comparators[0]
+        if first_device(left, right) or first_device(right, left):
+            return {ast.Eq: 1, ast.NotEq: -1}.get(type(op), 0)
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             left, right, op = right, left, FLIPPED.get(type(op), type(op))()
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
@@ -396,6 +399,14 @@ def gives_rank(node: ast.expr) -> bool:
     if isinstance(node, ast.Name | ast.Attribute):
         return "rank" in last(node).lower() and says_rank(node)
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
+
+
+def first_device(node: ast.expr, other: ast.expr) -> bool:
+    """Whether a device is compared with the first GPU (`device == "cuda:0"`, `device.index == 0`)."""
+    if isinstance(node, ast.Attribute) and node.attr == "index":
+        return "device" in last(node.value) and constant(other) == 0
+    named = isinstance(other, ast.Call) and last(other) == "device" and len(other.args) == 1
+    return constant(other.args[0] if named and isinstance(other, ast.Call) else other) == "cuda:0"
 
 
 def is_empty(node: ast.AST) -> bool:

@@ -123,7 +123,9 @@ def passed_on(view: View, site: Site) -> str:
     if function is None or function.module is view.module or "print" in function.module.top.defs:
         return ""
     prints = [s for s in function.named("print") if isinstance(s.call.func, ast.Name)]
-    told = [s for s in prints if not view.ranks.side(s.stmt, function) and not view.ranks.chosen(s) and not prefixed(s)]
+    kept = (view.ranks.side, view.ranks.single)
+    told = [s for s in prints if not any(test(s.stmt, function) for test in kept)]
+    told = [s for s in told if not view.ranks.chosen(s) and not prefixed(s)]
     told = [s for s in told if not any(map(flag, guards(s.stmt, function.module)))]
     return "print" if told else ""
 
