@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.lint.analysis.pins import oldest_torch
+from lockstep.lint.analysis.syntax import parsed
 from lockstep.lint.finding import Edit, Finding
 
 __all__ = ["FixProblem", "fix_files", "fix_text"]
@@ -72,7 +73,7 @@ def _without_idle_imports(cst: Any, before: str, after: str) -> str:
 def _imported(text: str) -> set[str]:
     """The names that a text's imports bind."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
     return found
@@ -81,7 +82,7 @@ def _imported(text: str) -> set[str]:
 def _used(text: str) -> set[str]:
     """The names that a text reads or sets, and its strings: an import may be named in `__all__` or an annotation."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():

@@ -1,9 +1,9 @@
 """The corrections that change what a script does, as a diff to read: nothing here writes a file."""
 
-import ast
 import difflib
 from pathlib import Path
 
+from lockstep.lint.analysis.syntax import parsed
 from lockstep.lint.finding import Change, Finding
 
 __all__ = ["diff", "proposed"]
@@ -48,7 +48,7 @@ def made(lines: list[str], changes: list[Change]) -> list[str]:
 
 def _parses(lines: list[str]) -> bool:
     try:
-        ast.parse("\n".join(lines))
+        parsed("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return False
     return True

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lockstep.lint.analysis.syntax import parsed
+
 __all__ = ["FLAGS", "Cell", "Notebook", "cells_of", "place"]
 
 # Cell magics whose cell is Python all the same.
@@ -40,7 +42,7 @@ def cells_of(data: bytes) -> Notebook:
         cells.append(Cell(number, len(lines) + 1))
         text = plain(source)
         try:
-            compile(text, "cell", "exec", FLAGS, dont_inherit=True)
+            parsed(text, FLAGS)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             broken.append((len(lines) + (getattr(error, "lineno", 1) or 1), str(getattr(error, "msg", error))))
             text = "\n" * text.count("\n")
@@ -72,7 +74,7 @@ def plain(source: str) -> str:
     if first.startswith("%%") and (first[2:].split() or [""])[0] not in PYTHON:
         return "\n" * source.count("\n")
     try:
-        compile(source, "cell", "exec", FLAGS, dont_inherit=True)
+        parsed(source, FLAGS)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         goes_on = False
         for i, line in enumerate(lines):

@@ -3,11 +3,11 @@
 import ast
 import io
 import tokenize
-import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.lint.analysis.notebooks import FLAGS, Cell, cells_of
+from lockstep.lint.analysis.syntax import parsed
 
 __all__ = ["MAX_BYTES", "MAX_NOTEBOOK", "Problem", "Source", "parse", "read"]
 
@@ -60,9 +60,7 @@ def read(path: str) -> Source:
 def notebook(path: str, data: bytes) -> Source:
     """Parses the code of a notebook; a cell that does not parse is left out and told."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            book = cells_of(data)
+        book = cells_of(data)
     except ValueError:
         return _unchecked(path, "is not a notebook: exclude it")
     if len(book.text) > MAX_BYTES:
@@ -76,9 +74,7 @@ def parse(path: str, text: str, flags: int = ast.PyCF_ONLY_AST) -> Source:
     """Parses `text`; a syntax error becomes the source's problem."""
     lines = text.split("\n")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a SyntaxWarning about somebody's escape sequence is not our business
-            return Source(path, text, compile(text, "file", "exec", flags, dont_inherit=True), None, lines)
+        return Source(path, text, parsed(text, flags), None, lines)
     except SyntaxError as error:
         return Source(path, text, None, Problem(error.lineno or 1, f"does not parse: {error.msg}"), lines)
     except (RecursionError, MemoryError):
