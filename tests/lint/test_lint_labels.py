@@ -68,13 +68,13 @@ def test_what_stands_where_nobody_has_settled_it(bench):
 def test_the_half_kept_aside_is_named_or_not_seen(bench, tmp_path):
     both = [
         entry({"A": ([], [])}),
-        entry({"A": ([], [])}, "other.py", "aside"),
+        entry({"A": ([], [])}, "other.py", "aside6"),
     ]
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(both))
     entries = bench["labelled"].entries
     assert [e["path"] for e in entries(path)] == ["train.py"]
-    assert [e["path"] for e in entries(path, "aside")] == ["other.py"]
+    assert [e["path"] for e in entries(path, "aside6")] == ["other.py"]
     assert entries(path, "nothing") == []
 
 
@@ -90,7 +90,7 @@ def test_kappa(bench):
 def two_readers():
     return [
         entry({"A": ([label("LS015", 10), label("LS036", 30)], []), "B": ([label("LS015", 14)], [label("LS036", 31)])}),
-        entry({"A": ([label("LS022", 5)], []), "B": ([label("LS022", 90), label("LS001", 7)], [])}, "b.py", "aside"),
+        entry({"A": ([label("LS022", 5)], []), "B": ([label("LS022", 90), label("LS001", 7)], [])}, "b.py", "aside6"),
     ]
 
 
@@ -117,7 +117,7 @@ def test_the_agreement_is_printed(bench, tmp_path, monkeypatch, capsys):
     assert "| all rules | 3 | 3 | 0.67 | 0.83 | " in out
     assert "A only  LS036 one/two/train.py:30 (arguable there)" in out
     assert "LS001 one/two" not in out  # kept aside
-    run(bench["agreement"], monkeypatch, path, "--details", "--part", "aside")
+    run(bench["agreement"], monkeypatch, path, "--details", "--part", "aside6")
     assert "B only  LS001 one/two/b.py:7" in capsys.readouterr().out
     path.write_text(json.dumps([entry({"A": ([], [])})]))
     with pytest.raises(SystemExit, match="no script has two readers"):
@@ -126,13 +126,13 @@ def test_the_agreement_is_printed(bench, tmp_path, monkeypatch, capsys):
 
 def test_a_reading_is_added_once_and_of_the_same_scripts(bench, tmp_path, monkeypatch, capsys):
     path, reading = tmp_path / "labels.json", tmp_path / "reader.json"
-    plain = {"repository": "one/two", "commit": "c", "path": "a.py", "part": "aside", "labels": [], "arguable": []}
+    plain = {"repository": "one/two", "commit": "c", "path": "a.py", "part": "aside6", "labels": [], "arguable": []}
     reading.write_text(json.dumps([plain | {"labels": [label("LS015", 3)]}]))
     run(bench["agreement"], monkeypatch, path, "--add", "A", reading)
     reading.write_text(json.dumps([plain | {"arguable": [label("LS015", 3)]}]))
     run(bench["agreement"], monkeypatch, path, "--add", "B", reading)
     (stored,) = json.loads(path.read_text())
-    assert stored["part"] == "aside"
+    assert stored["part"] == "aside6"
     assert stored["readers"]["A"] == {"labels": [label("LS015", 3)], "arguable": []}
     assert stored["readers"]["B"] == {"labels": [], "arguable": [label("LS015", 3)]}
     before = path.read_text()
@@ -159,21 +159,21 @@ def test_the_score_is_of_the_named_labels(bench, tmp_path, monkeypatch, capsys):
     (folder / "b.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     path = tmp_path / "labels.json"
     here, there = [label("LS015", 3), label("LS036", 1)], [label("LS015", 1, cell=1)]
-    path.write_text(json.dumps([entry({"A": (here, [])}, "a.py"), entry({"A": (there, [])}, "b.ipynb", "aside")]))
+    path.write_text(json.dumps([entry({"A": (here, [])}, "a.py"), entry({"A": (there, [])}, "b.ipynb", "aside6")]))
     score = bench["score"]
     run(score, monkeypatch, folder.parent, "--labels", path, "--details")
     out = capsys.readouterr().out
     assert "1 files, 2 labels" in out
     assert "| LS015 | 1.00 | 1 | 1.00 | 1 |" in out
     assert "missed  LS036 one/two/a.py:1" in out
-    run(score, monkeypatch, folder.parent, "--labels", path, "--part", "aside", "--details")
+    run(score, monkeypatch, folder.parent, "--labels", path, "--part", "aside6", "--details")
     out = capsys.readouterr().out
     assert "wrong   LS015 one/two/b.ipynb:cell 2:1" in out
     assert "missed  LS015 one/two/b.ipynb:cell 1:1" in out
-    run(score, monkeypatch, folder.parent, "--labels", path, "--part", "aside", "--part", "development2")
+    run(score, monkeypatch, folder.parent, "--labels", path, "--part", "aside6", "--part", "development2")
     assert "2 files, 3 labels" in capsys.readouterr().out
     (folder / "b.ipynb").unlink()
-    for part, message in (("nothing", "no part 'nothing'"), ("aside", "1 of 1 scripts are not there, first ")):
+    for part, message in (("nothing", "no part 'nothing'"), ("aside6", "1 of 1 scripts are not there, first ")):
         with pytest.raises(SystemExit):
             run(score, monkeypatch, folder.parent, "--labels", path, "--part", part)
         assert message in capsys.readouterr().err
@@ -218,9 +218,9 @@ def test_the_second_set_is_what_it_says(bench):
                 assert ("cell" in each) == e["path"].endswith(".ipynb")
     assert all(len(names) == 1 for names in parts.values())  # a repository lies in one part
     counts = Counter(e["part"] for e in second)
-    read_once = {"development5", "development6", "development9"}
-    read_twice = {"development2", "development3", "development4", "development7", "development8"}
-    read_twice |= {"aside", "aside4", "aside5"}
+    read_once = {"development5", "development6", "development9", "development11"}
+    read_twice = {"development2", "development3", "development4", "development7", "development8", "development10"}
+    read_twice |= {"aside4", "aside5", "aside6"}
     assert {*counts} == {*read_once, *read_twice}
     assert all(len(e["readers"]) == 2 for e in second if e["part"] not in read_once)
     assert read_twice > {*labelled.ASIDE}
