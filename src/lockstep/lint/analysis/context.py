@@ -91,8 +91,14 @@ def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> It
 
 
 def choices(site: Site) -> Iterator[Guard]:
-    """The tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else x`."""
+    """The tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else x`,
+    `[f(x) for x in y if test]`.
+    """
     for node in walk(site.stmt):
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp) and any(
+            item is site.call for item in walk(node.elt)
+        ):
+            yield from (Guard(test, True, site.stmt) for part in node.generators for test in part.ifs)
         if isinstance(node, ast.IfExp):
             for arm, when in ((node.body, True), (node.orelse, False)):
                 if any(item is site.call for item in walk(arm)):

@@ -26,6 +26,10 @@ LAUNCHED = re.compile(
 )
 # How a file asks for the place of its process, which whoever asks has started.
 ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
+# A question that comes after one whether there is a group says nothing of how the program is started; nor does a file
+# that gives the programs which it starts their places.
+AFTER = re.compile(r"is_initialized\(\)\s*and\s+(int\()?(os\.)?$")
+GIVES = re.compile(r"""["']LOCAL_RANK["']\s*(:|\]\s*=(?!=))""")
 
 
 class Programs:
@@ -38,7 +42,7 @@ class Programs:
     @kept
     def direct(self, module: Module) -> bool:
         """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
-        if LAUNCHED.search(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
+        if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
         if any(told) and not module.path.endswith(".ipynb"):
@@ -251,6 +255,13 @@ class Programs:
             return True
         found = (site for below in self.reach([top]) for name in (*STARTS, *WRAPPERS) for site in below.named(name))
         return any(map(for_several, found))
+
+
+def launched(text: str) -> bool:
+    """Whether a file asks its launcher for the place of its process, and is no launcher itself that starts programs."""
+    if "subprocess" in text and "env=" in text and GIVES.search(text):
+        return False
+    return any(not AFTER.search(text[: found.start()][-80:]) for found in LAUNCHED.finditer(text))
 
 
 def for_several(site: Site) -> bool:

@@ -30,6 +30,11 @@ MAIN = Words(
     re.IGNORECASE,
 )
 DEVICE = Words(r"^(local_|my_)?(device|dev)(_num|_number|_index|_idx)?$")
+# What the number of the main rank is called.
+MAIN_NUMBER = Words(
+    r"^_?(main|master|root|chief|leader|primary|writer|zero|log(ging)?)(_rank|_process|_proc|_id)$|^root$",
+    re.IGNORECASE,
+)
 # What a launcher of several processes puts into the environment.
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 MAIN_EXACT = {
@@ -47,7 +52,7 @@ MAIN_EXACT = {
 # Attributes of transformers' training arguments that hold on the main process alone.
 MAIN_OF_ARGUMENTS = ("args.should_save", "args.should_log")
 MULTI = Words(
-    r"^(use_|is_|in_|args_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
+    r"^(use_|is_|in_|args_|enable_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training|_enabled)?$",
     re.IGNORECASE,
 )
 SINGLE = Words(
@@ -100,6 +105,8 @@ class RankTests:
             return sign * self.compare(node, scope) or (OTHER if when and self.one_rank(node, scope) else 0)
         if isinstance(node, ast.IfExp):
             return self.choice(node, scope, when, depth)
+        if says_rank(node) and last(node).lower().endswith("rank") and not self.left_out(node, scope):
+            return -1 if when else 1  # `if rank: return`
         name = last(node).lstrip("_")
         key = dotted(node)
         main = MAIN.search(name) or name in MAIN_EXACT or (key is not None and key.endswith(MAIN_OF_ARGUMENTS))
@@ -255,7 +262,7 @@ class RankTests:
     def compare(self, node: ast.Compare, scope: Scope) -> int:
         """1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
         left, op, right = node.left, node.ops[0], node.comparators[0]
-        if first_device(left, right) or first_device(right, left):
+        if (first_device(left, right) or first_device(right, left)) and not self.all_first(left, scope):
             return {ast.Eq: 1, ast.NotEq: -1}.get(type(op), 0)
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             left, right, op = right, left, FLIPPED.get(type(op), type(op))()
@@ -264,14 +271,29 @@ class RankTests:
         value = constant(right)
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
             return 1 if isinstance(op, ast.In) else -1
+        main = value in (0, "0") or self.main_number(right, scope)
         if isinstance(op, ast.Eq | ast.Is):
-            return 1 if value in (0, "0") else 0
+            return 1 if main else 0
         if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
-            return -1 if value in (0, "0") else 0
+            return -1 if main else 0
         # No rank is below 0: that asks whether the processes have numbers at all.
         if isinstance(op, ast.LtE | ast.Lt):
             return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
+
+    def all_first(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else "cpu"`)."""
+        key = dotted(node)
+        values = self.calls.values(key, scope) if key is not None else ()
+        return any(text.startswith("cuda:0") for value, _ in values for text in strings(value))
+
+    def main_number(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
+        key = dotted(node)
+        if key is None:
+            return False
+        values = [value for value, _ in self.calls.values(key, scope)]
+        return all(constant(value) == 0 for value in values) if values else MAIN_NUMBER.search(last(node))
 
     def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
         """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
@@ -382,7 +404,7 @@ def says_rank(node: ast.AST | None) -> bool:
     if node is None:
         return False
     table = isinstance(node, ast.Subscript) and dotted(node.value) is not None
-    if table or (isinstance(node, ast.Call) and last(node) in ("int", "getenv", "get")):
+    if table or (isinstance(node, ast.Call) and last(node) in ("int", "str", "getenv", "get")):
         return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
     return RANK.search(last(node))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Guard, above, guards
 from lockstep.lint.analysis.index import Site
+from lockstep.lint.analysis.levels import kept_back
 from lockstep.lint.analysis.logs import (
     by_rank,
     debugs,
@@ -61,7 +62,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         if what == "log" and not (loguru(view, site) or from_logging(site.module)):
             continue  # of Accelerate, which writes on the main process alone
-        if what in ("print", "log") and (prefixed(site) or (what == "log" and setting.prefixed)):
+        if what in ("print", "log") and (prefixed(view, site) or (what == "log" and setting.prefixed)):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
@@ -87,7 +88,9 @@ class Setting:
     def hushes(self, site: Site, what: str) -> bool:
         """Whether the output of a call is turned off on the other ranks; a tracker's is by nothing of the kind."""
         if what == "log":
-            return self.quiet or self.levelled or silent(site, self.silenced)
+            if self.quiet or self.levelled or silent(site, self.silenced):
+                return True
+            return not loguru(self.view, site) and kept_back(self.view, site)
         return what == "print" and (self.quiet or muted(self.view, site, self.hidden))
 
 
@@ -98,7 +101,7 @@ def speaks(view: View, site: Site) -> str:
             return ""  # `print = accelerator.print`
         return "" if keyword(site.call, "file") is not None or site.scope.name in ("__str__", "__repr__") else "print"
     full = view.full(site)
-    if full in PRINTERS or site.name in PRINTERS:
+    if full in PRINTERS or (site.name in PRINTERS and view.calls.target(site.call, site.scope) is None):
         return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
@@ -125,7 +128,7 @@ def passed_on(view: View, site: Site) -> str:
     prints = [s for s in function.named("print") if isinstance(s.call.func, ast.Name)]
     kept = (view.ranks.side, view.ranks.single)
     told = [s for s in prints if not any(test(s.stmt, function) for test in kept)]
-    told = [s for s in told if not view.ranks.chosen(s) and not prefixed(s)]
+    told = [s for s in told if not view.ranks.chosen(s) and not prefixed(view, s)]
     told = [s for s in told if not any(map(flag, guards(s.stmt, function.module)))]
     return "print" if told else ""
 
@@ -185,15 +188,31 @@ def goes_on(site: Site, handler: ast.ExceptHandler, tests: list[ast.If]) -> bool
     return not told and not left
 
 
-def prefixed(site: Site) -> bool:
-    """Whether the line says which rank writes it."""
+def prefixed(view: View, site: Site) -> bool:
+    """Whether the line says which rank writes it, itself or by a text that it is made of (`prefix = f"[{rank}]"`)."""
     for value in (*site.call.args, *(k.value for k in site.call.keywords)):
-        if any(RANK.search(name) or name == "get_rank" for name in idents(value)):
+        keys = filter(None, map(dotted, walk(value)))
+        texts = (text for key in keys for text, _ in view.calls.values(key, site.scope) if is_text(text))
+        if names_rank(value) or any(map(names_rank, texts)):
             return True
-        for node in walk(value):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and PREFIX.match(node.value.strip()):
-                return True
     return False
+
+
+def names_rank(value: ast.expr) -> bool:
+    """Whether an expression names the rank, in a name or at the start of a text."""
+    if any(RANK.search(name) or name == "get_rank" for name in idents(value)):
+        return True
+    return any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and PREFIX.match(node.value.strip())
+        for node in walk(value)
+    )
+
+
+def is_text(value: ast.expr) -> bool:
+    """Whether an expression makes a text out of others."""
+    if isinstance(value, ast.BinOp):
+        return any(isinstance(constant(node), str) for node in walk(value))
+    return isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Call) and last(value.func) == "format")
 
 
 RULE = Rule(
