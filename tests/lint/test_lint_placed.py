@@ -56,7 +56,7 @@ def test_the_names_that_transformers_has_for_the_main_process(test, told):
     assert bool(lines(text.replace("options)", "options, state, trainer, should_save)", 1), "LS028")) == told
 
 
-BASIC = "logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)])"
+BASIC = "logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler(sys.stdout)])"
 
 
 @pytest.mark.parametrize(

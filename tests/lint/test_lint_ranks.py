@@ -190,7 +190,8 @@ SETUPS = {
         True,
     ),
     "the same, with a formatter": (
-        "h = logging.StreamHandler(); h.setFormatter(logging.Formatter(f'{rank} %(message)s')); logger.addHandler(h)",
+        "h = logging.StreamHandler(); h.setFormatter(logging.Formatter(f'{rank} %(message)s')); logger.addHandler(h)"
+        "; logger.setLevel(20)",
         True,
     ),
     "a handler of its own": ("logger.setLevel(20); logger.addHandler(logging.StreamHandler())", True),

@@ -171,7 +171,7 @@ def test_trainers_that_are_told_their_place(tmp_path, given, name, number):
 )
 def test_logging_that_other_scripts_set_up(tmp_path, caller, number):
     logs = "import logging\n\nlogger = logging.getLogger()\n\ndef setup():\n"
-    logs += "    logger.addHandler(logging.StreamHandler())\n"
+    logs += "    logger.addHandler(logging.StreamHandler())\n    logger.setLevel(logging.INFO)\n"
     run = "import torch.distributed as dist\nfrom logs import logger, setup\n\ndef main(place):\n"
     run += f"    dist.init_process_group('nccl')\n    {caller}\n    logger.info('begin')\n\nmain(None)\n"
     other = "from logs import setup\n\nsetup()\n"

@@ -119,6 +119,8 @@ PRINT = {"body": "print('begin')", "line": "pass"}
         ("if rank == OTHER:", {"above": "OTHER = 'a'", **PRINT}, [8]),
         ("if rank != args.limit:", PRINT, [8]),
         ("if args.lora_rank:", RETURN, [9]),
+        ("if rank is None:", RETURN, [9]),
+        ("if rank is not None:", PRINT, [8]),
         ("if args.gpu:", RETURN, [9]),
         ("if args.enable_fsdp:", PRINT, [8]),
         ("if not args.enable_fsdp:", PRINT, []),

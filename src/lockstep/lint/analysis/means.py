@@ -4,7 +4,7 @@ import ast
 
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
-from lockstep.lint.analysis.ranktests import COUNT
+from lockstep.lint.analysis.rankwords import COUNT
 
 __all__ = ["JOINS", "by_ranks", "divided_after", "mean_after"]
 

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, writ
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
-from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.saving import SAVES, is_saved
 from lockstep.lint.analysis.unwrapped import by_shards, guarded_by_type, knows_shards, stripped, taken_out
 from lockstep.lint.analysis.view import View

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import above, guards, withs
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
-from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at

@@ -19,7 +19,7 @@ from lockstep.lint.analysis.logs import (
 )
 from lockstep.lint.analysis.muting import HUSHES, muted, quietens
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
-from lockstep.lint.analysis.ranktests import RANK
+from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -308,9 +308,9 @@ def main(model, score, rank, report):
     note=(
         "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. A "
         "`SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
-        "where it is configured alike on all ranks (by Hydra too), or is loguru's. The processes of Accelerate count, "
-        "but not its own loggers, nor notebooks, which are one process unless they start others. What an `except` "
-        "prints counts where it goes on without its error, and so does what is printed before the program turns "
-        "`print` off on the other ranks."
+        "where it is configured alike on all ranks (by Hydra too), at a level that lets the line through, or is "
+        "loguru's. The processes of Accelerate count, but not its own loggers, nor notebooks, which are one process "
+        "unless they start others. What an `except` prints counts where it goes on without its error, and so does "
+        "what is printed before the program turns `print` off on the other ranks."
     ),
 )
