@@ -124,7 +124,7 @@ PRINT = {"body": "print('begin')", "line": "pass"}
         ("if args.gpu:", RETURN, [9]),
         ("if args.enable_fsdp:", PRINT, [8]),
         ("if not args.enable_fsdp:", PRINT, []),
-        ("if not (args.enable_fsdp or args.ddp_enabled):", PRINT, []),
+        ("if not (args.enable_fsdp or args.enable_ddp):", PRINT, []),
         ("if not args.enable_logging:", PRINT, [8]),
         ("for _ in range(2):", {"body": "[print(x) for x in args.names if rank == 0]", "line": "pass"}, []),
         ("for _ in range(2):", {"body": "[print(x) for x in args.names if x]", "line": "pass"}, [8]),

@@ -47,6 +47,15 @@ def test_a_return_where_there_is_no_run():
     assert messages(script("wandb.init()", "show(args)", above=helper)) == [FEEDS] * 2
 
 
+@pytest.mark.parametrize(("start", "told"), [(ON_MAIN, 0), (("wandb.init()",), 2)])
+def test_a_program_beside_it_that_starts_a_run_on_every_rank(tmp_path, start, told):
+    run = script(*start, "if wandb.run is not None:", "    wandb.log({'a': 1})")
+    (tmp_path / "run.py").write_text(run)
+    (tmp_path / "alone.py").write_text("import wandb\n\ndef train():\n    wandb.init()\n")
+    (tmp_path / "pick.py").write_text("import run\nimport alone\n\nalone.train()\nrun.main(None)\n")
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS028", ""))) == told
+
+
 LOGS = "every rank logs this"
 ROOT = "logging.basicConfig(level=logging.INFO)\nlog = logging.getLogger()\n"
 OWN = "logging.basicConfig(level=logging.INFO)\nlog = logging.getLogger(__name__)\n"

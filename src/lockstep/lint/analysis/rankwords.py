@@ -60,7 +60,7 @@ MAIN_EXACT = {
 # Attributes of transformers' training arguments that hold on the main process alone.
 MAIN_OF_ARGUMENTS = ("args.should_save", "args.should_log")
 MULTI = Words(
-    r"^(use_|is_|in_|args_|enable_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training|_enabled)?$",
+    r"^(use_|is_|in_|args_|enable_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
     re.IGNORECASE,
 )
 SINGLE = Words(

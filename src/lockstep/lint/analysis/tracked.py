@@ -21,9 +21,15 @@ def main_has_run(calls: Calls, module: Module, test: Test) -> bool:
     """Whether only the main rank starts a run, as far as starts are in sight: where there are none, whoever asks for a
     run leaves it to others to say on which ranks there is one.
     """
-    sites = (site for member in calls.project.family(module) for site in member.sites("init"))
-    starts = [site for site in sites if calls.names.qualify(site.call.func, site.scope) == INIT]
-    return all(on_main(calls, site, test, 0) for site in starts)
+    own = starts(calls, calls.project.closure(module))  # other programs beside it may start runs of their own
+    found = own or starts(calls, calls.project.family(module))
+    return all(on_main(calls, site, test, 0) for site in found)
+
+
+def starts(calls: Calls, members: tuple[Module, ...]) -> list[Site]:
+    """The calls in some files that start a run."""
+    sites = (site for member in members for site in member.sites("init"))
+    return [site for site in sites if calls.names.qualify(site.call.func, site.scope) == INIT]
 
 
 def on_main(calls: Calls, site: Site, test: Test, depth: int) -> bool:
