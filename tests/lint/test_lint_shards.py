@@ -174,3 +174,93 @@ def sampled(data, world_size=2):
 @pytest.mark.parametrize(("given", "told"), [("data, world_size=1", False), ("data, 2", True), ("data", True)])
 def test_a_sampler_for_one_process_divides_nothing(given, told):
     assert found(COUNTED + MAKE.format(sampler=f"sampled({given})") + SUM.format(end="pass")) == ["LS026"] * told
+
+
+COLLECTED = """
+import evaluate as hf
+from sklearn.metrics import f1_score
+
+def compute(model, loader):
+    bleu = hf.load("bleu"{options})
+    preds, labels, losses = [], [], []
+    for x, y in loader:
+        {keep}
+    {end}
+"""
+ENDED = {
+    "scored by a library": ("preds.extend(model(x))", "return f1_score(labels, preds)", "", True),
+    "joined first": (
+        "preds.append(model(x))",
+        "both = np.concatenate(preds)\n    return f1_score(labels, both)",
+        "",
+        True,
+    ),
+    "a metric of one process": ("preds.extend(model(x))", "return bleu.compute(predictions=preds)", "", True),
+    "a metric of several": (
+        "preds.extend(model(x))",
+        "return bleu.compute(predictions=preds)",
+        ", num_process=2",
+        False,
+    ),
+    "gathered": ("preds.extend(model(x))", "return f1_score(labels, gather_all(preds))", "", False),
+    "kept for a file": ("preds.extend(model(x))", "return preds", "", False),
+    "numpy's average": ("losses.append(model(x))", "return np.average(losses)", "", True),
+    "a sum that is written out": ("total = total + model(x)", "return total", "", True),
+    "no sum": ("total = other + model(x)", "return total", "", False),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_what_is_collected_and_scored_after_the_loop(name):
+    keep, end, options, told = ENDED[name]
+    assert found(SHARD + COLLECTED.format(keep=keep, end=end, options=options)) == ["LS026"] * told
+
+
+PHASES = """
+def main(model, sets, criterion, optimizer):
+    samplers = {{phase: DistributedSampler(sets[phase]) for phase in ["train", "val"]}}
+    loaders = {{phase: DataLoader(sets[phase], sampler={sampler}) for phase in ["train", "val"]}}
+    for phase in {phases}:
+        total = 0.0
+        for x, y in tqdm(loaders[phase]):
+            with torch.set_grad_enabled(phase == "train"):
+                loss = criterion(model(x), y)
+                if phase == "train":
+                    loss.backward()
+                    optimizer.step()
+            total += loss.item()
+        {end}
+        print(phase, total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "phases", "end", "told"),
+    [
+        ("samplers[phase]", "['train', 'val']", "pass", True),
+        ("samplers[phase]", "['train']", "pass", False),
+        ("samplers[phase]", "['train', 'val']", "dist.all_reduce(total)", False),
+        ("samplers[phase] if phase == 'train' else None", "['train', 'val']", "pass", False),
+    ],
+)
+def test_a_loop_over_phases(sampler, phases, end, told):
+    text = (
+        "import torch\nimport torch.distributed as dist\nfrom torch.utils.data import DataLoader, DistributedSampler\n"
+    )
+    text += "from tqdm import tqdm\n" + PHASES.format(sampler=sampler, phases=phases, end=end)
+    assert [f.rule for f in check_text(text, configure({}, "LS026", ""))] == ["LS026"] * told
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [("torch.tensor(val_loss)", True), ("torch.tensor([val_loss]).to(0)", True), ("torch.tensor(train_loss)", False)],
+)
+def test_a_tensor_of_a_score_is_averaged(made, told):
+    text = f"""
+def run(model, val_data, val_loss, train_loss):
+    val_sampler = DistributedSampler(val_data)
+    total = {made}
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+"""
+    assert found(text) == ["LS026"] * told

@@ -4,7 +4,7 @@ import ast
 import re
 
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.origins import Origins
 from lockstep.lint.analysis.parts import divides
 
@@ -122,12 +122,15 @@ class Kinds:
         found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
         return found[0] if found else None
 
-    def is_shard(self, node: ast.expr, scope: Scope) -> bool:
+    def is_shard(self, node: ast.expr, scope: Scope, alike: bool = False) -> bool:
         """Whether a loop's header runs over a loader of a rank's own part of the data: with a distributed sampler, or
-        over what was divided by hand.
+        over what was divided by hand. With `alike`, one of several loaders that are all made so, without a test.
         """
         calls = self.origins.calls_of(self.iterated(node, scope), scope)
-        return any(full.endswith("DataLoader") and self.gives_shard(call, home) for call, home, full in calls)
+        found = [(call, home) for call, home, full in calls if full.endswith("DataLoader")]
+        if alike and (len(found) != 1 or any(isinstance(part, ast.IfExp) for part in walk(found[0][0]))):
+            return False
+        return any(self.gives_shard(call, home) for call, home in found)
 
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
         """Whether a loader is given a rank's own part of the data."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import inside, loops
+from lockstep.lint.analysis.hosts import MADE
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.means import JOINS, by_ranks, divided_after, mean_after
-from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.parts import parts
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -29,7 +30,20 @@ SCORE = Words(r"loss|acc(?!el|um)|top_?\d|prec|correct|(?<!para)meter|iou(?!s)|(
 HELD = re.compile(r"(?<![a-z])(val(?!u)|test|eval)", re.IGNORECASE)
 MAX_CALLERS = 20
 # What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
-ALONE = Words(r"^torch\.(?!distributed)|^warnings\.|sync_?batch_?norm|syncbn", re.IGNORECASE)
+ALONE = Words(
+    r"^torch\.(?!distributed)|^(warnings|gc|numpy|scipy|sklearn|pandas|collections|itertools|statistics|nltk|sacrebleu)\."
+    r"|^timm\.utils\.\w*Meter|sync_?batch_?norm|syncbn",
+    re.IGNORECASE,
+)
+# What a list is called that takes in what is scored after the loop, and what scores it.
+PREDICTED = Words(
+    r"pred|label|target|truth|reference|^refs$|hypothes|^hyps$|gold|output|answer|prob|logit|^y_", re.IGNORECASE
+)
+SCORES = Words(
+    r"score|accuracy|f1|auc|bleu|rouge|compute|metric|report|recall|precision|kappa|confusion", re.IGNORECASE
+)
+# They make a metric of Hugging Face's, which knows of other processes only what it is told.
+METRICS = ("evaluate.load", "datasets.load_metric")
 TELLS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
 
 
@@ -66,6 +80,8 @@ def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop runs over a rank's own part of held-out data, by the names here or where a caller gives it."""
     if EVALUATION.search(scope.name) or any(EVALUATION.search(name) for name in idents(loop.iter)):
         return view.kinds.is_shard(loop.iter, scope)
+    if phased(loop, scope):
+        return view.kinds.is_shard(loop.iter, scope, alike=True)
     key = dotted(view.kinds.iterated(loop.iter, scope))
     if key not in scope.params:
         return False
@@ -74,6 +90,17 @@ def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
         value is not None and any(map(EVALUATION.search, idents(value))) and view.kinds.is_shard(value, home)
         for value, home in given
     )
+
+
+def phased(loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over the loader of a phase (`for phase in ["train", "val"]: for x, y in loaders[phase]`)."""
+    phases = {
+        dotted(outer.target)
+        for outer in loops(loop, scope.module)
+        if isinstance(outer, ast.For) and any(EVALUATION.search(text) for text in strings(outer.iter))
+    }
+    chosen = (item.slice for item in walk(loop.iter) if isinstance(item, ast.Subscript))
+    return any(phases & set(idents(item)) for item in chosen)
 
 
 def unshared(view: View) -> Iterator[Found]:
@@ -106,10 +133,18 @@ def seen(view: View, site: Site) -> bool:
     """
     if ALONE.search(view.full(site)) or ALONE.search(site.name):
         return True
+    if site.name == "compute" and loaded(view, site):
+        return True
     if site.name == "gather" and isinstance(constant(next(iter(site.call.args), None)), int):
         return True  # `logits.gather(1, index)`
     owner = view.names.definition(site.call.func, site.scope)
     return owner is not None or view.calls.target(site.call, site.scope) is not None
+
+
+def loaded(view: View, site: Site) -> bool:
+    """Whether a call is of a metric that works on what one process has collected (`evaluate.load("bleu")`)."""
+    made = [(call, full) for call, _, full in view.origins.calls_of(site.receiver, site.scope)]
+    return bool(made) and all(full in METRICS and keyword(call, "num_process") is None for call, full in made)
 
 
 def passes_on(caller: Site, site: Site) -> bool:
@@ -124,12 +159,33 @@ def passes_on(caller: Site, site: Site) -> bool:
 def sums(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop adds up numbers, and the function tells them."""
     within = view.effects.block(loop, scope)
-    added = any(isinstance(stmt, ast.AugAssign) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
+    added = any(adds(stmt) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
     added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
-    if not added:
+    if not added and not scored(within, loop, scope):
         return False
     told = any(True for _ in scope.returns()) or any(site.name in TELLS for site in view.effects.below(scope.sites))
-    return told and not any(view.steps.backwards(site) for site in within)
+    return told and (phased(loop, scope) or not any(view.steps.backwards(site) for site in within))
+
+
+def adds(stmt: ast.stmt) -> bool:
+    """Whether a statement adds to a sum (`total += loss`, `total = total + loss`)."""
+    if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.BinOp) and isinstance(stmt.value.op, ast.Add):
+        return len(stmt.targets) == 1 and dotted(stmt.value.left) == dotted(stmt.targets[0]) is not None
+    return isinstance(stmt, ast.AugAssign)
+
+
+def scored(within: list[Site], loop: ast.For, scope: Scope) -> bool:
+    """Whether lists that a loop fills with predictions are scored after it."""
+    lists = {
+        dotted(s.receiver) for s in within if s.name in ("append", "extend") and PREDICTED.search(last(s.receiver))
+    }
+    names = lists - {None}
+    end = loop.end_lineno or loop.lineno
+    for stmt in scope.stmts if names else ():
+        if stmt.lineno > end and isinstance(stmt, ast.Assign) and names & set(map(dotted, walk(stmt.value))):
+            names |= {bind.key for bind in scope.bound(stmt)}
+    after = [site for site in scope.sites if site.line > end and SCORES.search(site.name)] if names else []
+    return any(names & set(map(dotted, walk(site.call))) for site in after)
 
 
 def shards(site: Site) -> bool:
@@ -147,12 +203,23 @@ def held_out(view: View, site: Site) -> bool:
         for n in loops(site.stmt, site.module)
     ):
         return True
-    value = site.call.args[0] if site.call.args else None
-    if value is None:
-        return False
-    binds = view.origins.binds(dotted(value) or "", site.scope, site.line)
-    made = [bind.value for bind, _ in binds if isinstance(bind.value, ast.Call)]
-    return any(EVALUATION.search(name) for name in (*idents(value), *map(last, made)))
+    given = (name for value in site.call.args[:2] for name in idents_of(view, value, site))
+    return any(map(EVALUATION.search, given))
+
+
+def idents_of(view: View, value: ast.expr, site: Site) -> Iterator[str]:
+    """The names in what a call is given, of the call that made it, and in what that made a tensor of
+    (`total = torch.tensor(val_loss)`).
+    """
+    yield from idents(value)
+    for bind, home in view.origins.binds(dotted(value) or "", site.scope, site.line):
+        made = bind.value if isinstance(bind.value, ast.Call) else None
+        while made is not None and isinstance(made.func, ast.Attribute) and isinstance(made.func.value, ast.Call):
+            made = made.func.value  # `torch.tensor(val_loss).to(device)`
+        if made is not None:
+            yield last(made)
+            tensor = view.names.qualify(made.func, home) in MADE
+            yield from (name for given in made.args for name in idents(given) if tensor)
 
 
 def averages(view: View, site: Site) -> bool:
