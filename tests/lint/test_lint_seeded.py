@@ -366,3 +366,17 @@ def make_step(model):
 )
 def test_a_file_that_prepares_a_training(header, more, expected):
     assert told(SCHEME.format(header=header, more=more)) is expected
+
+
+LAYERS = """
+class Deterministic(nn.Module):
+    pass
+
+def deterministic(seed):
+    torch.manual_seed(seed)
+"""
+
+
+@pytest.mark.parametrize(("call", "expected"), [("block = Deterministic()", True), ("deterministic(1)", False)])
+def test_a_layer_that_is_called_like_a_seed(call, expected):
+    assert told(script(before=call).replace("def seed_all", f"{LAYERS}\ndef seed_all", 1)) == expected

@@ -1,4 +1,5 @@
-"""LS017: whose mode a call switches, and who sees to the graph; LS016: losses that a step gives back; LS034, LS020."""
+"""LS017: whose mode a call switches, and who sees to the graph; LS016: losses that a step gives back; LS034, LS020,
+LS011."""
 
 import pytest
 
@@ -215,3 +216,99 @@ def make(model, args):
     return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay={given})
 """
     assert told(text, "LS020") is expected
+
+
+JOINS = """
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset, random_split
+from data import Noisy, Quiet
+
+def main():
+    data, parts = Noisy(), []
+    for _ in range(2):
+        parts.append(Noisy())
+    train, rest = random_split(data, [6, 2])
+    return DataLoader({data}, num_workers=2)
+"""
+NOISY = """
+import numpy as np
+from torch.utils.data import Dataset
+
+class Quiet(Dataset):
+    def __getitem__(self, i):
+        return i
+
+class Noisy(Dataset):
+    def __getitem__(self, i):
+        return i + np.random.randn()
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("ConcatDataset([Quiet(), Noisy()])", True),
+        ("ConcatDataset(parts)", True),
+        ("Subset(Noisy(), [1, 2])", True),
+        ("train", True),
+        ("ConcatDataset([Subset(Noisy(), [1]), Quiet()])", True),
+        ("ConcatDataset([Quiet(), Quiet()])", False),
+        ("Subset(Quiet(), [1])", False),
+    ],
+)
+def test_data_sets_that_are_joined_or_cut(tmp_path, data, expected):
+    (tmp_path / "data.py").write_text(NOISY)
+    (tmp_path / "train.py").write_text(JOINS.format(data=data))
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS034", ""))) == expected
+
+
+STALE = """
+import torch
+
+def train(model, loader, optimizer, criterion):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        {lines}
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([CLIP, "optimizer.zero_grad()", "loss.backward()", "optimizer.step()"], True),
+        (["optimizer.zero_grad()", CLIP, "loss.backward()", "optimizer.step()"], True),
+        (["optimizer.zero_grad()", "loss.backward()", CLIP, "optimizer.step()"], False),
+        (["loss.backward()", CLIP, "optimizer.step()", "optimizer.zero_grad()"], False),
+        ([CLIP, "optimizer.step()", "optimizer.zero_grad()", "loss.backward()"], False),
+        ([CLIP, "finish(optimizer)", "optimizer.zero_grad()", "loss.backward()"], False),
+    ],
+)
+def test_a_clip_of_what_is_cleared_next(lines, expected):
+    text = STALE.format(lines="\n        ".join(lines))
+    assert bool(check_text(text, configure({}, "LS011", ""))) == expected
+
+
+HANDED = """
+import torch
+
+def test(model, loader):
+    model.eval()
+    right = 0
+    for x, y in loader:
+        right += (model(x).argmax(1) == y).sum()
+    return right
+
+def run(rank):
+    return test(torch.nn.Linear(4, 2), [])
+
+def start(function):
+    {context}:
+        function(0)
+
+start(run)
+"""
+
+
+@pytest.mark.parametrize(("context", "expected"), [("if True", True), ("with torch.no_grad()", False)])
+def test_where_nothing_ever_keeps_a_graph_away(context, expected):
+    assert bool(check_text(HANDED.format(context=context), configure({}, "LS017", ""))) == expected

@@ -93,6 +93,10 @@ class Wrappers:
             )
         while isinstance(table, ast.Call) and (table.args or isinstance(table.func, ast.Attribute)):
             table = table.args[0] if table.args else table.func.value  # type: ignore[attr-defined]
+        yield from self.items(table, scope)
+
+    def items(self, table: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What is put into a list or a dictionary of a name, where it is made or later."""
         key = dotted(table)
         if key is None:
             return

@@ -111,6 +111,7 @@ def seeds(view: View, alone: bool) -> bool:
         if not (site.module not in runs and by_itself(site))
         and not of_other(view, site)
         and not of_data(site)
+        and not makes_module(view, site)  # a layer whose name sounds like it (`Deterministic(block)`)
         and not of_steps(view, site)
     ]
     models = [site for site in view.sites() if model_at(view, site)] if found else []

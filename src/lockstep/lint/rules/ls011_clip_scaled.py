@@ -76,12 +76,18 @@ def same_function_scaled(view: View, site: Site) -> bool:
 
 
 def hasty(view: View, site: Site) -> bool:
-    """Whether the gradients were just cleared, and backward comes only after the clip."""
+    """Whether the gradients were just cleared, or are cleared next, and backward comes only after that: what is clipped
+    is nothing, or the last step's gradients.
+    """
     nest = loops(site.stmt, site.module)
     same = [s for s in site.scope.sites if loops(s.stmt, site.module) == nest and not apart(s, site)]
     order = sorted((s for s in same if s is site or s.name in ("zero_grad", "backward", "step")), key=lambda s: s.line)
     place = order.index(site)
-    return 0 < place < len(order) - 1 and order[place - 1].name == "zero_grad" and order[place + 1].name == "backward"
+    names = [s.name for s in order]
+    if place and names[place - 1] == "zero_grad" and names[place + 1 : place + 2] == ["backward"]:
+        return True
+    ends = not place or names[place - 1] == "step"  # nothing of this turn comes before
+    return bool(nest) and ends and names[place + 1 :] == ["zero_grad", "backward", "step"]
 
 
 def late(view: View, site: Site) -> bool:

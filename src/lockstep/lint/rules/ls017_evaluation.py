@@ -19,6 +19,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 TRAINS = Words(r"^(is_)?train$|^training$")
+# What keeps graphs away.
+SHIELDS = ("no_grad", "inference_mode", "grad_enabled", "enable_grad")
 # What says that a program without a training needs no gradients at all.
 FROZEN = ("requires_grad = False", "requires_grad_(False)")
 
@@ -248,8 +250,8 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
         return False
     callers = view.calls.callers(scope)
     if not callers:
-        sure = (depth > 0 or loops(stmt, scope.module)) and switched and alone(view, scope)
-        return False if sure else None
+        sure = (depth > 0 or loops(stmt, scope.module)) and switched
+        return False if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))) else None
     if depth > 4:
         return None if scope.decorators or scope.owner is not None else False
     answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
@@ -280,6 +282,26 @@ def alone(view: View, scope: Scope) -> bool:
     if owner is None or scope.parent is not owner or any(name != "object" for name in foreign(view, owner)):
         return False
     return not any(map(shields, view.calls.namesakes(scope)))
+
+
+@kept
+def handed_on(view: View, scope: Scope) -> bool:
+    """Whether a function is only ever handed to functions of the project, all of which are in sight."""
+    members = view.project.family(scope.module)
+    given = sum(
+        isinstance(value, ast.Name) and value.id == scope.name and view.calls.target(site.call, site.scope) is not None
+        for member in members
+        for site in member.sites()
+        for value in site.call.args
+    )
+    return scope.parent is scope.module.top and sum(member.words[scope.name] for member in members) == given + 1
+
+
+@kept
+def keeps_all(view: View) -> bool:
+    """Whether nothing in the programs of a file, all of which are in sight, ever keeps a graph away."""
+    members = view.project.family(view.module)
+    return not view.effects.mentioned(view.module, *SHIELDS) and not any(map(view.project.unseen, members))
 
 
 def foreign(view: View, owner: Scope) -> Iterator[str]:

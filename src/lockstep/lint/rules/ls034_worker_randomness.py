@@ -8,7 +8,7 @@ from lockstep.lint.analysis.calls import given
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.literals import default
-from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -18,6 +18,9 @@ __all__ = ["RULE"]
 MESSAGE = "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn"
 # A function of this name seeds nothing until a loader is given it.
 SEEDS_WORKERS = re.compile(r"(?<!def )\bworker_init_fn\b")
+# What joins data sets, or takes a part of one.
+JOINED = {"ConcatDataset", "ChainDataset", "Subset", "random_split"}
+MAX_JOINED = 3
 QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Generator", "SeedSequence"}
 
 
@@ -40,7 +43,7 @@ def check(view: View) -> Iterator[Found]:
     told: set[Scope] = set()
     for site in (s for s in view.sites("DataLoader") if workers(view, s)):
         drawn = []
-        for call, scope, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
+        for call, scope in made_sets(view, argument(site.call, 0, "dataset"), site.scope, 0):
             owner = view.names.definition(call.func, scope)
             if owner is None or owner.kind != "class" or owner.module is view.module or owner in told:
                 continue
@@ -49,6 +52,22 @@ def check(view: View) -> Iterator[Found]:
         told.update(drawn)
         if drawn:
             yield at(site, f"{drawn[0].name} {MESSAGE}")
+
+
+def made_sets(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
+    """The calls that make a data set, or those that one is put together from or cut out of (`Subset(Data(), part)`)."""
+    calls = [(call, home) for call, home, _ in view.origins.calls_of(node, scope)]
+    for bind, home in view.origins.binds(dotted(node) or "", scope, node.lineno) if node is not None else ():
+        if bind.path and isinstance(bind.value, ast.Call) and last(bind.value) == "random_split":
+            calls.append((bind.value, home))
+    for call, home in calls:
+        if last(call) not in JOINED or depth > MAX_JOINED:
+            yield call, home
+            continue
+        whole = next(iter(call.args), None)
+        written = whole.elts if isinstance(whole, ast.List | ast.Tuple) else [whole]
+        for value, place in (*((each, home) for each in written), *view.wrappers.items(whole, home)):
+            yield from made_sets(view, value, place, depth + 1)
 
 
 def drawing(view: View, owner: Scope, made: ast.Call | None = None) -> Site | None:
