@@ -242,3 +242,74 @@ def test_an_evaluation_in_eval_mode_at_the_end_alone(within, expected):
 def test_a_method_of_a_text_is_no_model_though_eval_is_called():
     text = "def test(rows):\n    for x in rows:\n        kind = eval(x)\n        print('{}'.format(kind))\n\ntest([])\n"
     assert not told("import torch\n" + text)
+
+
+PHASES = """
+import torch
+
+def run(model, loaders, criterion, optimizer):
+    for phase in {phases}:
+        model.train(phase == "train")
+        for x, y in loaders[phase]:
+            {around}:
+                loss = criterion(model(x), y)
+            if {test}:
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("phases", "around", "test", "expected"),
+    [
+        ("['train', 'val']", "if True", "phase == 'train'", True),
+        ("('training', 'test')", "if True", "phase == 'train'", True),
+        ("['train', 'val']", "with torch.set_grad_enabled(phase == 'train')", "phase == 'train'", False),
+        ("['train', 'extra']", "if True", "phase == 'train'", False),
+        ("['train', 'val']", "if True", "phase != 'train'", False),
+    ],
+)
+def test_a_phase_that_evaluates_keeps_no_graph(phases, around, test, expected):
+    text = PHASES.format(phases=phases, around=around, test=test)
+    assert bool(check_text(text, configure({}, "LS017", ""))) == expected
+
+
+GIVEN = """
+import torch
+from transformers import AutoModel
+
+def score(model, loader):
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += (model(x).argmax(1) == y).sum()
+    return right
+
+def main(train_loader, val_loader):
+    model = {made}
+    {before}
+    for x, y in train_loader:
+        model(x).loss.backward()
+    {call}
+    with torch.no_grad():
+        for x in {loader}:
+            model(x)
+
+main([], [])
+"""
+BUILT, LOADED = "torch.nn.Linear(4, 2)", "AutoModel.from_pretrained('x')"
+
+
+@pytest.mark.parametrize(
+    ("made", "before", "call", "loader", "expected"),
+    [
+        (BUILT, "model.train()", "score(model, val_loader)", "[]", True),
+        (BUILT, "model.train()", "score(model, train_loader)", "[]", False),
+        (BUILT, "model.eval()", "score(model, val_loader)", "[]", False),
+        (LOADED, "model.train()", "pass", "val_loader", True),
+        (LOADED, "pass", "pass", "val_loader", False),
+    ],
+)
+def test_held_out_data_that_a_caller_gives_and_a_loaded_model_that_is_trained(made, before, call, loader, expected):
+    text = GIVEN.format(made=made, before=before, call=call, loader=loader)
+    assert bool(check_text(text, configure({}, "LS017", ""))) == expected

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, guards, loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model, shields
@@ -12,6 +13,8 @@ from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.modes import lasting
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last
+from lockstep.lint.analysis.phases import forward_of_phases
+from lockstep.lint.analysis.sight import alone, foreign, handed_on, keeps_all
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -19,8 +22,6 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 TRAINS = Words(r"^(is_)?train$|^training$")
-# What keeps graphs away.
-SHIELDS = ("no_grad", "inference_mode", "grad_enabled", "enable_grad")
 # What says that a program without a training needs no gradients at all.
 FROZEN = ("requires_grad = False", "requires_grad_(False)")
 
@@ -43,6 +44,7 @@ def check(view: View) -> Iterator[Found]:
             done.add(site.scope)
             yield at(site, f"evaluates without {' and '.join(missing)}")
     yield from by_flag(view)
+    yield from by_phase(view)
     yield from without_training(view)
     yield from not_restored(view)
 
@@ -83,6 +85,14 @@ def by_flag(view: View) -> Iterator[Found]:
             and without_graph(view, below[0]) is False
         ):
             yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
+
+
+def by_phase(view: View) -> Iterator[Found]:
+    """A loop over phases whose evaluating phase builds the graph too."""
+    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
+        forward = forward_of_phases(view, backward)
+        if forward is not None:
+            yield at(forward, "also evaluates, in another phase, without torch.no_grad()")
 
 
 def without_training(view: View) -> Iterator[Found]:
@@ -159,8 +169,13 @@ def differentiates(view: View, site: Site) -> bool:
 
 @kept
 def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
-    """Whether a loop's header says that it runs over held-out data."""
-    return any(map(EVALUATION.search, idents(view.kinds.iterated(header, scope))))
+    """Whether a loop's header, or a caller that gives it, says that it runs over held-out data."""
+    over = view.kinds.iterated(header, scope)
+    key = dotted(over)
+    if any(map(EVALUATION.search, idents(over))):
+        return True
+    given = (passed(site, scope, key) for site in view.calls.callers(scope)) if key in scope.params else ()
+    return any(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
 
 
 @kept
@@ -186,8 +201,8 @@ def in_eval_mode(view: View, site: Site) -> bool | None:
     if any(
         full.endswith("from_pretrained") or last(call) == "from_pretrained"
         for call, _, full in view.origins.calls_of(site.call.func, site.scope)
-    ):
-        return None  # comes in eval mode
+    ) and not any(dotted(s.receiver) == run_model(site) for s in site.scope.named("train")):
+        return None  # comes in eval mode, and stays so
     if site.scope.binds.get(run_model(site) or "") and site.scope.kind == "function":  # no caller has it
         return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
     found = present(view, site.scope, site.line, 0)
@@ -268,46 +283,6 @@ def trains(view: View) -> bool:
     return bool(view.trainings.near(view.module)) or any(
         view.steps.steps_optimizer(site) for member in view.project.family(view.module) for site in member.sites("step")
     )
-
-
-def alone(view: View, scope: Scope) -> bool:
-    """Whether nothing in sight that runs a function keeps the graph away: nothing names it, or, of a method of a class
-    of the project's own, what calls something of its name.
-    """
-    if scope.decorators or scope.name.startswith("test_"):
-        return False
-    if scope.parent is scope.module.top:
-        return sum(member.words[scope.name] for member in view.project.family(scope.module)) == 1
-    owner = scope.owner
-    if owner is None or scope.parent is not owner or any(name != "object" for name in foreign(view, owner)):
-        return False
-    return not any(map(shields, view.calls.namesakes(scope)))
-
-
-@kept
-def handed_on(view: View, scope: Scope) -> bool:
-    """Whether a function is only ever handed to functions of the project, all of which are in sight."""
-    members = view.project.family(scope.module)
-    given = sum(
-        isinstance(value, ast.Name) and value.id == scope.name and view.calls.target(site.call, site.scope) is not None
-        for member in members
-        for site in member.sites()
-        for value in site.call.args
-    )
-    return scope.parent is scope.module.top and sum(member.words[scope.name] for member in members) == given + 1
-
-
-@kept
-def keeps_all(view: View) -> bool:
-    """Whether nothing in the programs of a file, all of which are in sight, ever keeps a graph away."""
-    members = view.project.family(view.module)
-    return not view.effects.mentioned(view.module, *SHIELDS) and not any(map(view.project.unseen, members))
-
-
-def foreign(view: View, owner: Scope) -> Iterator[str]:
-    """What a class derives from that is not the project's."""
-    known = {parent.name for parent in view.names.parents(owner)}
-    yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
 
 
 def not_restored(view: View) -> Iterator[Found]:

@@ -10,8 +10,9 @@ from lockstep.lint.analysis.hosts import MADE
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.means import JOINS, by_ranks, divided_after, mean_after
-from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.parts import parts
+from lockstep.lint.analysis.phases import phased
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -90,17 +91,6 @@ def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
         value is not None and any(map(EVALUATION.search, idents(value))) and view.kinds.is_shard(value, home)
         for value, home in given
     )
-
-
-def phased(loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop runs over the loader of a phase (`for phase in ["train", "val"]: for x, y in loaders[phase]`)."""
-    phases = {
-        dotted(outer.target)
-        for outer in loops(loop, scope.module)
-        if isinstance(outer, ast.For) and any(EVALUATION.search(text) for text in strings(outer.iter))
-    }
-    chosen = (item.slice for item in walk(loop.iter) if isinstance(item, ast.Subscript))
-    return any(phases & set(idents(item)) for item in chosen)
 
 
 def unshared(view: View) -> Iterator[Found]:
