@@ -305,6 +305,7 @@ BUILT, LOADED = "torch.nn.Linear(4, 2)", "AutoModel.from_pretrained('x')"
     [
         (BUILT, "model.train()", "score(model, val_loader)", "[]", True),
         (BUILT, "model.train()", "score(model, train_loader)", "[]", False),
+        (BUILT, "model.train()", "score(model, train_loader); score(model, val_loader)", "[]", False),
         (BUILT, "model.eval()", "score(model, val_loader)", "[]", False),
         (LOADED, "model.train()", "pass", "val_loader", True),
         (LOADED, "pass", "pass", "val_loader", False),

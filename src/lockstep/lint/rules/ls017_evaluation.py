@@ -169,13 +169,13 @@ def differentiates(view: View, site: Site) -> bool:
 
 @kept
 def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
-    """Whether a loop's header, or a caller that gives it, says that it runs over held-out data."""
+    """Whether a loop's header says that it runs over held-out data, or all callers that give it do."""
     over = view.kinds.iterated(header, scope)
     key = dotted(over)
     if any(map(EVALUATION.search, idents(over))):
         return True
-    given = (passed(site, scope, key) for site in view.calls.callers(scope)) if key in scope.params else ()
-    return any(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
+    given = [passed(site, scope, key) for site in view.calls.callers(scope)] if key in scope.params else []
+    return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
 
 
 @kept
