@@ -264,3 +264,43 @@ FORMS = {
 def test_told_where_it_is_wrong_only(name):
     rule, script, told = FORMS[name]
     assert bool(check_text(HEAD + script, configure({}, rule, ""))) is told
+
+
+APART = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Trainer:
+    def __init__(self, model):
+        self.model = DDP(model)
+
+    def step(self, batch):
+        self.compute(batch)
+        {after}
+
+    def compute(self, batch):
+        self.optimizer.zero_grad()
+        for part in {parts}:
+            {loss}.backward()
+        {here}
+
+    def run(self, loader):
+        for batch in loader:
+            self.step(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "here", "after", "expected"),
+    [
+        ("batch.chunk(4)", "self.optimizer.step()", "pass", True),
+        ("torch.split(batch, 4)", "pass", "self.optimizer.step()", True),
+        ("zip(batch.split(2), batch.split(2))", "pass", "self.optimizer.step()", True),
+        ("'a b'.split()", "self.optimizer.step()", "pass", False),
+        ("batch.tasks", "self.optimizer.step()", "pass", False),
+        ("batch.chunk(4)", "pass", "pass", False),
+    ],
+)
+def test_the_parts_of_a_batch_in_a_function_and_the_step_after_it(parts, here, after, expected):
+    text = APART.format(parts=parts, here=here, after=after, loss="(self.model(part).mean() / 4)")
+    assert bool(check_text(text, configure({}, "LS009", ""))) == expected

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import Guard, above, apart, guards, parted
+from lockstep.lint.analysis.context import Guard, above, apart, guards, loops, parted
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
+from lockstep.lint.analysis.nodes import constant, dotted, idents, last, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 
@@ -16,7 +16,10 @@ __all__ = ["Accumulation", "accumulations", "modulo", "steps_by"]
 
 # What the parts of a batch are called.
 PARTS = ("micro", "accum", "chunk")
+# What cuts a batch.
+CUTS = ("split", "chunk", "tensor_split")
 MAX_BACKWARDS = 6
+MAX_CALLERS = 6
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,28 @@ def _accumulations(view: View) -> Iterator[Accumulation]:
             if step is not None and is_micro(view, training):
                 yield Accumulation(training, step, None)
             continue
-        found = guarded_step(view, training)
+        found = guarded_step(view, training) or stepped_after(view, training)
         if found is not None:
             yield found
+
+
+def stepped_after(view: View, training: Training) -> Accumulation | None:
+    """A loop over the parts of a batch that makes up a function, with the step after it, there or where the function is
+    called: the loop over batches is in another function.
+    """
+    whole = replace(training, micro=training.loop)
+    if not is_micro(view, whole) or view.trainings.steps_in(training.loop, training.scope):
+        return None
+    end = training.loop.end_lineno or training.loop.lineno
+    after = [s for s in training.scope.sites if s.line > end and not loops(s.stmt, s.module)]
+    for caller in view.calls.callers(training.scope)[:MAX_CALLERS]:
+        after += [
+            s
+            for s in caller.scope.sites
+            if s.line > caller.line and loops(s.stmt, s.module) == loops(caller.stmt, caller.module)
+        ]
+    step = next((s for s in after if view.steps.steps_optimizer(s)), None)
+    return Accumulation(whole, step, None) if step is not None and not loops(training.loop, training.module) else None
 
 
 def is_micro(view: View, training: Training) -> bool:
@@ -57,7 +79,14 @@ def is_micro(view: View, training: Training) -> bool:
     if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
         text = ast.unparse(loop).lower()
         return any(word in text for word in ("accum", "micro", "grad_acc"))
+    if any(isinstance(node, ast.Call) and last(node) in CUTS and not is_text(node) for node in walk(loop.iter)):
+        return True
     return any(word in name.lower() for name in idents(loop.iter) for word in PARTS)
+
+
+def is_text(call: ast.Call) -> bool:
+    """Whether a call divides a text."""
+    return not call.args or isinstance(constant(call.args[0]), str)
 
 
 def guarded_step(view: View, training: Training) -> Accumulation | None:

@@ -193,7 +193,8 @@ def held_out(view: View, site: Site) -> bool:
         for n in loops(site.stmt, site.module)
     ):
         return True
-    given = (name for value in site.call.args[:2] for name in idents_of(view, value, site))
+    values = site.call.args[: 2 if "gather" in site.name else 1]  # of those the first is the list that is filled
+    given = (name for value in values for name in idents_of(view, value, site))
     return any(map(EVALUATION.search, given))
 
 
