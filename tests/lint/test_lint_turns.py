@@ -285,11 +285,12 @@ class Trainer:
         {here}
 
     def run(self, loader):
-        for batch in loader:
+        {loop}:
             self.step(batch)
 """
 
 
+@pytest.mark.parametrize("loop", ["for batch in loader", "with loader as batch"])
 @pytest.mark.parametrize(
     ("parts", "here", "after", "expected"),
     [
@@ -301,6 +302,6 @@ class Trainer:
         ("batch.chunk(4)", "pass", "pass", False),
     ],
 )
-def test_the_parts_of_a_batch_in_a_function_and_the_step_after_it(parts, here, after, expected):
-    text = APART.format(parts=parts, here=here, after=after, loss="(self.model(part).mean() / 4)")
-    assert bool(check_text(text, configure({}, "LS009", ""))) == expected
+def test_the_parts_of_a_batch_in_a_function_and_the_step_after_it(loop, parts, here, after, expected):
+    text = APART.format(parts=parts, here=here, after=after, loop=loop, loss="(self.model(part).mean() / 4)")
+    assert bool(check_text(text, configure({}, "LS009", ""))) == (expected and loop.startswith("for"))

@@ -59,6 +59,8 @@ def stepped_after(view: View, training: Training) -> Accumulation | None:
     whole = replace(training, micro=training.loop)
     if not is_micro(view, whole) or view.trainings.steps_in(training.loop, training.scope):
         return None
+    if not repeated(view, training.scope):
+        return None  # one step is no training
     end = training.loop.end_lineno or training.loop.lineno
     after = [s for s in training.scope.sites if s.line > end and not loops(s.stmt, s.module)]
     for caller in view.calls.callers(training.scope)[:MAX_CALLERS]:
@@ -69,6 +71,17 @@ def stepped_after(view: View, training: Training) -> Accumulation | None:
         ]
     step = next((s for s in after if view.steps.steps_optimizer(s)), None)
     return Accumulation(whole, step, None) if step is not None and not loops(training.loop, training.module) else None
+
+
+def repeated(view: View, function: Scope) -> bool:
+    """Whether a function is called in a loop, itself or by what calls it."""
+    queue = [function]
+    for _ in range(3):
+        callers = [site for scope in queue for site in view.calls.callers(scope)[:MAX_CALLERS]]
+        if any(loops(site.stmt, site.module) for site in callers):
+            return True
+        queue = [site.scope for site in callers]
+    return False
 
 
 def is_micro(view: View, training: Training) -> bool:
