@@ -253,11 +253,16 @@ def test_a_loop_over_phases(sampler, phases, end, told):
 
 @pytest.mark.parametrize(
     ("made", "told"),
-    [("torch.tensor(val_loss)", True), ("torch.tensor([val_loss]).to(0)", True), ("torch.tensor(train_loss)", False)],
+    [
+        ("torch.tensor(val_loss)", True),
+        ("torch.tensor([val_loss]).to(0)", True),
+        ("torch.tensor(train_loss)", False),
+        ("torch.tensor(val)", False),
+    ],
 )
 def test_a_tensor_of_a_score_is_averaged(made, told):
     text = f"""
-def run(model, val_data, val_loss, train_loss):
+def run(model, val_data, val_loss, train_loss, val):
     val_sampler = DistributedSampler(val_data)
     total = {made}
     dist.all_reduce(total)

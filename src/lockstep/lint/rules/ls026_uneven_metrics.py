@@ -210,7 +210,8 @@ def idents_of(view: View, value: ast.expr, site: Site) -> Iterator[str]:
         if made is not None:
             yield last(made)
             tensor = view.names.qualify(made.func, home) in MADE
-            yield from (name for given in made.args for name in idents(given) if tensor)
+            inside_it = (name for given in made.args for name in idents(given) if tensor)
+            yield from (name for name in inside_it if name != "val")  # any value, in a helper
 
 
 def averages(view: View, site: Site) -> bool:
