@@ -81,19 +81,19 @@ def test_a_test_in_a_handler_of_exceptions(tmp_path, handler, number):
 @pytest.mark.parametrize(
     ("call", "test", "number"),
     [
-        ("train(device=args.local_rank)", "device == 0", 0),
-        ("train(args.local_rank)", "not device", 0),
-        ("train(int(os.environ['LOCAL_RANK']))", "device == 0", 0),
-        ("where = args.local_rank\n    train(where)", "device == 0", 0),
-        ("train(args.local_rank)\n    train(args.device)", "device == 0", 1),
-        ("train(args.device)", "device == 0", 1),
-        ("train(*args.all)", "device == 0", 1),
-        ("train()", "device == 0", 1),
-        ("train(args.local_rank)", "device is not None", 1),
+        ("train(place=args.local_rank)", "place == 0", 0),
+        ("train(args.local_rank)", "not place", 0),
+        ("train(int(os.environ['LOCAL_RANK']))", "place == 0", 0),
+        ("where = args.local_rank\n    train(where)", "place == 0", 0),
+        ("train(args.local_rank)\n    train(args.place)", "place == 0", 1),
+        ("train(args.place)", "place == 0", 1),
+        ("train(*args.all)", "place == 0", 1),
+        ("train()", "place == 0", 1),
+        ("train(args.local_rank)", "place is not None", 1),
     ],
 )
 def test_a_parameter_that_is_filled_with_the_rank(tmp_path, call, test, number):
-    train = f"def train(device=0):\n    if {test}:\n        print('begin')\n"
+    train = f"def train(place=0):\n    if {test}:\n        print('begin')\n"
     run = f"{START}\n{train}\ndef main(args):\n    dist.init_process_group('nccl')\n    {call}\n{RUN}"
     assert len(told(tmp_path, run=run)) == number
 

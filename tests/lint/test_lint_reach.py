@@ -98,8 +98,8 @@ PAIRS = {
     ),
     "one rank, if not the first": (
         "LS028",
-        GROUP + "    if rank >= 1:\n        print('hello')\n    dist.destroy_process_group()\n",
-        "rank >= 1",
+        GROUP + "    if rank >= 0:\n        print('hello')\n    dist.destroy_process_group()\n",
+        "rank >= 0",
         "rank == dist.get_world_size() - 1",
     ),
     "a parameter that is a test of the rank": (
