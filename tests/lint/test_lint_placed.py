@@ -88,6 +88,13 @@ def test_an_engine_of_deepspeed_saves_on_every_rank(name, test, told):
     assert bool(lines(text, "LS018")) == told
 
 
+@pytest.mark.parametrize(("other", "told"), [("rank == 0", True), ("True", False)])
+def test_a_flag_that_may_hold_wherever_deepspeed_runs(other, told):
+    flag = f"    main = rank == 0\n    if not options.ddp:\n        main = {other}\n"
+    text = f"{ENGINE.format(name='engine')}{flag}    if main:\n        engine.save_checkpoint('out')\n"
+    assert bool(lines(text, "LS018")) == told
+
+
 BACKEND = """
 import torch
 from backends import distribute, is_root, using_deepspeed
