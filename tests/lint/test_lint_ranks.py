@@ -37,6 +37,11 @@ KEPT = {
     "the same, among the machine's": ["device = rank % torch.cuda.device_count()", "if device == 0:"],
     "sides changed": ["if 1 > rank:"],
     "no option, or rank 0": ["if not (given.distributed and rank > 0):"],
+    "the others left by the truth of their rank": ["if dist.get_rank():", "    return", "if True:"],
+    "the rank as a word": ["if str(rank) == '0':"],
+    "the first of the GPUs": ["if given.gpu == given.gpus[0]:"],
+    "the rank that is to save": ["if rank == given.save_rank:"],
+    "the rank or 0": ["me = 0", "if given:", "    me = dist.get_rank()", "if me == 0:"],
     "the others left": ["if rank >= 1:", "    return", "if True:"],
     "a flag of rank 0 that an option decides too, beside the rank": [
         "sent = False",
@@ -49,6 +54,14 @@ SHARED = {
     "an object that every rank has": ["bar = object() if rank >= 0 else None", "if bar is not None:"],
     "an object of programs with an option": ["bar = object() if given else None", "if bar:"],
     "None until every rank opens it": ["bar = None", "if rank >= 0:", "    bar = open('x')", "if bar is not None:"],
+    "another rank that is handed on": ["if rank == given.other:"],
+    "0, whatever the rank is": ["me = 0", "if me == 0:"],
+    "a rank that may not be given": [
+        "local_rank = given.local_rank",
+        "if not local_rank and given:",
+        "    pass",
+        "if True:",
+    ],
     "sides changed, for all": ["if 0 <= rank:"],
     "no ranks at all left": ["if rank < 0:", "    raise ValueError(rank)", "if True:"],
     "not both an option and a rank": ["if not (given.verbose and rank > 0):"],
@@ -91,6 +104,54 @@ def main():
     mp.spawn(work, args=(2,), nprocs=2)
 """
     assert found(text) == rules
+
+
+ASKED = """
+def once(function):
+    def inner(*values):
+        {decorates}
+            return function(*values)
+    return inner
+
+def place():
+    {gives}
+
+def first():
+    {tells}
+
+@once
+def show():
+    print("hello")
+
+def main():
+    dist.init_process_group("nccl")
+    show()
+    if place() == 0:
+        print("hello")
+    if first():
+        print("hello")
+    dist.destroy_process_group()
+"""
+TOLD = {
+    "decorates": "if dist.get_rank() == 0:",
+    "gives": "return dist.get_rank() if dist.is_initialized() else 0",
+    "tells": "if dist.is_initialized() and dist.get_rank() > 0: return False\n    return True",
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "number"),
+    [
+        ({}, 0),
+        ({"gives": "if dist.is_initialized():\n        return dist.get_rank()\n    return 0"}, 0),
+        ({"decorates": "for _ in range(2):"}, 1),
+        ({"gives": "return dist.get_world_size() if dist.is_initialized() else 0"}, 1),
+        ({"tells": "if dist.is_initialized() and dist.get_world_size() > 8: return False\n    return True"}, 1),
+        ({"tells": "return True"}, 1),
+    ],
+)
+def test_functions_that_tell_the_rank(other, number):
+    assert len(found(ASKED.format(**{**TOLD, **other}))) == number
 
 
 CONFIG = """

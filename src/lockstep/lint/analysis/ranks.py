@@ -54,9 +54,19 @@ class Ranks:
             return False
         if any(FIRST.search(last(item)) or "rank" in last(item) for item in scope.decorators):
             return True
+        if any(self.keeps_out(item, scope) for item in scope.decorators):
+            return True
         callers = self.calls.callers(scope) or self.calls.namesakes(scope)
         shared = [s for s in callers[:MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
         return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
+
+    def keeps_out(self, decorator: ast.expr, scope: Scope) -> bool:
+        """Whether a decorator of the project runs its function on the main rank alone."""
+        around = self.calls.names.definition(decorator, scope.parent or scope)
+        if around is None or around.kind != "function" or len(around.params) != 1:
+            return False
+        runs = [site for inner in around.defs.values() for site in inner.named(around.params[0])]
+        return bool(runs) and all(self.kept_out(site) for site in runs)
 
     def kept_out(self, site: Site) -> bool:
         """Whether all ranks but the main one are kept from a call where it stands."""

@@ -22,6 +22,7 @@ from lockstep.lint.analysis.rankwords import (
     first_device,
     gives_rank,
     is_empty,
+    is_first_of,
     is_number_of_device,
     says_rank,
 )
@@ -82,9 +83,26 @@ class RankTests:
         where there is one process.
         """
         function = self.calls.target(node, scope)
-        values = [v for v in function.returns() if not isinstance(v, ast.Constant)] if function is not None else []
-        found = {self.test(v, function, when, depth + 1) for v in values if function is not None}
+        if function is None:
+            return 0
+        values = [value for value in function.returns() if not isinstance(value, ast.Constant)]
+        if not values and self.false_on_others(function, depth):
+            return 1 if when else -1
+        found = {self.test(value, function, when, depth + 1) for value in values}
         return found.pop() if len(found) == 1 else 0
+
+    def false_on_others(self, function: Scope, depth: int) -> bool:
+        """Whether a function says True or False, and False on the other ranks alone (`if rank > 0: return False`)."""
+        says = [stmt for stmt in function.stmts if isinstance(stmt, ast.Return)]
+        others = [stmt for stmt in says if constant(stmt.value) is False]
+        return (
+            0 < len(others) < len(says)
+            and all(isinstance(constant(stmt.value), bool) for stmt in says)
+            and all(
+                any(self.test(g.test, function, g.when, depth + 1) == -1 for g in guards(stmt, function.module))
+                for stmt in others
+            )
+        )
 
     def always(self, key: str, scope: Scope) -> bool:
         """Whether all that a name of a rank's flag is ever given is True: it tells no rank."""
@@ -234,7 +252,7 @@ class RankTests:
             return 1 if isinstance(op, ast.In) else -1
         main = value in (0, "0") or self.main_number(right, scope)
         if isinstance(op, ast.Eq | ast.Is):
-            return 1 if main else 0
+            return 1 if main or is_first_of(right) else 0
         if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
             return -1 if main else 0
         # No rank is below 0: that asks whether the processes have numbers at all.
@@ -264,20 +282,30 @@ class RankTests:
             return self.is_rank(node.left, scope, depth)
         if says_rank(node):
             return not self.left_out(node, scope)
+        if isinstance(node, ast.Call):
+            return self.returns_rank(node, scope)
         key = dotted(node)
         if not isinstance(node, ast.Name | ast.Attribute) or key is None:
             return False
         values = list(self.calls.values(key, scope))
         if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
             values = [(bind.value, home) for bind, home in self.set_elsewhere(key, scope) if bind.value is not None]
+        values = [(value, home) for value, home in values if constant(value) != 0]  # what it is in one process
         if values and all(self.stands_for(value, home, depth) for value, home in values):
             return True
         return self.numbers(key, scope) or self.filled(key, scope, depth)
 
+    def returns_rank(self, call: ast.Call, scope: Scope) -> bool:
+        """Whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
+        function = self.calls.target(call, scope)
+        values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
+        return bool(values) and all(map(gives_rank, values))
+
     def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
         """Whether a value that a name is given asks for the rank, or is another name for it."""
         again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
-        return gives_rank(value) or (again and self.is_rank(value, home, depth + 1))
+        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home))
+        return asked or (again and self.is_rank(value, home, depth + 1))
 
     def filled(self, key: str, scope: Scope, depth: int) -> bool:
         """Whether a name is a parameter that every call in sight fills with the rank (`train(device=local_rank)`)."""

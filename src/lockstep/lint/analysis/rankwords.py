@@ -22,6 +22,7 @@ __all__ = [
     "first_device",
     "gives_rank",
     "is_empty",
+    "is_first_of",
     "is_number_of_device",
     "says_rank",
 ]
@@ -40,7 +41,7 @@ MAIN = Words(
 DEVICE = Words(r"^(local_|my_)?(device|dev)(_num|_number|_index|_idx)?$")
 # What the number of the main rank is called.
 MAIN_NUMBER = Words(
-    r"^_?(main|master|root|chief|leader|primary|writer|zero|log(ging)?)(_rank|_process|_proc|_id)$|^root$",
+    r"^_?(main|master|root|chief|leader|primary|writer|zero|sav(e|ing)|log(ging)?)_?(rank|gpu|process|proc|device|id)$|^root$",
     re.IGNORECASE,
 )
 # What a launcher of several processes puts into the environment.
@@ -105,6 +106,9 @@ def gives_rank(node: ast.expr) -> bool:
     """Whether an expression asks the process group or the environment for the rank, or is a name for it."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return gives_rank(node.left)
+    if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
+        arms = [arm for arm in (node.body, node.orelse) if constant(arm) not in (0, -1)]
+        return bool(arms) and all(map(gives_rank, arms))
     if isinstance(node, ast.Name | ast.Attribute):
         return "rank" in last(node).lower() and says_rank(node)
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
@@ -116,6 +120,11 @@ def first_device(node: ast.expr, other: ast.expr) -> bool:
         return "device" in last(node.value) and constant(other) == 0
     named = isinstance(other, ast.Call) and last(other) == "device" and len(other.args) == 1
     return constant(other.args[0] if named and isinstance(other, ast.Call) else other) == "cuda:0"
+
+
+def is_first_of(node: ast.expr) -> bool:
+    """Whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
+    return isinstance(node, ast.Subscript) and constant(node.slice) == 0
 
 
 def is_empty(node: ast.AST) -> bool:

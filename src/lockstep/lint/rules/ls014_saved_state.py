@@ -19,7 +19,7 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ACCELERATE = "Accelerate"
-OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id", re.IGNORECASE)
+OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:

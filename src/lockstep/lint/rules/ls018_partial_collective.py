@@ -211,8 +211,10 @@ def wrap(model, rank, local_rank):
 """,
         """
 import deepspeed
+import torch
 
-def main(model, options, rank):
+def main(options, rank):
+    model = torch.nn.Linear(8, 8)
     engine, *_ = deepspeed.initialize(model=model, args=options)
     if rank == 0:
         engine.save_checkpoint("out")
