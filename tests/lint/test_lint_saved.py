@@ -245,6 +245,46 @@ def test_a_state_that_has_no_names_of_a_wrapper(body, told):
     assert bool(lines(text)) is told
 
 
+HANDED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def clean(state):
+    {cleans}
+
+def old(path):
+    return {{k.replace("module.", ""): v for k, v in torch.load(path, weights_only=True).items()}}
+
+def name():
+{between}
+
+def main(model, ddp, rank):
+    dist.init_process_group("nccl")
+    if ddp:
+        model = DDP(model)
+    state = model.state_dict()
+    {after}
+    if rank == 0:
+        torch.save({{"model": {given}}}, "model.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("cleans", "after", "given", "told"),
+    [
+        ("return {k[7:]: v for k, v in state.items()}", "pass", "clean(state)", False),
+        ("return {k: v.cpu() for k, v in state.items()}", "pass", "clean(state)", True),
+        ("return {k[7:]: v for k, v in state.items()}", "pass", "state", True),
+        ("pass", "state = model.module.state_dict() if ddp else state", "state", False),
+        ("pass", "old('model.pt')", "state", True),
+    ],
+)
+def test_a_function_on_the_way_takes_the_names_off(cleans, after, given, told):
+    between = "    print(1)\n" * 12
+    assert bool(lines(HANDED.format(cleans=cleans, after=after, given=given, between=between))) is told
+
+
 PASSED = """
 from setting import *
 

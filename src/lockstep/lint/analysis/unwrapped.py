@@ -5,7 +5,7 @@ import re
 
 from lockstep.lint.analysis.context import Guard, guards, withs
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, last
+from lockstep.lint.analysis.nodes import dotted, last, mentions, walk
 from lockstep.lint.analysis.view import View
 
 __all__ = ["by_shards", "guarded_by_type", "knows_shards", "stripped", "taken_out"]
@@ -29,9 +29,36 @@ WRAPPED = re.compile(r"module|Parallel|DDP")
 
 
 def stripped(view: View, site: Site) -> bool:
-    """Whether the code around a call takes the wrapper's names off."""
+    """Whether the code around a call, or a function that is handed what it gives, takes the wrapper's names off."""
     around = view.module.lines[max(0, site.line - NEAR) : site.line + NEAR]
-    return any(word in line for line in around for word in STRIPS)
+    if any(word in line for line in around for word in STRIPS):
+        return True
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    return any(
+        view.effects.mentioned_in(function, word)
+        for other in site.scope.sites
+        if other.line >= site.stmt.lineno and other is not site and handed(other, site, names)
+        for function in view.calls.runs(other)
+        for word in STRIPS
+    )
+
+
+def handed(other: Site, site: Site, names: set[str]) -> bool:
+    """Whether a call is given what another gives, itself or under one of its names."""
+    values = [*other.call.args, *(item.value for item in other.call.keywords)]
+    return any(
+        any(item is site.call for item in walk(value)) or any(mentions(value, name) for name in names)
+        for value in values
+    )
+
+
+def replaced(view: View, site: Site) -> bool:
+    """Whether the name of a state gets the plain model's instead right after (`if ddp: state = m.module...`)."""
+    for bind in site.scope.bound(site.stmt):
+        later = [b for b in site.scope.binds[bind.key] if b.stmt.lineno > site.line and b.value is not None]
+        if any(".module.state_dict" in ast.unparse(b.value) for b in later if b.value is not None):
+            return True
+    return False
 
 
 def taken_out(view: View, node: ast.expr, scope: Scope) -> bool:
@@ -51,7 +78,7 @@ def by_shards(site: Site) -> bool:
 
 def guarded_by_type(view: View, site: Site) -> bool:
     """Whether a test on the wrapper decides, in a statement around it or a conditional expression."""
-    if any(parts_wrapped(view, guard) for guard in guards(site.stmt, site.module)):
+    if replaced(view, site) or any(parts_wrapped(view, guard) for guard in guards(site.stmt, site.module)):
         return True
     name = re.escape(dotted(site.receiver) or "")
     lines = view.module.lines[max(0, site.line - 6) : site.line + 1]
