@@ -52,7 +52,11 @@ def lines(top="pass", helper="pass", tensor="x", inside="pass", model="model", g
         ({"inside": PLAIN, "tensor": "x.to(device)", "given": "device"}, PLAIN),
         ({"inside": "name = 'cuda:0'", "model": "model.to(name)"}, "name = 'cuda:0'"),
         ({"top": "name = 'cuda:1'", "model": "model.to(name)"}, "name = 'cuda:1'"),
+        ({"inside": "name = f'cuda:{dist.get_rank()}'", "model": "model.to(name)"}, "name = f'cuda:{dist.get_rank()}'"),
+        ({"inside": "name = torch.device('cuda', 0)", "model": "model.to(name)"}, "name = torch.device('cuda', 0)"),
         # something chooses the rank's own
+        ({"inside": "name = f'cuda:{rank % 8}'", "model": "model.to(name)"}, None),
+        ({"inside": "name = torch.device('cuda', rank % 8)", "model": "model.to(name)"}, None),
         ({"top": PLAIN, "inside": "torch.cuda.set_device(rank % 8)", "model": "model.to(device)"}, None),
         ({"inside": "name = 'cuda:0' if dist.get_world_size() == 1 else 'cuda'", "model": "model.to(name)"}, None),
         ({"inside": "name = 'cpu'", "model": "model.to(name)"}, None),

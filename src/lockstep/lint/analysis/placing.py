@@ -115,6 +115,9 @@ def global_rank(view: View, origin: Origin, depth: int) -> bool:
     """Whether a value is the rank among all processes, or that plus or minus a number."""
     if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
         return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope, depth)
+    number = after_cuda(origin.node)
+    if number is not None:
+        return is_global(view, number, origin.scope, depth)
     if isinstance(origin.node, ast.Attribute):  # of an object that is handed on (`config.rank`), wherever it is set
         binds = view.ranks.tests.set_elsewhere(dotted(origin.node) or "", origin.scope) if not depth else []
         values = [(bind.value, home) for bind, home in binds if bind.how == "assign" and not bind.path]

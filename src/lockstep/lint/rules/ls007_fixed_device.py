@@ -146,9 +146,11 @@ def by_global_rank(view: View) -> Iterator[Found]:
 
 
 def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
-    """Where a function gives another name to the number of its device (`device = rank`)."""
+    """Where a function gives another name to the number of its device (`device = rank`), or makes its name of it."""
     binds = site.scope.binds.get(node.id, []) if isinstance(node, ast.Name) else []
-    return binds[0].stmt if len(binds) == 1 and isinstance(binds[0].value, ast.Name) else None
+    if len(binds) != 1 or (not isinstance(binds[0].value, ast.Name) and after_cuda(binds[0].value) is None):
+        return None
+    return binds[0].stmt
 
 
 def index_of(view: View, site: Site) -> ast.expr | None:
@@ -176,6 +178,9 @@ def fixed(view: View, site: Site) -> str:
     if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
         first = first.body
     text = constant(first)
+    if site.name == "device" and text == "cuda" and len(site.call.args) == 2 and view.full(site) == "torch.device":
+        index = constant(site.call.args[1])
+        text = f"cuda:{index}" if isinstance(index, int) else text  # `torch.device("cuda", 0)`
     if site.name in ("device", "to") and numbered(text) and not chosen_by_test(site.stmt, first):
         if site.name == "device" and is_default(view, site):
             return ""
