@@ -231,3 +231,45 @@ def look_over(model):
 def test_a_batch_that_is_moved_where_no_graph_is_kept_is_an_evaluations(decorated, told):
     found = check_text(SCORED.format(decorated=decorated), configure({}, "LS022", ""))
     assert bool(found) is told
+
+
+TURNS = """
+import contextlib
+import os
+import torch.distributed as dist
+from torchvision.datasets import MNIST
+
+@contextlib.contextmanager
+def sequence(rank):
+    {waits}
+    yield
+
+def data():
+    return {gives}
+
+def main(rank):
+    dist.init_process_group("nccl")
+    {lines}
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["if rank == 0:", "    data()", "dist.barrier()", "train = data()"], False),
+        (["if rank == 0:", "    data()", "train = data()"], True),
+        (["train = data()", "dist.barrier()"], True),
+        (["if rank > 0:", "    dist.barrier()", "train = data()", "if rank == 0:", "    dist.barrier()"], False),
+        (["if rank == 0:", "    MNIST('a', download=True)", "dist.barrier()", "MNIST('a', download=True)"], False),
+        (["if rank == 0:", "    os.makedirs('a')", "dist.barrier()", "os.makedirs('b')"], True),
+        (["with contextlib.suppress(FileExistsError):", "    os.makedirs('b')"], False),
+        (["with contextlib.suppress(OSError):", "    data()"], True),
+        (["with sequence(rank):", "    data()"], False),
+        (["with open('a'):", "    data()"], True),
+    ],
+)
+def test_one_rank_goes_first(lines, found):
+    gives = 'MNIST("data", download=True)' if any("data()" in line for line in lines) else "None"
+    text = TURNS.format(waits="if rank: dist.barrier()", gives=gives, lines="\n    ".join(lines))
+    assert told(text, "LS025") is found

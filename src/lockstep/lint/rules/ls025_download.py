@@ -1,6 +1,7 @@
 """LS025: a download on every rank."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -20,6 +21,9 @@ WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "al
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 # What processes hold one after the other (`with FileLock(path):`).
 LOCKS = Words(r"(?<!b)(?<!c)lock(ed|file)?$", re.IGNORECASE)
+# How far up the calls of a function are followed.
+MAX_CALLS = 3
+MAX_CALLERS = 20
 # Tests that ask whether the folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 
@@ -109,7 +113,9 @@ def removes(view: View, site: Site) -> str:
     plain = full in ("os.makedirs", "os.mkdir") and len(site.call.args) < 3
     plain = (plain or (path and is_path(view, site))) and keyword(site.call, "exist_ok") is None
     tested = any(ASKS & set(idents(guard.test)) for guard in guards(site.stmt, site.module))
-    handled = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
+    handled = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module)) or any(
+        last(block) == "suppress" for block in withs(site.stmt, site.module)
+    )
     if plain and not handled:
         if tested:
             return "two ranks may find that there is no such folder, and one then fails: pass exist_ok=True"
@@ -152,19 +158,47 @@ def is_path(view: View, site: Site) -> bool:
     return any(full.endswith("pathlib.Path") for full in (*called, *parts))
 
 
-def in_turn(view: View, site: Site) -> bool:
-    """Whether a lock, or a barrier that some ranks wait at, lets one rank go first."""
-    if any(LOCKS.search(last(item)) for item in withs(site.stmt, site.module)):
+def in_turn(view: View, site: Site, depth: int = 0) -> bool:
+    """Whether one rank goes first: at the call, by a block around it, or where its function is called."""
+    if waits_here(view, site) or any(map(functools.partial(orders, view, site), withs(site.stmt, site.module))):
         return True
-    first = any(fetches(view, s) and view.ranks.side(s.stmt, s.scope) == 1 for s in site.scope.sites)
-    if first and view.ranks.side(site.stmt, site.scope) == -1:
-        return True  # the main rank has fetched it, and the others find it there
+    callers = [c for c in view.calls.callers(site.scope) if not view.ranks.kept_out(c)] if depth < MAX_CALLS else []
+    return bool(callers) and all(in_turn(view, caller, depth + 1) for caller in callers[:MAX_CALLERS])
+
+
+def waits_here(view: View, site: Site) -> bool:
+    """Whether a barrier that some ranks wait at lets one rank go first, or the main rank has done the same before."""
+    before = [
+        s for s in site.scope.named(site.name) if view.ranks.side(s.stmt, s.scope) == 1 and same_work(view, s, site)
+    ]
+    first = before or any(fetches(view, s) and view.ranks.side(s.stmt, s.scope) == 1 for s in site.scope.sites)
     own = view.ranks.side(site.stmt, site.scope)
+    if first and own == -1:
+        return True  # the main rank has fetched it, and the others find it there
+    for one in before if not own else ():
+        between = [s for s in site.scope.sites if one.line < s.line < site.line]
+        if any(view.effects.does(s, WAITS) and not view.ranks.side(s.stmt, s.scope) for s in between):
+            return True
     return any(
         view.ranks.side(s.stmt, site.scope) not in (0, own)
         for s in site.scope.sites
         if s.name in ("barrier", "wait_for_everyone") and not left(s, site) and (own or s.line < site.line)
     )
+
+
+def same_work(view: View, one: Site, other: Site) -> bool:
+    """Whether two calls of one name do the same: they fetch, run a function of the project, or are written alike."""
+    known = fetches(view, other) or view.calls.target(other.call, other.scope) is not None
+    return known or ast.dump(one.call) == ast.dump(other.call)
+
+
+def orders(view: View, site: Site, block: ast.expr) -> bool:
+    """Whether a block is a lock, or a context manager of the project that has some ranks wait for the others."""
+    if LOCKS.search(last(block)):
+        return True
+    function = view.calls.target(block, site.scope) if isinstance(block, ast.Call) else None
+    waits = function.named("barrier") if function is not None else []
+    return any(view.ranks.side(wait.stmt, wait.scope) for wait in waits)
 
 
 def left(wait: Site, site: Site) -> bool:
