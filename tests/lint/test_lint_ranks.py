@@ -42,7 +42,7 @@ KEPT = {
     "the first of the GPUs": ["if given.gpu == given.gpus[0]:"],
     "the rank that is to save": ["if rank == given.save_rank:"],
     "the rank or 0": ["me = 0", "if given:", "    me = dist.get_rank()", "if me == 0:"],
-    "the others left": ["if rank >= 1:", "    return", "if True:"],
+    "the others left": ["if rank > 0:", "    return", "if True:"],
     "a flag of rank 0 that an option decides too, beside the rank": [
         "sent = False",
         "if rank == 0 and given:",

@@ -21,6 +21,8 @@ WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "al
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 # What processes hold one after the other (`with FileLock(path):`).
 LOCKS = Words(r"(?<!b)(?<!c)lock(ed|file)?$", re.IGNORECASE)
+# What a data set is given beside its place and its part.
+OPTIONS = {"download", "transform", "target_transform", "transforms", "exist_ok"}
 # How far up the calls of a function are followed.
 MAX_CALLS = 3
 MAX_CALLERS = 20
@@ -187,9 +189,14 @@ def waits_here(view: View, site: Site) -> bool:
 
 
 def same_work(view: View, one: Site, other: Site) -> bool:
-    """Whether two calls of one name do the same: they fetch, run a function of the project, or are written alike."""
-    known = fetches(view, other) or view.calls.target(other.call, other.scope) is not None
-    return known or ast.dump(one.call) == ast.dump(other.call)
+    """Whether two calls of one name do the same: they run a function of the project, or are given the same."""
+    return view.calls.target(other.call, other.scope) is not None or given_alike(one.call) == given_alike(other.call)
+
+
+def given_alike(call: ast.Call) -> tuple[str, ...]:
+    """What a call is given, without what says nothing of the files that it writes."""
+    words = [k for k in call.keywords if k.arg not in OPTIONS and not (k.arg == "train" and is_true(k.value))]
+    return (*map(ast.dump, call.args), *sorted(map(ast.dump, words)))
 
 
 def orders(view: View, site: Site, block: ast.expr) -> bool:
