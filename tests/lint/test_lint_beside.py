@@ -120,8 +120,8 @@ def test_a_method_that_makes_a_step_for_a_loop_out_of_sight(path, start, step, l
 @pytest.mark.parametrize(
     ("last", "expected"),
     [
-        ("part = loss.sum() / (y != 255).sum().item(); losses.append(part.item())", 2),
-        ("part = best_loss / (y != 255).sum().item(); losses.append(part.item())", 1),
+        ("part = loss.sum() / (y.cuda() != 255).sum().item(); losses.append(part.item())", 2),
+        ("part = best_loss / (y.cuda() != 255).sum().item(); losses.append(part.item())", 1),
         ("mean_loss = loss.item() / 2\n        best_loss = mean_loss\n        writer.add_scalar('x', best_loss)", 1),
         ("print('a' if i not in loss else 'b')", 0),
     ],

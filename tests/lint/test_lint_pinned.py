@@ -60,6 +60,10 @@ def test_where_memory_is_pinned(change, told):
     ("change", "told"),
     [
         ({"move": "images = Variable(images).cuda()"}, True),
+        ({"move": "images = Variable(images)\n        images = images.cuda()"}, True),
+        ({"move": "images = images.float()\n        images = images.cuda()"}, True),
+        ({"move": "images = data.crop(images)\n        images = images.cuda()"}, False),
+        ({"move": "for image in data.crop(images): image.cuda()"}, False),
         ({"move": "images = images.to(torch.int32)"}, False),
         ({"move": "images = images.to(torch.uint8)"}, False),
         ({"move": "images = images.to(torch.bfloat16)"}, False),
@@ -202,9 +206,10 @@ def search(model, optimizer, criterion, data, valid_data):
     {after}
 """
 MOVE = "a, b = next(valid_iter); model(a.cuda(), b.cuda())"
+CROPPED = "c = next(valid_iter)\n        c = data.crop(c)\n        model(c.cuda())"
 
 
-@pytest.mark.parametrize(("inner", "after", "number"), [(MOVE, "pass", 1), ("pass", MOVE, 0)])
+@pytest.mark.parametrize(("inner", "after", "number"), [(MOVE, "pass", 1), ("pass", MOVE, 0), (CROPPED, "pass", 0)])
 def test_held_out_batches_that_a_loop_trains_with(inner, after, number):
     assert len(check_text(SEARCH.format(inner=inner, after=after), configure({}, "LS022", ""))) == number
 

@@ -23,11 +23,11 @@ def train(model, data, optimizer, tokenizer, device):
     for batch in train_loader:
         tokens = batch["tokens"]{moved}
         tokens, labels = mask(tokens, tokenizer)
-        loss = model(tokens.cuda(), labels.cuda())
+        loss = model({given})
         loss.backward()
         optimizer.step()
 """
-USUAL = {"above": "", "read": "labels.tolist()", "moved": ""}
+USUAL = {"above": "", "read": "labels.tolist()", "moved": "", "given": "tokens.cuda(), labels.cuda()"}
 
 
 def found(text):
@@ -39,6 +39,7 @@ def found(text):
     ("change", "number"),
     [
         ({}, 0),
+        ({"given": "tokens, labels"}, 1),
         ({"moved": ".to(device)"}, 1),
         ({"moved": ".cuda()"}, 1),
         ({"above": "from accelerate import Accelerator\naccelerator = Accelerator()"}, 1),

@@ -37,9 +37,15 @@ def from_loader(view: View, site: Site, training: Training) -> bool:
     if isinstance(root, ast.Name) and site.scope is training.scope and drawn(root.id, site, training):
         return True
     header = view.kinds.iterated(training.loop.iter, training.scope)
-    if view.frameworks & PREPARES or not view.kinds.is_loader(header, training.scope):
+    if view.frameworks & PREPARES or not view.kinds.is_loader(header, training.scope) or not moved(training):
         return False
     return Unmoved(view, training).holds(rows or site.receiver, site.scope, MAX_NAMES)
+
+
+def moved(training: Training) -> bool:
+    """Whether a loop moves something itself: its loader leaves that to it."""
+    sites = [*training.scope.named("to"), *training.scope.named("cuda")]
+    return any(inside(site.stmt, training.loop, training.module) for site in sites)
 
 
 def drawn(name: str, site: Site, training: Training) -> bool:

@@ -93,7 +93,7 @@ def blocking(view: View, site: Site) -> bool:
     root = base(unwrapped(site.receiver)) if site.receiver is not None else None
     if not isinstance(root, ast.Name):
         return False
-    if root.id in drawn(view, site) or fed(view, site, root.id):
+    if (root.id in drawn(view, site) and not replaced(site, root.id, set())) or fed(view, site, root.id):
         return True
     for loop in loops(site.stmt, site.module):
         if isinstance(loop, ast.For) and over_batches(view, loop, site) and carried(site, root.id, loop):
@@ -267,8 +267,8 @@ def pinned_loader(view: View, node: ast.expr, scope: Scope) -> bool:
 def carried(site: Site, name: str, loop: ast.For) -> bool:
     """Whether a variable is one of the loop's own, or unpacked from one."""
     own = {key for key, _ in targets(loop.target)}
-    if name in own:
-        return True
+    if name in own or replaced(site, name, own, loop.lineno):
+        return not replaced(site, name, own, loop.lineno)
     for bind in site.scope.binds.get(name, []):
         if bind.value is not None and loop.lineno <= bind.stmt.lineno <= site.line:
             value: ast.AST = bind.value
@@ -279,6 +279,14 @@ def carried(site: Site, name: str, loop: ast.For) -> bool:
             if isinstance(root, ast.Name) and root.id in own:
                 return True
     return name in comprehension_names(site, own)
+
+
+def replaced(site: Site, name: str, own: set[str], start: int = 0) -> bool:
+    """Whether a batch's name was given something else, by a function, before a call (`batch = data.get(batch)`)."""
+    binds = [b for b in site.scope.binds.get(name, []) if start < b.stmt.lineno < site.line and b.how == "assign"]
+    value = unwrapped(binds[-1].value) if binds and binds[-1].value is not None else None
+    root = base(value) if isinstance(value, ast.Call) and asked(value) is None else None
+    return isinstance(root, ast.Name) and root.id not in (name, *own)
 
 
 def comprehension_names(site: Site, own: set[str]) -> set[str]:
