@@ -120,3 +120,33 @@ def test_each_arm_of_a_test_that_steps_now_and_then():
 @pytest.mark.parametrize(("line", "told"), [("pass", 1), ("objective = torch.nn.NLLLoss()", 0)])
 def test_a_variable_hides_what_the_file_calls_so(line, told):
     assert found(HIDDEN.format(line=line)) == told
+
+
+GRADIENTS = """
+import torch
+
+class Surface:
+    def {name}(self, points, model, lr):
+        model.cuda()
+        for point in points:
+            point = point.cuda().requires_grad_()
+            value = model(point).sum()
+            value.backward()
+            {line}
+            self.normals.append(point.grad.cpu().numpy())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("normals", "pass", 0),
+        ("normals", "self.engine.step()", 1),
+        ("normals", "self.optimizer.step()", 1),
+        ("normals", "self.update_weights(value)", 1),
+        ("normals", "model.weight.data -= lr * model.weight.grad", 1),
+        ("train_points", "pass", 1),
+    ],
+)
+def test_gradients_that_train_nothing(name, line, told):
+    assert found(GRADIENTS.format(name=name, line=line)) == told

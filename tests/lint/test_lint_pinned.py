@@ -261,7 +261,8 @@ from torch.utils.data import DataLoader
 train_loader = DataLoader(data, num_workers=2, pin_memory=True)
 val_loader = DataLoader(held_out, num_workers=2, pin_memory=True)
 
-def show(model):
+{above}
+def {name}(model):
     stream = iter({shown})
     batch = next(stream)
     {move}
@@ -272,22 +273,26 @@ def train(model, optimizer):
             model(x.cuda(non_blocking=True)).backward()
             optimizer.step()
             {each}
-        show(model)
+        {name}(model)
 """
+SHOWN = {"above": "", "name": "show", "shown": "train_loader", "move": "model(batch.cuda())", "each": "pass"}
+SEVERAL_SHOWN = "for _ in range(9): batch = next(stream); model(batch.cuda())"
 
 
 @pytest.mark.parametrize(
-    ("shown", "move", "each", "number"),
+    ("change", "number"),
     [
-        ("val_loader", "model(batch.cuda())", "pass", 0),
-        ("train_loader", "model(batch.cuda())", "pass", 0),
-        ("train_loader", "for _ in range(9): batch = next(stream); model(batch.cuda())", "pass", 1),
-        ("val_loader", "for _ in range(9): batch = next(stream); model(batch.cuda())", "pass", 0),
-        ("train_loader", "model(batch.cuda())", "show(model)", 1),
+        ({"shown": "val_loader"}, 0),
+        ({}, 0),
+        ({"move": SEVERAL_SHOWN}, 1),
+        ({"move": SEVERAL_SHOWN, "shown": "val_loader"}, 0),
+        ({"move": SEVERAL_SHOWN, "name": "evaluate"}, 0),
+        ({"move": SEVERAL_SHOWN, "above": "@torch.no_grad()"}, 0),
+        ({"each": "show(model)"}, 1),
     ],
 )
-def test_a_batch_that_is_drawn_once_for_a_look(shown, move, each, number):
-    text = LOOKED.format(shown=shown, move=move, each=each)
+def test_a_batch_that_is_drawn_once_for_a_look(change, number):
+    text = LOOKED.format(**SHOWN | change)
     assert len(check_text(text, configure({}, "LS022", ""))) == number
 
 

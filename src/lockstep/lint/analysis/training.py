@@ -36,6 +36,10 @@ COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx"
 
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
+# What may step an optimizer out of sight.
+UPDATES = Words(r"(^|_)(steps?|updates?|optimi[sz]er?|learn|fit|gradients)(_|$)", re.IGNORECASE)
+# What a step by hand is made with.
+RATES = {"lr", "learning_rate", "alpha", "eta"}
 # A file with more training loops than this is generated.
 MAX_TRAININGS = 40
 
@@ -136,6 +140,18 @@ class Trainings:
     def steps_in(self, loop: Loop, scope: Scope) -> bool:
         block = self.body(loop, scope)
         return self.effects.find(block, self.steps.steps_optimizer) is not None
+
+    @kept
+    def updates(self, training: Training) -> bool:
+        """Whether the parameters may be changed beside a loop that computes gradients: by an optimizer, by something
+        called like one, or by hand. Else its gradients are for something else (the normals of a surface, an estimate).
+        """
+        scope = training.scope
+        near = [site for caller in self.calls.callers(scope) for site in caller.scope.sites]
+        sites = (*scope.sites, *self.each_step(training), *near)
+        called = (scope.name, *(site.name for site in sites))
+        trains = "train" in scope.name.lower() or any(map(UPDATES.search, called))
+        return trains or bool(RATES & set(idents(training.loop)))
 
     def body(self, loop: Loop, scope: Scope) -> list[Site]:
         """The calls in the body of a loop, without those of its header."""

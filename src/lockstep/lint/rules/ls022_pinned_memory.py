@@ -114,6 +114,7 @@ def drawn(view: View, site: Site) -> set[str]:
         return set()
     around = loops(site.stmt, site.module)
     trains = any(training.loop in around for training in view.trainings.of(site.module))
+    looping = bool(around) and not shields(site) and not EVALUATION.search(scope.name)
     own = {
         key
         for key, binds in scope.binds.items()
@@ -121,7 +122,7 @@ def drawn(view: View, site: Site) -> set[str]:
         for source in (asked(bind.value),)
         if source is not None
         and gives_batches(view, source, site)
-        and (trains or (not of_held_out(view, source, scope) and (around or stepping(view, site))))
+        and (trains or (not of_held_out(view, source, scope) and (looping or stepping(view, site))))
     }
     own |= {
         key
@@ -365,8 +366,9 @@ def train(model, data, optimizer, criterion):
     remedy="Add non_blocking=True to the move",
     moot=frozenset({"lockstep"}),
     note=(
-        "It is told at the move, whichever file of the program makes the loader; held-out data counts only in a "
-        "loop that trains, and Apple's GPUs not at all, for which no memory is pinned. The opinion is told at a "
+        "It is told at the move, whichever file of the program makes the loader, unless that loader is in sight and "
+        "pins nothing; held-out data counts only in a loop that trains, and Apple's GPUs not at all, for which no "
+        "memory is pinned. The opinion is told at a "
         "`DataLoader(...)` without `num_workers`, or with 0, in a program that knows of GPUs, such as "
         "`DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` of a class that derives from DataLoader."
     ),

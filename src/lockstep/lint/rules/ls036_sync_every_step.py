@@ -36,7 +36,9 @@ def check(view: View) -> Iterator[Found]:
     seen: set[int] = set()
     trainings = view.trainings
     for training in (*trainings.near(view.module), *trainings.engines(view.module), *trainings.lone(view.module)):
-        if not trainings.steps_in(training.loop, training.scope) and not view.training:
+        if not trainings.steps_in(training.loop, training.scope) and not (
+            view.training and trainings.updates(training)
+        ):
             continue
         steps = trainings.each_step(training)
         here = [site for site in steps if site.module is view.module]
@@ -349,7 +351,8 @@ def train(model, loader, optimizer, criterion):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
-        "n-th step does not (a test of an option comes out alike in all), nor does an evaluation. The function of an "
+        "n-th step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor "
+        "what is read of a batch before it is moved. The function of an "
         "ignite `Engine` that trains is such a loop, and so is a method that makes one step and that nothing in sight "
         "calls. A function that the step calls is told where it reads, in its own file "
         '(`return loss, {"bce": float(bce.detach())}`), and also where it is handed a loss, if that is another file.'
