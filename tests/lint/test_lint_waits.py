@@ -222,24 +222,3 @@ def train(model, loader, args):
 )
 def test_an_engine_of_deepspeed_runs_on_gpus(made, expected):
     assert told(SERVED.format(made=made)) is expected
-
-
-SPREAD = """
-import os
-import torch
-import torch.distributed as dist
-
-def train(model, loader, optimizer, criterion):
-    dist.init_process_group(backend="{backend}")
-    first = int(os.environ["LOCAL_RANK"]) * 2
-    for x, y in loader:
-        loss = criterion(model(x.to(first)), y.to(first))
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
-"""
-
-
-@pytest.mark.parametrize(("backend", "expected"), [("nccl", True), ("gloo", False)])
-def test_nccl_runs_on_gpus(backend, expected):
-    assert told(SPREAD.format(backend=backend)) is expected

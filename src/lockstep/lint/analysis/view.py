@@ -49,8 +49,6 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
 }
 
 CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
-# A program that says one of these runs on GPUs.
-GPU_WORDS = ("cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize", "nccl")
 OTHER = re.compile(r"cuda|gpu|nccl|accelerat|\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b", re.IGNORECASE)
 MPS = re.compile(r"\bmps\b")
 GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
@@ -138,7 +136,7 @@ class View:
         that an option names (`torch.device(cfg.device)`), or by one that only somebody else knows (`.to(device)`).
         """
         return (
-            self.effects.mentioned(self.module, *GPU_WORDS)
+            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize")
             or any(map(_on_mps, self.project.family(self.module)))
             or any(
                 isinstance(constant(origin.node), int)
