@@ -8,11 +8,23 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 
-__all__ = ["by_rank", "debugs", "disabled", "from_logging", "logs_with_rank", "loguru", "plain_logging", "silent"]
+__all__ = [
+    "by_rank",
+    "debugs",
+    "disabled",
+    "from_logging",
+    "logs_with_rank",
+    "loguru",
+    "plain_logging",
+    "silent",
+    "untracked",
+]
 
 # The calls with which a function sets up logging.
 SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "StreamHandler", "FileHandler", "Formatter"}
 SETS_UP |= {"add", "remove", "configure"}
+# The variables of the environment with which W&B is turned off.
+WANDB_OFF = ("WANDB_MODE", "WANDB_DISABLED")
 # The attributes of a logger that make it quiet.
 SILENCES = (".disabled", ".level", ".handlers")
 # What tells the main process; transformers' training arguments give the other ranks a level of their own.
@@ -146,3 +158,33 @@ def written(site: Site) -> Iterator[ast.expr]:
     for part in site.call.keywords if site.name in ("Formatter", "basicConfig") else ():
         if part.arg in ("format", "fmt", "datefmt"):
             yield part.value
+
+
+def untracked(view: View) -> bool:
+    """Whether the programs turn W&B off on the other ranks, by its mode or by the environment."""
+    for member in view.project.family(view.module):
+        sites = [s for s in member.sites("init") if view.names.qualify(s.call.func, s.scope) == "wandb.init"]
+        modes = [(keyword(site.call, "mode"), site.scope) for site in sites]
+        if any(mode is not None and chosen_by_rank(view, mode, scope) for mode, scope in modes):
+            return True
+        for scope in member.scopes if any(word in member.text for word in WANDB_OFF) else ():
+            if any(view.ranks.side(s, scope) or chosen_by_rank(view, s.value, scope) for s in turns_off(scope)):
+                return True
+    return False
+
+
+def turns_off(scope: Scope) -> Iterator[ast.Assign]:
+    """The statements of a scope that give W&B's variables of the environment a value."""
+    for stmt in scope.stmts:
+        target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+        if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and constant(target.slice) in WANDB_OFF:
+            yield stmt
+
+
+def chosen_by_rank(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether a value, or all that a name is given, is another on the main rank than on the rest."""
+    given = [(value, scope)]
+    if isinstance(value, ast.Name):
+        given = list(view.calls.values(value.id, scope))
+    parts = [(node, home) for each, home in given for node in walk(each) if isinstance(node, ast.IfExp)]
+    return any(view.ranks.tests.test(node.test, home) for node, home in parts)

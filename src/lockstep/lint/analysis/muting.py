@@ -93,7 +93,12 @@ def replaced(module: Module) -> Iterator[tuple[Scope, int]]:
 
 
 def quietens(view: View, module: Module) -> bool:
-    """Whether a file sends output to nowhere, other than in functions that all ranks call alike."""
+    """Whether a file sends output to nowhere, other than in functions that all ranks call alike, or that of the other
+    ranks to anywhere else.
+    """
+    scopes = module.scopes if "sys.stdout" in module.text else ()
+    if any(view.ranks.side(bind.stmt, s) == -1 for s in scopes for bind in s.binds.get("sys.stdout", ())):
+        return True
     if not any(word in module.text for word in QUIET):
         return False
     inside = [s for s in module.scopes if s.kind == "function" and any(view.effects.mentioned_in(s, w) for w in QUIET)]

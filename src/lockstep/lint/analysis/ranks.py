@@ -8,7 +8,7 @@ from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
 from lockstep.lint.analysis.drivers import driven
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, is_none, last
+from lockstep.lint.analysis.nodes import Words, is_none, last, walk
 from lockstep.lint.analysis.programs import STARTS, Programs
 from lockstep.lint.analysis.ranktests import RankTests
 
@@ -54,25 +54,56 @@ class Ranks:
             return False
         if any(FIRST.search(last(item)) or "rank" in last(item) for item in scope.decorators):
             return True
-        if any(self.keeps_out(item, scope) for item in scope.decorators):
+        if scope.parent is not None and isinstance(scope.node, ast.stmt) and self.side(scope.node, scope.parent):
+            return True
+        if any(self.calls_by_rank(self.calls.names.definition(callee(item), scope)) for item in scope.decorators):
+            return True
+        made = self.made(scope)
+        if made and all(self.on_main(site) or self._reserved(site.scope, depth + 1) for site in made):
             return True
         callers = self.calls.callers(scope) or self.calls.namesakes(scope)
+        if not callers:
+            return self.handed_by_rank(scope)
         shared = [s for s in callers[:MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
         return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
 
-    def keeps_out(self, decorator: ast.expr, scope: Scope) -> bool:
-        """Whether a decorator of the project runs its function on the main rank alone."""
-        around = self.calls.names.definition(decorator, scope.parent or scope)
-        if around is None or around.kind != "function" or len(around.params) != 1:
+    def handed_by_rank(self, function: Scope) -> bool:
+        """Whether a function that nobody calls is only named where some ranks hand it on
+        (`if rank == 0: trainer.add_event_handler(event, report)`).
+        """
+        name, found = function.name, []
+        for member in self.calls.project.users(function.module) if function.owner is None else ():
+            if member.words[name] > (member is function.module):
+                found += [(stmt, scope) for scope in member.scopes for stmt in scope.stmts if names(stmt, name)]
+        return bool(found) and all(self.side(stmt, scope) for stmt, scope in found)
+
+    @kept
+    def calls_by_rank(self, decorator: Scope | None) -> bool:
+        """Whether a decorator of the project calls the function that it is given on some ranks only."""
+        if decorator is None or decorator.kind != "function" or not decorator.params:
             return False
-        runs = [site for inner in around.defs.values() for site in inner.named(around.params[0])]
-        return bool(runs) and all(self.kept_out(site) for site in runs)
+        given = decorator.params[0]
+        wrappers = [inner for inner in decorator.defs.values() if inner.kind == "function"]
+        sites = [site for inner in wrappers for site in inner.named(given) if isinstance(site.call.func, ast.Name)]
+        deeper = any(self.calls_by_rank(inner) for inner in wrappers)  # `def main_only(group): def wrap(function): ...`
+        return deeper or (bool(sites) and all(self.side(site.stmt, site.scope) or self.chosen(site) for site in sites))
+
+    def made(self, method: Scope) -> list[Site]:
+        """The calls that make the objects which a method is of, where its class has an `__init__` of its own."""
+        owner = method.parent if method.name != "__init__" else None
+        init = owner.defs.get("__init__") if owner is not None and owner.kind == "class" else None
+        return self.calls.callers(init)[:MAX_CALLERS] if init is not None else []
 
     def kept_out(self, site: Site) -> bool:
         """Whether all ranks but the main one are kept from a call where it stands."""
         if self.side(site.stmt, site.scope) == 1 or self.chosen(site):
             return True
         return any(FIRST.search(last(item)) for item in withs(site.stmt, site.module))
+
+    def on_main(self, site: Site) -> bool:
+        """Whether a test around a call, or in its statement, keeps it to the main rank."""
+        inner = (self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
+        return self.side(site.stmt, site.scope) == 1 or 1 in inner
 
     def chosen(self, site: Site) -> bool:
         """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
@@ -124,6 +155,18 @@ class Ranks:
             return self.every(site.stmt, site.scope)
         kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
+
+
+def names(stmt: ast.stmt, name: str) -> bool:
+    """Whether what a statement itself evaluates names a function."""
+    parts = [part for _, value in ast.iter_fields(stmt) for part in (value if isinstance(value, list) else [value])]
+    own = (part for part in parts if isinstance(part, ast.expr))
+    return any(isinstance(node, ast.Name) and node.id == name for part in own for node in walk(part))
+
+
+def callee(decorator: ast.expr) -> ast.expr:
+    """What a decorator names, with its arguments or without."""
+    return decorator.func if isinstance(decorator, ast.Call) else decorator
 
 
 def asks_none(test: ast.expr) -> bool:

@@ -3,6 +3,7 @@
 import ast
 
 from lockstep.lint.analysis.calls import Calls, passed
+from lockstep.lint.analysis.comparisons import bare, may_be_number
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Module, Scope
 from lockstep.lint.analysis.kept import kept
@@ -16,6 +17,7 @@ from lockstep.lint.analysis.rankwords import (
     MAIN_NUMBER,
     MAIN_OF_ARGUMENTS,
     MULTI,
+    PACKAGES,
     SINGLE,
     beside_zero,
     counts_batches,
@@ -53,6 +55,7 @@ class RankTests:
         """1 if a test comes out `when` on the main rank only, -1 if on the others only, OTHER if on one of the others,
         0 if that is not known.
         """
+        node = bare(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.is_rank(node.operand, scope):
                 return 1 if when else -1
@@ -63,26 +66,35 @@ class RankTests:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             if is_none(node.comparators[0]) and isinstance(node.ops[0], ast.Is | ast.IsNot):
                 there = when if isinstance(node.ops[0], ast.IsNot) else not when
-                return 0 if says_rank(node.left) else self.test(node.left, scope, there, depth)
+                return 0 if self.is_rank(node.left, scope) else self.test(node.left, scope, there, depth)
             return sign * self.compare(node, scope) or (OTHER if when and self.one_rank(node, scope) else 0)
         if isinstance(node, ast.IfExp):
             return self.choice(node, scope, when, depth)
-        if not depth and says_rank(node) and last(node).lower().endswith("rank") and not self.left_out(node, scope):
-            return -1 if when else 1  # `if rank: return`
+        if not depth and may_be_number(node) and self.is_rank(node, scope):
+            return -sign  # `if rank: return`
         name = last(node).lstrip("_")
         key = dotted(node)
         main = MAIN.search(name) or name in MAIN_EXACT or (key is not None and key.endswith(MAIN_OF_ARGUMENTS))
         if main and not (key is not None and self.always(key, scope)):
             return sign
-        if key is not None and depth < 3 and not isinstance(node, ast.Call):
+        if depth >= 3:
+            return 0
+        function = self.calls.target(node, scope) if isinstance(node, ast.Call) else self.property(key, scope)
+        if function is None and key is not None and not isinstance(node, ast.Call):
             return self.named(key, scope, when, depth)
-        return self.asked(node, scope, when, depth) if isinstance(node, ast.Call) and depth < 3 else 0
+        return self.asked(function, when, depth)
 
-    def asked(self, node: ast.Call, scope: Scope, when: bool, depth: int) -> int:
+    def property(self, key: str | None, scope: Scope) -> Scope | None:
+        """The method that an attribute of `self` asks."""
+        head, _, name = (key or "").rpartition(".")
+        method = self.calls.names.member(scope.owner, name) if head == "self" and scope.owner is not None else None
+        marks = method.decorators if method is not None and method.kind == "function" else []
+        return method if any(last(mark) in ("property", "cached_property") for mark in marks) else None
+
+    def asked(self, function: Scope | None, when: bool, depth: int) -> int:
         """A function of the project that tells the rank (`def primary(): return get_rank() == 0`), whatever it says
         where there is one process.
         """
-        function = self.calls.target(node, scope)
         if function is None:
             return 0
         values = [value for value in function.returns() if not isinstance(value, ast.Constant)]
@@ -146,8 +158,13 @@ class RankTests:
             return next((value for value in found if value), 0)
         # One part that failed says nothing about the others, unless these hold wherever there are several processes
         # (`not (distributed and rank > 0)`).
-        parts = [side for value, side in zip(node.values, found, strict=True) if self.many(value, scope) != 1]
+        parts = [side for value, side in zip(node.values, found, strict=True) if side or not self.asks(value, scope)]
         return parts[0] if len(set(parts)) == 1 else 0
+
+    def asks(self, test: ast.expr, scope: Scope) -> bool:
+        """Whether a test asks if there are several processes, or may be."""
+        name = dotted(test.func if isinstance(test, ast.Call) else test) or ""
+        return self.many(test, scope) == 1 or name.endswith(PACKAGES)
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A name that was given the result of a rank test, or a tracker's run that only the main rank has."""
@@ -280,10 +297,12 @@ class RankTests:
         """
         if isinstance(node, ast.BinOp):
             return self.is_rank(node.left, scope, depth)
+        if isinstance(node, ast.NamedExpr):
+            return self.is_rank(node.value, scope, depth)
         if says_rank(node):
             return not self.left_out(node, scope)
         if isinstance(node, ast.Call):
-            return self.returns_rank(node, scope)
+            return self.returns_rank(node, scope, depth)
         key = dotted(node)
         if not isinstance(node, ast.Name | ast.Attribute) or key is None:
             return False
@@ -295,16 +314,16 @@ class RankTests:
             return True
         return self.numbers(key, scope) or self.filled(key, scope, depth)
 
-    def returns_rank(self, call: ast.Call, scope: Scope) -> bool:
+    def returns_rank(self, call: ast.Call, scope: Scope, depth: int) -> bool:
         """Whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
-        function = self.calls.target(call, scope)
+        function = self.calls.target(call, scope) if depth < MAX_NAMES else None
         values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
-        return bool(values) and all(map(gives_rank, values))
+        return bool(values) and all(gives_rank(v) or self.is_rank(v, function, depth + 1) for v in values if function)
 
     def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
         """Whether a value that a name is given asks for the rank, or is another name for it."""
         again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
-        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home))
+        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
         return asked or (again and self.is_rank(value, home, depth + 1))
 
     def filled(self, key: str, scope: Scope, depth: int) -> bool:

@@ -15,6 +15,7 @@ __all__ = [
     "MAIN_NUMBER",
     "MAIN_OF_ARGUMENTS",
     "MULTI",
+    "PACKAGES",
     "RANK",
     "SINGLE",
     "beside_zero",
@@ -30,11 +31,11 @@ __all__ = [
 RANK = Words(
     r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(local|global|world|my|node|dist|proc)?ranks?|"
     r"(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|proc_id|procid|process_index|process_idx|"
-    r"proc_idx|device_id|rank_?id|process_id|node_id|current_device)$",
+    r"proc_idx|device_id|rank_?id|process_id|node_id|current_device|ordinal)$",
     re.IGNORECASE,
 )
 MAIN = Words(
-    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief)|is_?global_zero|^is_(local|world)_process_zero$|"
+    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief|leader|coordinator)|is_?global_zero|^is_(local|world)_process_zero$|"
     r"^master_?proc",
     re.IGNORECASE,
 )
@@ -58,6 +59,8 @@ MAIN_EXACT = {
     "is_logger",
     "is_log",
 }
+# What asks whether this torch has processes at all.
+PACKAGES = ("dist.is_available", "distributed.is_available")
 # Attributes of transformers' training arguments that hold on the main process alone.
 MAIN_OF_ARGUMENTS = ("args.should_save", "args.should_log")
 MULTI = Words(
@@ -92,7 +95,7 @@ def says_rank(node: ast.AST | None) -> bool:
     if node is None:
         return False
     table = isinstance(node, ast.Subscript) and dotted(node.value) is not None
-    if table or (isinstance(node, ast.Call) and last(node) in ("int", "str", "getenv", "get")):
+    if table or (isinstance(node, ast.Call) and last(node) in ("int", "str", "getenv", "get", "getattr")):
         return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
     return RANK.search(last(node))
 

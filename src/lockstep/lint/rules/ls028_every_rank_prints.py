@@ -16,6 +16,7 @@ from lockstep.lint.analysis.logs import (
     loguru,
     plain_logging,
     silent,
+    untracked,
 )
 from lockstep.lint.analysis.muting import HUSHES, muted, quietens
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
@@ -62,7 +63,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         if what == "log" and not (loguru(view, site) or from_logging(site.module)):
             continue  # of Accelerate, which writes on the main process alone
-        if what in ("print", "log") and (prefixed(view, site) or (what == "log" and setting.prefixed)):
+        if prefixed(view, site) or (what == "log" and setting.prefixed):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
@@ -84,9 +85,12 @@ class Setting:
         set_up = (site for member in members for site in member.sites("basicConfig"))
         self.levelled = bool(self.hidden) or view.hidden(SETS_LOGS) or any(by_rank(view, site) for site in set_up)
         self.silenced = set(disabled(view))
+        self.untracked = untracked(view)
 
     def hushes(self, site: Site, what: str) -> bool:
-        """Whether the output of a call is turned off on the other ranks; a tracker's is by nothing of the kind."""
+        """Whether the output of a call is turned off on the other ranks."""
+        if what == "tracker":
+            return self.untracked and self.view.full(site).startswith("wandb.")
         if what == "log":
             if self.quiet or self.levelled or silent(site, self.silenced):
                 return True
