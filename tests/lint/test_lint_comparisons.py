@@ -201,3 +201,16 @@ def test_a_tracker_that_is_off_on_the_other_ranks(lines, number):
 )
 def test_output_that_goes_elsewhere_on_the_other_ranks(lines, number):
     assert told(f"{lines}\n    print('begin')") == number
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        ("group='run', name=f'rank-{rank}'", 0),
+        ("group='run'", 1),
+        ("name=f'rank-{rank}'", 1),
+    ],
+)
+def test_a_run_for_each_rank_in_a_group_is_an_opinion(given, number):
+    script = f"{START}\ndef main(rank, args):\n{GROUP}    wandb.init({given})\n{RUN}"
+    assert len([f for f in check_text(script) if f.rule == "LS028"]) == number

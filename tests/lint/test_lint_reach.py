@@ -98,8 +98,8 @@ PAIRS = {
     ),
     "one rank, if not the first": (
         "LS028",
-        GROUP + "    if rank >= 0:\n        print('hello')\n    dist.destroy_process_group()\n",
-        "rank >= 0",
+        GROUP + "    if rank >= 2:\n        print('hello')\n    dist.destroy_process_group()\n",
+        "rank >= 2",
         "rank == dist.get_world_size() - 1",
     ),
     "a parameter that is a test of the rank": (

@@ -74,7 +74,8 @@ class Ranks:
         name, found = function.name, []
         for member in self.calls.project.users(function.module) if function.owner is None else ():
             if member.words[name] > (member is function.module):
-                found += [(stmt, scope) for scope in member.scopes for stmt in scope.stmts if names(stmt, name)]
+                scopes = [scope for scope in member.scopes if name not in scope.binds]
+                found += [(stmt, scope) for scope in scopes for stmt in scope.stmts if names(stmt, name)]
         return bool(found) and all(self.side(stmt, scope) for stmt, scope in found)
 
     @kept

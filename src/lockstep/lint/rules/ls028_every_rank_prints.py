@@ -63,7 +63,8 @@ def check(view: View) -> Iterator[Found]:
             continue
         if what == "log" and not (loguru(view, site) or from_logging(site.module)):
             continue  # of Accelerate, which writes on the main process alone
-        if prefixed(view, site) or (what == "log" and setting.prefixed):
+        grouped = what == "tracker" and keyword(site.call, "group") is not None  # as W&B says to, with a run a rank
+        if (prefixed(view, site) and (grouped or what != "tracker")) or (what == "log" and setting.prefixed):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
@@ -311,7 +312,9 @@ def main(model, score, rank, report):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
         "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. A "
-        "`SummaryWriter`, like `wandb.init`, is a tracker. Progress bars (tqdm) are not looked at. Logging counts "
+        "`SummaryWriter`, like `wandb.init`, is a tracker; `if wandb.run is not None` is a test of the rank where "
+        "rank 0 alone starts a run. The process that starts the others (with Ray, submitit, a launcher of functions, "
+        "torchrun) is none of them. Progress bars (tqdm) are not looked at. Logging counts "
         "where it is configured alike on all ranks (by Hydra too), at a level that lets the line through, or is "
         "loguru's. The processes of Accelerate count, but not its own loggers, nor notebooks, which are one process "
         "unless they start others. What an `except` prints counts where it goes on without its error, and so does "
