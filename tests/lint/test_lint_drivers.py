@@ -123,3 +123,28 @@ def test_a_function_that_only_the_starting_process_calls(tmp_path, extra, number
     body = f"{helper}{extra}def main(args):\n    describe(args)\n    {TORCHRUN}\n\nmain(parse())\n"
     found = told(tmp_path, run=START.format(imports="") + body)
     assert found == [WORK, "print('options', args)"][: number + 1]
+
+
+LAUNCHER = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def launch(work, count, args):
+    mp.spawn(each, nprocs=count, args=({handed}, args))
+
+def each(rank, work, args):
+    dist.init_process_group('nccl', rank=rank)
+    work(*args)
+
+def main(args):
+    print('at work')
+
+if __name__ == '__main__':
+    print('begin')
+    launch(main, 4, parse())
+"""
+
+
+@pytest.mark.parametrize(("handed", "lines"), [("work", [WORK]), ("count", [])])
+def test_a_function_that_a_launcher_hands_to_what_it_starts(tmp_path, handed, lines):
+    assert told(tmp_path, run=LAUNCHER.format(handed=handed)) == lines

@@ -120,8 +120,12 @@ class Programs:
         return last(made) == "TorchDistributor"
 
     def handed(self, site: Site) -> Iterator[Scope]:
-        """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`)."""
-        for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target")):
+        """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`), or
+        to what it starts (`mp.spawn(each, args=(worker,))`).
+        """
+        rest = keyword(site.call, "args") or next(iter(site.call.args[1:2]), None)
+        more = rest.elts if isinstance(rest, ast.Tuple | ast.List) else []
+        for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target"), *more):
             if isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
                 for caller in self.calls.callers(site.scope):
                     found = self.calls.names.definition(passed(caller, site.scope, value.id), caller.scope)
