@@ -59,6 +59,15 @@ def test_a_run_that_another_file_starts(tmp_path, call, number):
     assert len(told(tmp_path, run=run, helper=helper)) == number
 
 
+@pytest.mark.parametrize(("start", "number"), [("if args.rank == 0:\n        wandb.init()", 0), ("wandb.init()", 2)])
+def test_a_run_of_a_program_of_one_process_beside(tmp_path, start, number):
+    helper = "import wandb\n\ndef note(scores):\n    if wandb.run is not None:\n        wandb.log(scores)\n"
+    single = "import wandb\nfrom helper import note\n\nwandb.init()\nnote(train())\n"
+    begin = f"{START}from helper import note\n\ndef main(args):\n    dist.init_process_group('nccl')\n    {start}\n"
+    run = f"{begin}    if wandb.run is not None:\n        wandb.log(args.scores)\n    note(args.scores)\n{RUN}"
+    assert len(told(tmp_path, run=run, helper=helper, single=single)) == number
+
+
 @pytest.mark.parametrize(
     ("handler", "number"),
     [
