@@ -44,11 +44,13 @@ def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
     """Whether a statement runs only in the process that starts the others: it stands where they are started, under no
     fewer tests, or in a function that is called only there.
     """
+    if not near(calls, scope.module):
+        return False
     asked = {(guard.test, guard.when) for guard in guards(stmt, scope.module)}
     starts = launches(calls, scope.module).get(scope, [])
     if any(asked.issuperset((guard.test, guard.when) for guard in guards(s.stmt, scope.module)) for s in starts):
         return True
-    if scope.kind != "function" or depth >= MAX_DEPTH or not near(calls, scope.module):
+    if scope.kind != "function" or depth >= MAX_DEPTH:
         return False
     callers = calls.callers(scope)[:MAX_CALLERS]
     direct = (calls.target(site.call, site.scope) is scope for site in callers)
