@@ -1,9 +1,10 @@
 """LS006: criterion or target left on the CPU."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.nodes import base, dotted, keyword, last, mentions, targets, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -13,6 +14,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 MOVES = ("to", "cuda")
+LOSSES = re.compile(
+    r"^torch\.nn\.(?!.*CTC)(\w+\.)*\w+Loss$|^torch\.nn\.functional\.(?!ctc)\w+(_loss|_entropy|_with_logits)$"
+)
 TENSORS = {"tensor", "as_tensor", "FloatTensor", "from_numpy", "ones", "zeros", "Tensor", "full"}
 
 
@@ -83,11 +87,7 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
     body = view.trainings.body(loop, scope)
     shifted = {name for name in names if any(moves(view, s.call, name) for s in body)}
     for site in body:
-        if not shifted or (
-            "criterion" not in site.name.lower()
-            and "loss" not in site.name.lower()
-            and site.name not in ("cross_entropy", "mse_loss", "nll_loss")
-        ):
+        if not shifted or not compares(view, site):
             continue
         for value in site.call.args[1:2]:
             name = dotted(value)
@@ -96,6 +96,16 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
                 yield at(
                     site, f"'{name}' was not moved to the device that the model's output is on: move it like the inputs"
                 )
+
+
+def compares(view: View, site: Site) -> bool:
+    """Whether a call is a loss of torch's, which wants both of its values on one device: CTC's targets may be on the
+    CPU, and a loss of the project's own may move them.
+    """
+    called = site.call.func
+    made = [full for _, _, full in view.origins.calls_of(called, site.scope)]
+    found = made or [view.full(site)]
+    return all(LOSSES.search(full) for full in found)
 
 
 def moves(view: View, call: ast.Call, name: str) -> bool:
