@@ -21,7 +21,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site, "runs whatever code the file holds: load with weights_only=True, or from a trusted source only"
             )
-        elif argument(site.call, 1, "map_location") is None and not has_star(site.call) and view.gpu:
+        elif argument(site.call, 1, "map_location") is None and not has_star(site.call) and not view.cpu_only:
             yield at(site, "loads onto the GPU that saved the file, on every rank: pass map_location")
 
 
