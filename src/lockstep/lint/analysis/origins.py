@@ -81,15 +81,17 @@ class Origins:
         if key.startswith("self.") and scope.owner is not None:
             return self.attribute_binds(scope.owner, key, scope, line)
         current: Scope | None = scope
+        inner = scope
         while current is not None:
             found = current.binds.get(key)
             if found and current.kind != "class":
                 if current is scope and key in current.params and _after(found[0], line):
                     return []  # `model = model.to(device)`: on the right it is still the parameter
-                return [(bind, current) for bind in (reaching(found, current, line) if current is scope else found)]
+                held = reaching(found, current, line) if current is scope else held_by(found, current, inner)
+                return [(bind, current) for bind in held]
             if current.kind == "function" and key.split(".")[0] in current.params:
                 return []
-            current = current.parent
+            inner, current = current, current.parent
         return []
 
     def attribute_binds(self, owner: Scope, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
@@ -119,6 +121,15 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
         ):
             break
     return kept[::-1] or [bind for bind in binds[:MAX_BINDS] if bind.how != "aug"]
+
+
+def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
+    """The bindings that may hold when a function of a scope runs: those that hold where it is defined, and all later
+    ones.
+    """
+    line = getattr(inner.node, "lineno", 0)
+    before = [bind for bind in binds if bind.stmt.lineno < line]
+    return [*(reaching(before, scope, line) if before else []), *binds[len(before) :]]
 
 
 def _after(bind: Bind, line: int) -> bool:

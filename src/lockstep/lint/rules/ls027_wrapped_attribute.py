@@ -1,11 +1,12 @@
 """LS027: an attribute of the wrapped model without .module."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.context import above, guards
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import dotted, last, walk
+from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule
@@ -34,6 +35,11 @@ OWN = {
 PASSING = ("deepspeed", "DeepSpeed", "fsdp", "FSDP", "FullySharded")
 # What asks what an object is before it is read.
 ASKS = ("hasattr", "isinstance")
+# What a test says whose program has several devices, by whatever name.
+SEVERAL = Words(r"gpu|dist|ddp|parallel|rank|world|multi|wrap|device|deepspeed|fsdp|shard", re.IGNORECASE)
+# Calls that give a model in another wrapper, or take it out of one.
+UNCLEAR = Words(r"wrap|parallel|module|prepare|^initialize$|^setup|shard|engine|without|ddp|fsdp", re.IGNORECASE)
+HOLDERS = {"self", "args", "opt", "opts", "cfg", "config", "conf", "params", "flags", "FLAGS", "len", "__name__"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -45,8 +51,16 @@ def check(view: View) -> Iterator[Found]:
         return
     for scope in view.scopes:
         for node, stmt in scope.reads:
-            if isinstance(node.ctx, ast.Load) and suspect(node) and wrapped(view, node, scope, stmt):
+            if not isinstance(node.ctx, ast.Load) or not suspect(node):
+                continue
+            if wrapped(view, node, scope, stmt):
                 yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
+            elif perhaps(view, node, scope, stmt):
+                yield Found(
+                    node,
+                    f"on several GPUs this is the wrapper, which has no '{node.attr}': read it from the model that "
+                    "is wrapped (`.module`, where there is one)",
+                )
 
 
 def prepared(view: View) -> Iterator[Found]:
@@ -95,6 +109,45 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
     if key is None or set_here(view, key, node.attr):
         return False
     return not tested(stmt, scope) and not view.ranks.single(stmt, scope)
+
+
+def perhaps(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bool:
+    """Whether the object is a wrapped model on some ways, the plain one on all others, and nothing asks which before
+    the read.
+    """
+    key, found = dotted(node.value), view.origins.of(node.value, scope)
+    wraps = {origin: (kind, call) for kind, call, origin in view.wrappers.wrapped(node.value, scope)}
+    if key is None or not 0 < len(wraps) < len(found) or not {kind for kind, _ in wraps.values()} <= {"ddp", "dp"}:
+        return False
+    if any(origin.call is None or UNCLEAR.search(last(origin.call)) for origin in found if origin not in wraps):
+        return False  # what is no new model may be the one inside the wrapper
+    if set_here(view, key, node.attr) or tested(stmt, scope) or view.ranks.single(stmt, scope):
+        return False
+    return all(unasked(view, call, origin.scope, stmt, scope) for origin, (_, call) in wraps.items())
+
+
+def unasked(view: View, call: ast.Call, home: Scope, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a statement may follow a wrapping: it stands under no test of the kind that the wrapping does, and is not
+    run by what the function that wraps calls before.
+    """
+    site = next((site for _, site in view.wrappers.made(home.module) if site.call is call), None)
+    if site is None or any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module)):
+        return False
+    asked, here = words(site.stmt, home), words(stmt, scope)
+    if asked & here or any(SEVERAL.search(name) for name in here):
+        return False
+    before = (other for other in home.sites if other.line < site.line)
+    return not any(scope in (run, *further(view, run)) for other in before for run in view.calls.runs(other))
+
+
+def further(view: View, function: Scope) -> Iterator[Scope]:
+    """The functions that a function calls."""
+    return (run for site in function.sites for run in view.calls.runs(site))
+
+
+def words(stmt: ast.stmt, scope: Scope) -> set[str]:
+    """The names in the tests that decide about a statement, without those of the objects that hold all settings."""
+    return {name for guard in guards(stmt, scope.module) for name in idents(guard.test)} - HOLDERS
 
 
 def tested(stmt: ast.stmt, scope: Scope) -> bool:
@@ -173,4 +226,8 @@ def main(model, local_rank, distributed):
     check=check,
     fix="unsafe",
     remedy="Read it from model.module",
+    note=(
+        "Also told are reads of a model that only some ways wrap, as where there are several GPUs, if no test of that "
+        "stands before the read."
+    ),
 )
