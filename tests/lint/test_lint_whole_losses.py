@@ -60,6 +60,9 @@ def test_the_object_that_gives_a_loss_divides_nothing(tmp_path, loss, number):
     assert told(tmp_path, GUARDED.format(loss=loss)) == number
 
 
+ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator({})\n"
+
+
 @pytest.mark.parametrize(
     ("before", "loss", "backward", "number"),
     [
@@ -69,6 +72,11 @@ def test_the_object_that_gives_a_loss_divides_nothing(tmp_path, loss, number):
         ("", "model(next(loader))", "(loss / ACCUMULATE).backward()", 0),
         ("from accelerate import Accelerator\n", "model(next(loader))", "accelerator.backward(loss)", 0),
         ("", "model(next(loader))", "accelerator.backward(loss)", 0),
+        (ACCELERATOR.format(""), "model(next(loader))", "accelerator.backward(loss)", 1),
+        (ACCELERATOR.format("mixed_precision='no'"), "model(next(loader))", "accelerator.backward(loss)", 1),
+        (ACCELERATOR.format("mixed_precision='no'"), "model(next(loader))", "accelerator.backward(loss / n)", 0),
+        (ACCELERATOR.format("gradient_accumulation_steps=4"), "model(next(loader))", "accelerator.backward(loss)", 0),
+        (ACCELERATOR.format("**settings"), "model(next(loader))", "accelerator.backward(loss)", 0),
         ("", "model(next(loader))", "self.accelerator.backward(loss)", 0),
     ],
 )

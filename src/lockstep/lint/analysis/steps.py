@@ -8,6 +8,8 @@ from lockstep.lint.analysis.nodes import argument, dotted, last
 
 __all__ = ["Steps"]
 
+# Also that of the optimizer that sets its own rate, as the tutorials of the Transformer have it.
+STEPS = ("step", "step_and_update_lr")
 HELPERS = (ast.Name, ast.Attribute)
 
 
@@ -28,7 +30,7 @@ class Steps:
     def _steps_optimizer(self, site: Site) -> bool:
         if self.helps(site):
             return True
-        if site.name != "step" or site.receiver is None:
+        if site.name not in STEPS or site.receiver is None:
             return False
         if self.kinds.is_scaler(site.receiver, site.scope):
             return bool(site.call.args)

@@ -1,18 +1,21 @@
 """LS012: accumulation with the loss undivided, a step after the first micro-batch, or leftovers dropped."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, targets, walk
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import constant, dotted, has_star, idents, keyword, last, targets, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+# Settings by which an Accelerator may know of the accumulation.
+TOLD = re.compile(r"accumulation|plugin")
 SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 
 
@@ -38,7 +41,7 @@ def check(view: View) -> Iterator[Found]:
 def undivided(view: View, found: Accumulation) -> bool:
     """Whether nothing between the model and backward divides or scales the loss."""
     site = found.training.backward
-    if "Accelerator" in view.module.text or last(site.receiver) == "accelerator":  # its backward divides
+    if divides_itself(view, site):
         return False
     loss = view.steps.loss_of(site)
     if site.call.args and loss is not site.call.args[0]:
@@ -63,6 +66,21 @@ def undivided(view: View, found: Accumulation) -> bool:
             return False
         queue += before
     return loss is not None
+
+
+def divides_itself(view: View, site: Site) -> bool:
+    """Whether Accelerate's backward divides the loss: by the number of steps that its Accelerator is told, which is 1
+    where nothing is told.
+    """
+    if "Accelerator" not in view.module.text and last(site.receiver) != "accelerator":
+        return False
+    made = [s for member in view.project.family(view.module) for s in member.sites("Accelerator")]
+    told = any(has_star(s.call) or any(TOLD.search(k.arg or "") for k in s.call.keywords) for s in made)
+    return (
+        told
+        or not made
+        or view.effects.mentioned(view.module, "accelerator.gradient_accumulation_steps", "accelerator.accumulate")
+    )
 
 
 def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import accumulations
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.training import Training
@@ -28,6 +28,13 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 step,
                 "the gradients are never cleared, so every step adds to all earlier ones: call optimizer.zero_grad()",
+            )
+            continue
+        if clears_before(view, training, step):
+            yield at(
+                step,
+                "the gradients are cleared before the loop only, so every step adds to all earlier ones: call "
+                "optimizer.zero_grad() in each turn",
             )
             continue
         wrong = between(view, training, step)
@@ -60,6 +67,22 @@ def clears(view: View, training: Training) -> bool:
     return view.effects.mentioned(view.module, *CLEARS)
 
 
+def clears_before(view: View, training: Training, step: Site) -> bool:
+    """Whether the gradients are cleared only outside the loop that computes them and steps in each of its turns."""
+    scope, module = step.scope, view.module
+    nest, test = loops(step.stmt, scope.module), guards(step.stmt, scope.module, training.loop)
+    if training.backward.scope is not scope or nest[:1] != [training.loop] or any(True for _ in test):
+        return False
+    if loops(training.backward.stmt, scope.module) != nest:
+        return False
+    cleared = scope.named("zero_grad")
+    before = [s for s in cleared if s.line < training.loop.lineno and dotted(s.receiver) == dotted(step.receiver)]
+    inside = view.trainings.body(training.loop, training.scope)
+    if any(view.effects.does(site, {"zero_grad"}) for site in inside):
+        return False
+    return bool(before) and sum(module.text.count(word) for word in CLEARS) == len(cleared) == len(before)
+
+
 def between(view: View, training: Training, step: Site) -> Site | None:
     """A zero_grad that directly precedes the step of the same optimizer, after backward."""
     scope = step.scope
@@ -89,8 +112,8 @@ RULE = Rule(
     code="LS021",
     name="zero_grad",
     what=(
-        "The gradients are never cleared, cleared between backward and step, or cleared in every micro-batch of "
-        "an accumulation."
+        "The gradients are never cleared, cleared before the loop only, cleared between backward and step, or cleared "
+        "in every micro-batch of an accumulation."
     ),
     why=(
         "Uncleared gradients add up over all steps and training diverges; cleared at the wrong moment, the step "
