@@ -4,8 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import constant, dotted, walk
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -15,6 +16,13 @@ __all__ = ["RULE"]
 SECRET = re.compile(
     r"(^|_)(api_?key|secret(_key)?|password|passwd|(hf|access|auth|api|bearer|github|wandb)_token)$", re.IGNORECASE
 )
+# Keys of services, as options are called.
+SERVICE = re.compile(r"^(wandb|comet|neptune|openai|hub|hf|huggingface)_(key|token)$", re.IGNORECASE)
+# What sends its arguments to a tracker, whatever object it belongs to.
+TRACKS = {"init_trackers", "add_hparams", "add_text"}
+MAX_HELPERS = 3
+# What gives back all that is in its argument.
+SHOWS = {"vars", "str", "repr", "dict", "pformat", "dumps", "join", "sorted", "format", "items", "asdict"}
 METHODS = {"debug", "info", "warning", "error", "critical", "log", "write", "print"}
 LOGGING = re.compile(r"log|wandb|writer|console|accelerator", re.IGNORECASE)
 
@@ -22,10 +30,10 @@ LOGGING = re.compile(r"log|wandb|writer|console|accelerator", re.IGNORECASE)
 def check(view: View) -> Iterator[Found]:
     """Looks at what is printed, logged or sent to a tracker."""
     for site in view.sites():
-        if not speaks(view, site):
+        if not speaks(view, site) and site.name not in TRACKS:
             continue
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
-            what = leaked(view, value, site)
+            what = (leaked(view, value, site) if site.name not in TRACKS else "") or all_options(view, value, site)
             if what:
                 yield at(site, f"writes {what} where others read it: log only the names and values that are needed")
                 break
@@ -59,6 +67,74 @@ def leaked(view: View, value: ast.expr, site: Site) -> str:
     return ""
 
 
+def all_options(view: View, value: ast.expr, site: Site) -> str:
+    """What a program's options give away where they are all written (`print(args)`, `config=vars(args)`)."""
+    for node in shown(value):
+        for module in parsers(view, node, site.scope):
+            for name in secret_options(module):
+                if not any(spared(member, name) for member in (module, view.module)):
+                    return f"all options, '{name}' among them,"
+    return ""
+
+
+def parsers(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> Iterator[Module]:
+    """The files that parse the options which a value holds, also where a helper is given them and gives them back
+    (`args = prepare(args)`).
+    """
+    for call, home, _ in view.origins.calls_of(node, scope):
+        if last(call) in ("parse_args", "parse_known_args"):
+            yield home.module
+        same = [value for value in call.args if dotted(value) is not None and dotted(value) == dotted(node)]
+        for value in same if depth < MAX_HELPERS else ():
+            yield from parsers(view, value, home, depth + 1)
+
+
+def shown(node: ast.expr) -> Iterator[ast.expr]:
+    """The names whose whole content an expression shows."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.Name | ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+            node = node.value
+        yield node
+    elif isinstance(node, ast.Call) and last(node) in SHOWS:
+        parts = [*node.args, node.func.value] if isinstance(node.func, ast.Attribute) else node.args
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+    elif isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.Tuple | ast.List):
+        parts = node.elts
+    elif isinstance(node, ast.GeneratorExp | ast.ListComp | ast.DictComp) and not node.generators[0].ifs:
+        parts = [node.generators[0].iter]
+    for part in parts:
+        yield from shown(part)
+
+
+@kept
+def secret_options(module: Module) -> tuple[str, ...]:
+    """The options of a file's parsers that are keys, tokens or passwords."""
+    flags = (text for site in module.sites("add_argument") for text in strings(site.call) if text.startswith("--"))
+    names = (flag.lstrip("-").replace("-", "_") for flag in flags)
+    return tuple(name for name in names if SECRET.search(name) or SERVICE.search(name))
+
+
+@kept
+def spared(module: Module, option: str) -> bool:
+    """Whether a file takes an option out before it shows all, or stops where it is given."""
+    for node in walk(module.top.node):
+        if isinstance(node, ast.Delete | ast.Assign) and any(last(target) == option for target in node.targets):
+            return True
+        if isinstance(node, ast.Call) and last(node) in ("pop", "delattr", "setattr") and option in strings(node):
+            return True
+        if (
+            isinstance(node, ast.If)
+            and option in idents(node.test)
+            and any(isinstance(n, ast.Raise) for n in node.body)
+        ):
+            return True
+    return False
+
+
 def covered(node: ast.Subscript | ast.Call) -> Iterator[ast.AST]:
     """What a look-up or a call only uses: `os.environ` in `os.environ["HOME"]`, `len(token)`."""
     if isinstance(node, ast.Subscript):
@@ -81,7 +157,10 @@ def variable(node: ast.AST) -> ast.expr | None:
 RULE = Rule(
     code="LS030",
     name="environment or secrets logged",
-    what="The whole environment, or a key, token or password, is printed, logged or sent to a tracker.",
+    what=(
+        "The whole environment, all options where a key or token is one of them, or a key, token or password, is "
+        "printed, logged or sent to a tracker."
+    ),
     why=(
         "Logs are shared, uploaded and kept. The environment of a training job usually holds the keys of the "
         "tracker, the hub and the cloud."
