@@ -12,8 +12,9 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ENDS = Words(
-    r"dist(?!anc|il|ort|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)|clean|destroy|teardown|tear_down|shut_?down"
-    r"|finali[sz]e|finish|exit|launch|^init(?!_?log|_?seed)|^setup(?!_?log|_?seed)|^main|^run|worker",
+    r"(?<!is_)(?<!get_)(?<!to_)dist(?!anc|il|ort|\d|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)|clean|destroy"
+    r"|teardown|tear_down|shut_?down|finali[sz]e|finish|(?<![a-z])exit|launch|^init(?!_?log|_?seed)"
+    r"|^setup(?!_?log|_?seed)|^main|^run|worker(?!_?(init|seed))",
     re.IGNORECASE,
 )
 
@@ -28,10 +29,16 @@ def check(view: View) -> Iterator[Found]:
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):
-        if runnable or view.training or site.scope.kind == "module":
+        if runnable or view.training or site.scope.kind == "module" or run_here(view, site.scope):
             yield at(
                 site, "the process group is never ended: call torch.distributed.destroy_process_group() at the end"
             )
+
+
+def run_here(view: View, scope: Scope) -> bool:
+    """Whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
+    called = any(site.scope is view.module.top for site in view.calls.callers(scope))
+    return called and not view.project.importers(view.module)
 
 
 def ended(view: View) -> bool:
