@@ -171,3 +171,44 @@ def main(args, model, optimizer):
 @pytest.mark.parametrize(("given", "number"), [("shuffle=True", 1), ("sampler=DistributedSampler(train_set)", 0)])
 def test_a_loader_that_is_asked_for_the_next_batch(held, given, number):
     assert len(check_text(ENDLESS.format(held=held, given=given), configure({}, "LS003", ""))) == number
+
+
+OPTIONS = (
+    """
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, random_split
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import CIFAR10
+
+def main(args, model, optimizer):
+    dist.init_process_group('nccl')
+    model = DistributedDataParallel(model)
+    data = CIFAR10("data")
+    {split}
+    options = dict({options})
+    {then}
+    loader = DataLoader(train, **options)
+    for epoch in range(args.epochs):
+        for x in loader:
+            pass
+"""
+    + STEP
+)
+USUAL = {"split": "train, val = random_split(data, [0.9, 0.1])", "options": "batch_size=8", "then": "pass"}
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({}, 1),
+        ({"split": "train = data"}, 1),
+        ({"options": "batch_size=8, sampler=DistributedSampler(data)"}, 0),
+        ({"options": "**args.options"}, 0),
+        ({"then": "options['sampler'] = DistributedSampler(data)"}, 0),
+        ({"then": "options.update(sampler=DistributedSampler(data))"}, 0),
+        ({"split": "train = random_split(data, args.parts)[dist.get_rank()]"}, 0),
+        ({"split": "train, val = args.split(data)"}, 0),
+    ],
+)
+def test_options_that_are_written_out_and_parts_of_a_data_set(change, number):
+    assert len(check_text(OPTIONS.format(**USUAL | change), configure({}, "LS003", ""))) == number

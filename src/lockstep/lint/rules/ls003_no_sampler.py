@@ -8,7 +8,7 @@ from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.drafts import sampler_given
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import has_star, idents, is_true, keyword, strings
+from lockstep.lint.analysis.nodes import constant, dotted, idents, is_true, keyword, last, strings
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -16,6 +16,7 @@ from lockstep.lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
+SAMPLERS = ("sampler", "batch_sampler")
 # Words that say that the data is divided among the ranks in some other way.
 DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
@@ -61,19 +62,65 @@ def trains_wrapped(view: View, training: Training) -> bool:
 def divided(view: View, site: Site) -> bool:
     """Whether the loader's arguments divide the data, or may."""
     call = site.call
-    if has_star(call) or any(keyword(call, name) is not None for name in ("sampler", "batch_sampler")):
-        return True
-    if len(call.args) > 3:
+    if any(keyword(call, name) is not None for name in SAMPLERS) or not known(site) or len(call.args) > 3:
         return True
     data = call.args[0] if call.args else keyword(call, "dataset")
     if data is None or DIVIDED.search(ast.unparse(data)):
         return True
-    for origin in view.origins.of(data, site.scope):
+    return not whole(view, data, site.scope)
+
+
+def known(site: Site) -> bool:
+    """Whether what a loader is given is seen, with no sampler in it: `**options` are written out and left alone."""
+    if any(isinstance(value, ast.Starred) for value in site.call.args):
+        return False
+    for item in site.call.keywords:
+        if item.arg is not None:
+            continue
+        name = item.value.id if isinstance(item.value, ast.Name) else ""
+        binds = site.scope.binds.get(name, [])
+        if not binds or any(bind.value is None or not plain(bind.value) for bind in binds):
+            return False
+        if any(dotted(other.receiver) == name for other in site.scope.sites) or f"{name}[" in site.module.text:
+            return False  # updated, or set by key
+    return True
+
+
+def plain(table: ast.expr) -> bool:
+    """Whether an expression is a dictionary that is written out, without a sampler."""
+    if isinstance(table, ast.Dict):
+        keys = [constant(key) if key is not None else None for key in table.keys]
+    elif (
+        isinstance(table, ast.Call) and isinstance(table.func, ast.Name) and table.func.id == "dict" and not table.args
+    ):
+        keys = [item.arg for item in table.keywords]
+    else:
+        return False
+    return all(isinstance(key, str) and key not in SAMPLERS for key in keys)
+
+
+def whole(view: View, data: ast.expr, scope: Scope, depth: int = 0) -> bool:
+    """Whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all alike."""
+    for origin in view.origins.of(data, scope):
         if isinstance(origin.node, ast.List) and not origin.node.elts:
             continue  # `data = []`, before one of several is chosen
-        if not isinstance(origin.node, ast.Call) or divides(view, origin.node, origin.scope):
-            return True
-    return False
+        split = split_of(view, origin.node, origin.scope)
+        if split is not None and depth < 2:
+            if not whole(view, split, origin.scope, depth + 1):
+                return False
+        elif not isinstance(origin.node, ast.Call) or divides(view, origin.node, origin.scope):
+            return False
+    return True
+
+
+def split_of(view: View, node: ast.expr, scope: Scope) -> ast.expr | None:
+    """The data set of which a name is a part (`train, val = random_split(data, ...)`)."""
+    key = dotted(node)
+    made = [bind.value for bind, _ in view.origins.binds(key, scope, node.lineno)] if key is not None else []
+    call = made[0] if len(made) == 1 else None
+    if not isinstance(call, ast.Call) or last(call) != "random_split" or not call.args:
+        return None
+    return None if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))) else call.args[0]
 
 
 def divides(view: View, call: ast.Call, scope: Scope) -> bool:
