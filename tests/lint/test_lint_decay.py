@@ -107,3 +107,41 @@ USUAL = {"extra": "*rest", "given": "params", "before": "pass", "passed": "model
 )
 def test_parameters_that_are_handed_in(change, told):
     assert bool(check_text(BUILT.format(**USUAL | change), configure({}, "LS020", ""))) is told
+
+
+MADE = """
+import torch
+import bitsandbytes as bnb
+
+class Model(torch.nn.Module):
+    def groups(self, rate):
+        {body}
+
+def main(models, rate):
+    model = Model()
+    params = []
+    for each in models:
+        {added}
+    return {build}
+"""
+KEPT = {"body": "return [{'params': list(self.parameters()), 'lr': rate}]", "added": "pass"}
+ASKED = "torch.optim.SGD(model.groups(rate), lr=rate, weight_decay=0.1)"
+LISTED = "torch.optim.SGD(params, lr=rate, weight_decay=0.1)"
+
+
+@pytest.mark.parametrize(
+    ("change", "build", "told"),
+    [
+        ({}, ASKED, True),
+        ({"body": "return [p for n, p in self.named_parameters() if 'bias' not in n]"}, ASKED, False),
+        ({"body": "return [{'params': self.weights}, {'params': self.rest, 'weight_decay': 0.0}]"}, ASKED, False),
+        ({"added": "params += list(each.parameters())"}, LISTED, True),
+        ({"added": "params += [{'params': each.rest, 'weight_decay': 0.0}]"}, LISTED, False),
+        ({}, "bnb.optim.AdamW8bit(model.parameters(), lr=rate)", True),
+        ({}, "bnb.optim.AdamW8bit(model.parameters(), lr=rate, weight_decay=0)", False),
+        ({}, "bnb.optim.Adam8bit(model.parameters(), lr=rate)", False),
+    ],
+)
+def test_parameters_that_a_method_or_a_loop_gathers(change, build, told):
+    text = MADE.format(**KEPT | change, build=build)
+    assert bool(check_text(text, configure({}, "LS020", ""))) is told

@@ -13,9 +13,13 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 DECAYING = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Lion", "ZeroRedundancyOptimizer"}
+DECAYING |= {"AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"}
+# Those that decay where nothing is said.
+DEFAULT = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"}
 # Those whose fifth argument is the decay (`SGD(params, 0.1, 0.9, 0, 5e-4)`).
 FIFTH = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax"}
-MAKERS = ("torch.optim", "transformers", "torch.distributed.optim")
+MAKERS = ("torch.optim", "bitsandbytes.optim", "transformers", "torch.distributed.optim")
+EMPTY = ("[]", "list()")
 # An optimizer's own way to leave biases and norms out.
 SPARES = Words(r"filter|exclude|skip|no_decay|bias|norm")
 SORTED_OUT = ("no_decay", "bias", "ndim", ".dim()", "len(p.shape)", "norm")
@@ -54,7 +58,7 @@ def decays(view: View, site: Site, full: str) -> bool:
     value = argument(site.call, 4, "weight_decay") if site.name in FIFTH else keyword(site.call, "weight_decay")
     if value is not None:
         return any(constant(origin.node) not in (0, 0.0) for origin in view.origins.of(value, site.scope))
-    own = site.name == "AdamW" and not full.startswith("transformers")
+    own = site.name in DEFAULT and not full.startswith("transformers")
     return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
 
 
@@ -84,11 +88,18 @@ def alike(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
     if picked is not None:
         return depth < 3 and alike(view, picked, scope, depth + 1)
     values = list(sources(view, node, scope)) if dotted(node) is not None else [(node, scope)]
+    given = made_by(view, node, scope)
+    if given is not None and depth < 3:
+        return all(alike(view, value, home, depth + 1) for value, home in given)
+    more = [b.value for b in scope.binds.get(dotted(node) or "", []) if b.how == "aug" and b.value is not None]
+    if more:  # `params += list(model.parameters())`
+        values = [pair for pair in values if ast.unparse(pair[0]) not in EMPTY]
+        return all(alike(view, value, home, depth + 1) for value, home in (*values, *((m, scope) for m in more)))
     if isinstance(node, ast.Name) and values and values[0][1] is scope:
         added = [s for s in scope.named("append") if dotted(s.receiver) == node.id and s.call.args]
         if added and not filled_alike(added):
             return False
-        values = [pair for pair in values if not added or ast.unparse(pair[0]) not in ("[]", "list()")]
+        values = [pair for pair in values if not added or ast.unparse(pair[0]) not in EMPTY]
         if added and not values:
             return True
     return bool(values) and all(
@@ -108,6 +119,18 @@ def sources(view: View, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr
         value = passed(site, scope, name or "")
         if value is not None:
             yield value, site.scope
+
+
+def made_by(view: View, node: ast.expr, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
+    """What a function of the project returns that makes the parameters, if it sorts nothing out."""
+    target = view.calls.target(node, scope) if isinstance(node, ast.Call) else None
+    if target is None or target.kind != "function":
+        return None
+    text = ast.unparse(target.node)
+    if any(word in text for word in SORTED_OUT) or "weight_decay" in text or "named_parameters" in text:
+        return None
+    found = [(value, target) for value in target.returns()]
+    return found or None
 
 
 def chosen_from(node: ast.expr) -> ast.expr | None:
