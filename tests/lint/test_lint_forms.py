@@ -183,6 +183,10 @@ FORMS = {
         ),
         "of what may be none": (
             NET + WRAPPED.format(made="DDP(Net()) if given else Net()", line="if model.head: return"),
+            True,
+        ),
+        "of what is none where it is read": (
+            NET + WRAPPED.format(made="DDP(Net()) if given else Net()", line="if not given: print(model.head)"),
             False,
         ),
     },

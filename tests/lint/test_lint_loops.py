@@ -301,7 +301,8 @@ def main(args, rank):
         ("DDP(Net())", "", "module.size", False),
         ("DDP(Net())", "", "training", False),
         ("Net()", "", "size", False),
-        ("DDP(Net()) if rank else Net()", "", "size", False),
+        ("DDP(Net()) if rank else Net()", "", "size", True),
+        ("DDP(Net()) if rank else Net()", "", "module", False),
     ],
 )
 def test_a_compiled_wrapper_is_one_still(made, more, name, found):

@@ -2,9 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from lockstep.lint.analysis.context import above, guards
+from lockstep.lint.analysis.context import Guard, above, choices, guards
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
@@ -133,7 +133,7 @@ def unasked(view: View, call: ast.Call, home: Scope, stmt: ast.stmt, scope: Scop
     site = next((site for _, site in view.wrappers.made(home.module) if site.call is call), None)
     if site is None or any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module)):
         return False
-    asked, here = words(site.stmt, home), words(stmt, scope)
+    asked, here = words([*guards(site.stmt, home.module), *choices(site)]), words(guards(stmt, scope.module))
     if asked & here or any(SEVERAL.search(name) for name in here):
         return False
     before = (other for other in home.sites if other.line < site.line)
@@ -145,9 +145,9 @@ def further(view: View, function: Scope) -> Iterator[Scope]:
     return (run for site in function.sites for run in view.calls.runs(site))
 
 
-def words(stmt: ast.stmt, scope: Scope) -> set[str]:
-    """The names in the tests that decide about a statement, without those of the objects that hold all settings."""
-    return {name for guard in guards(stmt, scope.module) for name in idents(guard.test)} - HOLDERS
+def words(tests: Iterable[Guard]) -> set[str]:
+    """The names in tests, without those of the objects that hold all settings."""
+    return {name for guard in tests for name in idents(guard.test)} - HOLDERS
 
 
 def tested(stmt: ast.stmt, scope: Scope) -> bool:
