@@ -176,3 +176,58 @@ train(config.build(), config)
 def test_a_device_by_the_rank_of_an_object_that_is_handed_on(first, second, told):
     text = HANDED.format(first=first, second=second)
     assert bool(check_text(text, configure({}, "LS007", ""))) is told
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        # a number that is written out, under a name
+        ({"inside": "gpu = 0\n    torch.cuda.set_device(gpu)"}, "torch.cuda.set_device(gpu)"),
+        (
+            {"inside": "gpu = 1\n    name = torch.device('cuda', gpu)", "model": "model.to(name)"},
+            "name = torch.device('cuda', gpu)",
+        ),
+        (
+            {"inside": "gpu = 1\n    name = torch.device(f'cuda:{gpu}')", "model": "model.to(name)"},
+            "name = torch.device(f'cuda:{gpu}')",
+        ),
+        ({"inside": "gpu = 0", "model": "model, device_ids=[gpu]"}, "model = DDP(model, device_ids=[gpu])"),
+        ({"inside": "gpu = 0\n    if rank:\n        gpu = rank % 8\n    torch.cuda.set_device(gpu)"}, None),
+        ({"inside": "gpu = rank % 8\n    torch.cuda.set_device(gpu)"}, None),
+        # what sets no process's own device
+        ({"inside": "# torch.cuda.set_device(rank)", "model": "model.cuda()"}, "model = DDP(model.cuda())"),
+        ({"top": "os.environ['CUDA_VISIBLE_DEVICES'] = '0,1'", "model": "model.cuda()"}, "model = DDP(model.cuda())"),
+        ({"top": "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['GPU']", "model": "model.cuda()"}, None),
+        # a model that is made where it is moved
+        ({"inside": "model = torch.nn.Linear(2, 2).cuda()"}, "model = torch.nn.Linear(2, 2).cuda()"),
+        ({"inside": "limit = torch.nn.Linear(2, 2).cuda()"}, None),
+        # the rank among all processes in a device that is handed on
+        ({"inside": "place = f'cuda:{rank}'\n    load_backbone(place)"}, "place = f'cuda:{rank}'"),
+        ({"inside": "place = f'cuda:{rank % 8}'\n    load_backbone(place)"}, None),
+    ],
+)
+def test_numbers_under_names_and_words_that_choose_nothing(script, told):
+    assert lines(**script) == ([told] if told else [])
+
+
+SPAWNED = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def setup(gpu, size):
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", rank=gpu, world_size=size)
+
+def work(gpu, size):
+    setup(gpu, size)
+
+if torch.cuda.device_count() > 1:
+    mp.spawn(work, args=(2,), nprocs=2)
+else:
+    work(0, 1)
+"""
+
+
+def test_silent_about_a_number_that_each_process_gets_another_of():
+    assert not check_text(SPAWNED, configure({}, "LS007", ""))

@@ -121,8 +121,9 @@ def global_rank(view: View, origin: Origin, depth: int) -> bool:
     if isinstance(origin.node, ast.Attribute):  # of an object that is handed on (`config.rank`), wherever it is set
         binds = view.ranks.tests.set_elsewhere(dotted(origin.node) or "", origin.scope) if not depth else []
         values = [(bind.value, home) for bind, home in binds if bind.how == "assign" and not bind.path]
-        same = (value is not None and is_global(view, value, home, depth + 1) for value, home in values)
-        return len(values) == len(binds) > 0 and all(same)
+        rest = [(v, home) for v, home in values if constant(v) != 0]  # where there is one process
+        same = (value is not None and is_global(view, value, home, depth + 1) for value, home in rest)
+        return len(values) == len(binds) and bool(rest) and all(same)
     if isinstance(origin.node, ast.Subscript):
         return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
     if origin.call is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
 from lockstep.lint.analysis.placing import after_cuda, is_default, is_global, numbered, plain, same_for_all
 from lockstep.lint.analysis.view import View
@@ -17,6 +18,8 @@ __all__ = ["RULE"]
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
+# What mentions them and sets no process's own device: comments, and several GPUs that every process is shown alike.
+IDLE = re.compile(r"""^[ \t]*\#[^\n]*$|CUDA_VISIBLE_DEVICES(["']\])?[ ]*=[ ]*["']?\d+([ ]?,[ ]?\d+)+""", re.MULTILINE)
 
 # What makes a device, takes it, or moves something there.
 NAMES = {"device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"}
@@ -25,6 +28,7 @@ MOVES = ("device", "to", "cuda", "DistributedDataParallel", "DDP")
 
 # A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
 PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
+GLOBAL = "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK"
 # What starts the processes, or chooses their devices.
 STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
 
@@ -33,7 +37,7 @@ def check(view: View) -> Iterator[Found]:
     """Looks at every place that names a device, in the code that all ranks run."""
     if not view.distributed or any(map(picks, view.project.family(view.module))):
         return
-    chosen = view.effects.mentioned(view.module, *SETTERS) or view.hidden(STARTERS)
+    chosen = any(map(sets, view.project.family(view.module))) or view.hidden(STARTERS)
     done: set[ast.AST] = set()
     asked = "cuda:" in view.module.text
     for site in view.sites():
@@ -64,6 +68,15 @@ def check(view: View) -> Iterator[Found]:
 def picks(module: Module) -> bool:
     """Whether a file shows each process its own GPUs alone."""
     return "CUDA_VISIBLE_DEVICES" in module.text and PICKED.search(module.text) is not None
+
+
+@kept
+def sets(module: Module) -> bool:
+    """Whether a file may set each process's own device."""
+    if not any(word in module.text for word in SETTERS):
+        return False
+    text = IDLE.sub("", module.text)
+    return any(word in text for word in SETTERS)
 
 
 def handed_to_all(view: View, site: Site) -> bool:
@@ -139,10 +152,12 @@ def by_global_rank(view: View) -> Iterator[Found]:
             number = index_of(view, site)
             if number is not None and is_global(view, number, site.scope):
                 done.add(site.scope)
-                yield Found(
-                    renamed(number, site) or site.call,
-                    "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK",
-                )
+                yield Found(renamed(number, site) or site.call, GLOBAL)
+    for scope in view.scopes if not done else ():
+        for bind in (bind for binds in scope.binds.values() for bind in binds):  # `device = f"cuda:{rank}"`, handed on
+            number = after_cuda(bind.value) if bind.how == "assign" and not bind.path else None
+            if number is not None and view.ranks.several(bind.stmt, scope) and is_global(view, number, scope):
+                yield Found(bind.stmt, GLOBAL)
 
 
 def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
@@ -177,9 +192,9 @@ def fixed(view: View, site: Site) -> str:
     first = site.call.args[0] if site.call.args else None
     if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
         first = first.body
-    text = constant(first)
+    text = certain(view, first, site.scope)
     if site.name == "device" and text == "cuda" and len(site.call.args) == 2 and view.full(site) == "torch.device":
-        index = constant(site.call.args[1])
+        index = certain(view, site.call.args[1], site.scope)
         text = f"cuda:{index}" if isinstance(index, int) else text  # `torch.device("cuda", 0)`
     if site.name in ("device", "to") and numbered(text) and not chosen_by_test(site.stmt, first):
         if site.name == "device" and is_default(view, site):
@@ -203,9 +218,22 @@ def fixed(view: View, site: Site) -> str:
     if numbered(constant(given)) and not chosen_by_test(site.stmt, given):
         return f"every rank uses '{constant(given)}': use the local rank, f\"cuda:{{local_rank}}\""
     ids = keyword(site.call, "device_ids")
-    if isinstance(ids, ast.List) and len(ids.elts) == 1 and isinstance(constant(ids.elts[0]), int):
-        return f"every rank uses GPU {constant(ids.elts[0])}: pass device_ids=[local_rank]"
-    return ""
+    number = certain(view, ids.elts[0], site.scope) if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+    return f"every rank uses GPU {number}: pass device_ids=[local_rank]" if isinstance(number, int) else ""
+
+
+def certain(view: View, node: ast.expr | None, scope: Scope) -> object:
+    """The constant that a device or its number is: written out, behind "cuda:", or under a name that has no other."""
+    number = after_cuda(node)
+    if number is not None:
+        found = certain(view, number, scope)
+        return f"cuda:{found}" if isinstance(found, int) else None
+    if not isinstance(node, ast.Name):
+        return constant(node)
+    binds = view.origins.binds(node.id, scope, node.lineno)  # none for a parameter, which each process gets another of
+    values = {constant(bind.value) if bind.how == "assign" and not bind.path else None for bind, _ in binds}
+    value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
@@ -219,11 +247,18 @@ def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
 def bare(view: View, site: Site) -> str:
     """A move to "cuda" without a number, where nothing chose the rank's device."""
     if site.name == "cuda" and not site.call.args and not site.call.keywords and site.receiver is not None:
-        moved = view.kinds.is_model(site.receiver, site.scope) and not view.full(site)
+        moved = moves_model(view, site) and not view.full(site)
     else:
         moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
-        moved = moved and view.kinds.is_model(site.receiver, site.scope)
+        moved = moved and moves_model(view, site)
     return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
+
+
+def moves_model(view: View, site: Site) -> bool:
+    """Whether a move is of a model, or gives one its name (`model = resnet50().cuda()`)."""
+    made = isinstance(site.receiver, ast.Call)
+    names = [b.key for b in site.scope.bound(site.stmt) if b.value is site.call and b.how == "assign"] if made else []
+    return view.kinds.is_model(site.receiver, site.scope) or any(MODEL.search(name.split(".")[-1]) for name in names)
 
 
 RULE = Rule(
