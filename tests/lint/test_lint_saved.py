@@ -306,3 +306,95 @@ def test_a_wrapper_that_a_package_passes_on(tmp_path, hidden, told):
     )
     (tmp_path / "train.py").write_text(PASSED)
     assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS014", ""))) is told
+
+
+HELPER = """
+import torch
+
+class Net:
+    def save_all(self, path):
+        torch.save(self.weights, {path})
+"""
+CALLER = """
+from accelerate import Accelerator
+from helper import Net
+
+def main(path, loader):
+    accelerator = Accelerator()
+    model = Net()
+    wrapped = accelerator.prepare(model)
+    for x in loader:
+        accelerator.backward(wrapped(x).mean())
+        if accelerator.is_main_process:
+            model.save_all(path)
+    {line}
+
+main("x", [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "told"),
+    [
+        ("model.save_all(path)", "path", True),
+        ("model.save_all(path)", "f'{path}-{self.rank}'", False),
+        ("if accelerator.is_main_process: model.save_all(path)", "path", False),
+    ],
+)
+def test_a_method_of_another_file_that_all_processes_have_write(tmp_path, line, path, told):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "helper.py").write_text(HELPER.format(path=path))
+    (tmp_path / "train.py").write_text(CALLER.format(line=line))
+    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS014", ""))) is told
+
+
+HANDED_TO_TRAINER = """
+import torch
+from transformers import AutoModel, Trainer, TrainingArguments
+
+model = AutoModel.from_pretrained("x")
+args = TrainingArguments("out", {given})
+trainer = Trainer(model=model, args=args)
+trainer.train()
+{line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "told"),
+    [
+        ("deepspeed='ds.json'", "model.save_pretrained('out')", True),
+        ("deepspeed='ds.json'", "torch.save(model.state_dict(), 'out.pt')", True),
+        ("deepspeed='ds.json'", "trainer.save_model('out')", False),
+        ("deepspeed='ds.json'", "if trainer.is_world_process_zero(): model.save_pretrained('out')", False),
+        ("seed=1", "model.save_pretrained('out')", False),
+    ],
+)
+def test_a_model_that_every_process_of_a_trainer_writes(given, line, told):
+    assert bool(lines(HANDED_TO_TRAINER.format(given=given, line=line))) is told
+
+
+ENGINE_OR_DDP = """
+import torch
+import deepspeed
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(model, config, rank, path):
+    if config:
+        engine, optimizer, _, _ = deepspeed.initialize(config_params=config, model=model)
+    else:
+        model = DDP(model, device_ids=[rank])
+    {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("if rank == 0: torch.save(model.state_dict(), path)", True),
+        ("engine.save_checkpoint(path)", False),
+        ("if rank == 0: torch.save(engine.module.state_dict(), path)", False),
+    ],
+)
+def test_a_wrapper_beside_deepspeed(line, told):
+    assert bool(lines(ENGINE_OR_DDP.format(line=line))) is told

@@ -69,10 +69,10 @@ def replicated(view: View) -> bool:
 
 def handed_over(view: View, site: Site) -> bool:
     """Whether all ranks have a function of another file write the same file, where no test keeps any of them out."""
-    if not view.ranks.every(site.stmt, site.scope) or view.ranks.chosen(site) or not replicated(view):
+    if not by_every_rank(view, site) or view.ranks.chosen(site):
         return False
     function = view.calls.target(site.call, site.scope)
-    if function is None or function.module is view.module or function.owner is not None:
+    if function is None or function.module is view.module:
         return False
     given = [*site.call.args, *(k.value for k in site.call.keywords)]
     paths = [v for v in given if not view.kinds.is_model(v, site.scope) and not view.kinds.is_optimizer(v, site.scope)]
@@ -174,8 +174,9 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
-    shared = view.ranks.programs.accelerated(view.module) or "horovod" in view.frameworks or replicated(view)
-    return shared and view.ranks.everywhere(site, view.module)
+    named = {"horovod", "transformers"} & view.frameworks  # each process has the whole model that it hands on
+    shared = view.ranks.programs.accelerated(view.module) or named or replicated(view)
+    return bool(shared) and view.ranks.everywhere(site, view.module)
 
 
 def sorted_by_arguments(view: View, callers: list[Site]) -> bool:
@@ -334,5 +335,5 @@ def main(model, local_rank, rank):
     check=check,
     fix="unsafe",
     remedy="Save model.module.state_dict() on rank 0, then a barrier",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "deepspeed"}),
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
 )
