@@ -122,3 +122,49 @@ def test_a_login_is_no_run_of_a_tracker():
     text = "import wandb\nimport torch.distributed as dist\n\ndef main():\n    dist.init_process_group('nccl')\n"
     assert lines(text + "    wandb.login()\n", "LS028") == []
     assert lines(text + "    wandb.init()\n", "LS028") == [6]
+
+
+METERS = """
+from collections import defaultdict
+import torch
+import torch.distributed as dist
+
+def is_dist_avail_and_initialized():
+    return dist.is_available() and dist.is_initialized()
+
+class Value:
+    def synchronize(self):
+        if not is_dist_avail_and_initialized():
+            return
+        total = torch.tensor([1.0])
+        {inner}
+
+class Logger:
+    def __init__(self):
+        self.meters = defaultdict(Value)
+
+    def synchronize(self):
+        {loop}
+            meter.synchronize()
+
+def evaluate(model, loader):
+    logger = Logger()
+    logger.synchronize()
+
+def main(model, loader):
+    if dist.get_rank() == 0:
+        evaluate(model, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "inner", "told"),
+    [
+        ("for meter in self.meters.values():", "dist.all_reduce(total)", True),
+        ("for name, meter in self.meters.items():", "dist.all_reduce(total)", True),
+        ("for meter in self.meters.values():", "print(total)", False),
+        ("for meter in self.meters.keys():", "dist.all_reduce(total)", False),
+    ],
+)
+def test_a_collective_of_the_items_of_a_table(loop, inner, told):
+    assert bool(lines(METERS.format(loop=loop, inner=inner), "LS018")) is told

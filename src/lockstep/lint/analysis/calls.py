@@ -94,6 +94,7 @@ class Calls:
                     if key is not None:
                         stack.append((current, home, key))
                         stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
+                        stack.extend((made, at, "") for made, at in self.items(key, home))
         return None
 
     def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
@@ -125,6 +126,16 @@ class Calls:
             if found:
                 yield from ((b.value, home) for b in found if b.value is not None)
                 return
+
+    def items(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What makes the items of the `defaultdict` whose values a loop gives a name (`for m in meters.values():`)."""
+        for bind in scope.binds.get(key, [])[:MAX_BINDS]:
+            over = bind.value if bind.how == "for" and bind.path in ((), (1,)) else None
+            if isinstance(over, ast.Call) and last(over) == ("items" if bind.path else "values"):
+                table = dotted(over.func.value) if isinstance(over.func, ast.Attribute) else None
+                for value, home in self.values(table, scope) if table is not None else ():
+                    if isinstance(value, ast.Call) and last(value) == "defaultdict" and value.args:
+                        yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
 
     def runs(self, site: Site) -> Iterator[Scope]:
         """The functions that a call runs: its target, and functions handed to something that runs them."""

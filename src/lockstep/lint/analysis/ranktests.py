@@ -386,7 +386,7 @@ class RankTests:
         name = last(test)
         if SINGLE.search(name):
             return -1
-        return 1 if MULTI.search(name) or name.endswith("is_initialized") else 0
+        return 1 if MULTI.search(name) or name.endswith(("is_initialized", "and_initialized")) else 0
 
 
 @kept
