@@ -11,6 +11,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+# What makes a module on the CPU.
+MAKERS = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.")
 MOVES = {"to", "cuda", "xpu", "npu"}
 
 
@@ -20,21 +22,29 @@ def check(view: View) -> Iterator[Found]:
         if kind != "ddp":
             continue
         inner = view.wrappers.inner(site.call)
-        name = dotted(inner)
-        if name is None or moved_before(view, site, name) or moved_as_another(view, site):
+        name = dotted(inner) or ""
+        if not (name or built_inside(inner)) or moved_before(view, site, name) or moved_as_another(view, site):
             continue
         if not made_here(view, inner, site.scope):
             continue
+        called = f"'{name}'" if name else "the model"
         late = moved_after(site, name)
         if late is not None:
             yield at(
                 late,
                 f"moved to its device only after DDP took it on line {site.line}: move the model first, then wrap it",
             )
-        elif part_moved(site.scope, name, site.line):
-            yield at(site, f"only a part of '{name}' was moved to the device: move the whole model before wrapping it")
+        elif name and part_moved(site.scope, name, site.line):
+            yield at(site, f"only a part of {called} was moved to the device: move the whole model before wrapping it")
         elif wants_gpu(site.call) and not placed(view, site):
-            yield at(site, f"'{name}' is still on the CPU here: move it to its device before wrapping it")
+            yield at(site, f"{called} is still on the CPU here: move it to its device before wrapping it")
+
+
+def built_inside(inner: ast.expr | None) -> bool:
+    """Whether the model is made where it is wrapped (`DDP(Net())`), and not moved there."""
+    return isinstance(inner, ast.Call) and not any(
+        isinstance(node, ast.Attribute) and node.attr in MOVES for node in walk(inner)
+    )
 
 
 def wants_gpu(call: ast.Call) -> bool:
@@ -81,7 +91,7 @@ def moved_after(site: Site, name: str) -> Site | None:
     for move in site.scope.sites:
         if move.name not in MOVES or not (move.call.args or move.name == "cuda"):
             continue
-        if move.line > site.line and dotted(move.receiver) in {name, wrapper}:
+        if move.line > site.line and dotted(move.receiver) in {name, wrapper} - {"", None}:
             return move
         if move.receiver is site.call:
             return move
@@ -115,7 +125,13 @@ def built(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
     if owner is not None and owner.kind == "class":
         inside = [s for method in owner.defs.values() for s in method.sites]
         return not any(s.name in {*MOVES, "device"} for s in inside)
-    return full.startswith(("torch.nn.", "torchvision.models.")) and "parallel" not in full
+    if any(item.arg in (None, "device_map") for item in call.keywords):
+        return False  # which may put it on a device, or names what does
+    if full.startswith("torch.nn."):  # no function, and nothing around a model that may have been moved
+        models = any(view.kinds.is_model(value, scope) for value in call.args)
+        return full.rpartition(".")[2][:1].isupper() and not models and "parallel" not in full
+    made = full.startswith("transformers.") and full.endswith((".from_pretrained", ".from_config"))
+    return made or full.startswith(MAKERS)
 
 
 def placed(view: View, site: Site) -> bool:
