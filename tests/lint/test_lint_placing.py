@@ -204,6 +204,7 @@ def test_a_device_by_the_rank_of_an_object_that_is_handed_on(first, second, told
         # the rank among all processes in a device that is handed on
         ({"inside": "place = f'cuda:{rank}'\n    load_backbone(place)"}, "place = f'cuda:{rank}'"),
         ({"inside": "place = f'cuda:{rank % 8}'\n    load_backbone(place)"}, None),
+        ({"inside": "stage = rank\n    place = f'cuda:{stage}'\n    load_backbone(place)"}, None),
     ],
 )
 def test_numbers_under_names_and_words_that_choose_nothing(script, told):

@@ -10,6 +10,7 @@ from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
 from lockstep.lint.analysis.placing import after_cuda, is_default, is_global, numbered, plain, same_for_all
+from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -156,7 +157,12 @@ def by_global_rank(view: View) -> Iterator[Found]:
     for scope in view.scopes if not done else ():
         for bind in (bind for binds in scope.binds.values() for bind in binds):  # `device = f"cuda:{rank}"`, handed on
             number = after_cuda(bind.value) if bind.how == "assign" and not bind.path else None
-            if number is not None and view.ranks.several(bind.stmt, scope) and is_global(view, number, scope):
+            if (
+                number is not None
+                and RANK.search(last(number))
+                and view.ranks.several(bind.stmt, scope)
+                and is_global(view, number, scope)
+            ):
                 yield Found(bind.stmt, GLOBAL)
 
 
