@@ -3,8 +3,8 @@
 `labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 586 others and one
 reader's of 434 (its parts `development5`, `development6`, `development9` and `development11`). An entry of the second
 has "readers", each with "labels" and "arguable" of its own, and after somebody has settled where they differ "labels"
-and "arguable" beside it. A label is `{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within
-the cell.
+and "arguable" beside it. A label is `{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted
+within the cell.
 """
 
 import json
