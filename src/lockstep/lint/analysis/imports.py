@@ -48,12 +48,22 @@ IMPORTS = re.compile(
 NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 
 
-class Paths:
-    """Finds the file that an import means; reads no file."""
+# A folder that a program adds to the places where Python looks, as far as it is written out
+# (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
+ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
+TEXT = re.compile(r"""["']([\w./ -]+)["']""")
 
-    def __init__(self) -> None:
+
+class Paths:
+    """Finds the file that an import means; reads no file. `added` are folders where the programs of a project look too:
+    those that they add to `sys.path`, by the root of the project.
+    """
+
+    def __init__(self, added: dict[str, tuple[str, ...]] | None = None) -> None:
+        self.added = {} if added is None else added
         self.is_file = functools.cache(os.path.isfile)
         self.real = functools.cache(os.path.realpath)
+        self.root = functools.cache(root_of)
         self.known: dict[tuple[str, str, int], str | None] = {}
         self.starts: dict[str, tuple[str, ...]] = {}
 
@@ -70,7 +80,8 @@ class Paths:
             return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
         if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
             return None
-        found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0])))
+        more = self.added.get(self.root(folder), ()) if self.added else ()
+        found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0]), *more))
         return next((path for path in found if path is not None), None)
 
     def hides(self, folder: str, name: str) -> bool:
@@ -113,9 +124,12 @@ def above(folder: str, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Graph:
-    """For each file of the projects (real paths), the files of its project that seem to import it, sorted."""
+    """For each file of the projects (real paths), the files of its project that seem to import it, sorted; and for each
+    project the folders that its programs add to those where Python looks.
+    """
 
     importers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    added: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def together(self, paths: list[str]) -> list[list[str]]:
         """The paths in groups that imports connect, in the order of their first members."""
@@ -140,19 +154,21 @@ def draw(paths: Iterable[str]) -> Graph:
     """The graph of all projects that the paths belong to: it depends on what lies there, not on what is named."""
     roots = dict.fromkeys(root_of(folder) for folder in dict.fromkeys(os.path.dirname(path) or "." for path in paths))
     found: dict[str, set[str]] = {}
-    resolver = Paths()
+    added: dict[str, tuple[str, ...]] = {}
+    resolver = Paths(added)
     homes: dict[str, str] = {}
     for root in roots:
-        files = scan(root)
-        stems = {stem(path) for path in files}
-        for path in files:
-            for target in imported(path, stems, resolver):
+        texts = {path: text for path in scan(root) if (text := contents(path))}
+        stems = {stem(path) for path in texts}
+        added[root] = tuple(dict.fromkeys(place for path, text in texts.items() for place in adds(path, text, root)))
+        for path, text in texts.items():
+            for target in imported(path, text, stems, resolver):
                 folder = os.path.dirname(target)
                 if folder not in homes:
                     homes[folder] = root_of(folder)
                 if homes[folder] == root and target != path:
                     found.setdefault(target, set()).add(path)
-    return Graph({target: tuple(sorted(sources)) for target, sources in found.items()})
+    return Graph({target: tuple(sorted(sources)) for target, sources in found.items()}, added)
 
 
 @functools.cache
@@ -205,14 +221,33 @@ def stem(path: str) -> str:
     return os.path.basename(folder) if name == "__init__.py" else name.removesuffix(".py")
 
 
-def imported(path: str, stems: set[str], resolver: Paths) -> Iterator[str]:
-    """The real paths of the project files that a file's import lines mean."""
+def contents(path: str) -> str:
+    """The text of a file, "" where it is too long or cannot be read."""
     try:
         if os.path.getsize(path) > MAX_BYTES:
-            return
-        text = Path(path).read_bytes().decode("utf-8", "ignore").replace("\r", "")
+            return ""
+        return Path(path).read_bytes().decode("utf-8", "ignore").replace("\r", "")
     except OSError:
-        return
+        return ""
+
+
+def adds(path: str, text: str, root: str) -> Iterator[str]:
+    """The folders of a project that a file adds to those where Python looks: each is told from the file's own folder,
+    or from one above it, where the program is started or which it names first.
+    """
+    for match in ADDS.finditer(text) if "sys.path" in text else ():
+        words = [word for word in TEXT.findall(match[1]) if word.strip("./ ")]
+        start = os.path.dirname(path)
+        while words and start.startswith(root):
+            place = os.path.normpath(os.path.join(start, *words))
+            if place.startswith(root + os.sep) and os.path.isdir(place):
+                yield place
+                break
+            start = os.path.dirname(start)
+
+
+def imported(path: str, text: str, stems: set[str], resolver: Paths) -> Iterator[str]:
+    """The real paths of the project files that a file's import lines mean."""
     folder = os.path.dirname(path)
     for name, level in mentioned(text):
         if name.rpartition(".")[2] in stems:

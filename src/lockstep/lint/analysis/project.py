@@ -24,7 +24,7 @@ class Project:
 
     def __init__(self, sources: Iterable[Source] = (), graph: Graph | None = None) -> None:
         self.graph = graph or Graph()
-        self.paths = Paths()
+        self.paths = Paths(self.graph.added)
         self.modules: dict[str, Module | None] = {}
         self.checked: list[Module] = []
         self.real: dict[Module, str] = {}
