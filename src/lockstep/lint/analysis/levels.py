@@ -7,7 +7,7 @@ from lockstep.lint.analysis.logs import by_hydra
 from lockstep.lint.analysis.nodes import argument, constant, dotted, has_star, is_none, keyword, last
 from lockstep.lint.analysis.view import View
 
-__all__ = ["kept_back"]
+__all__ = ["kept_back", "whose"]
 
 LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50, "FATAL": 50}
 # What the root logger writes as long as nobody sets its level.
@@ -30,6 +30,8 @@ def kept_back(view: View, site: Site) -> bool:
         return False
     if ROOT not in asked and own:
         return min(level(view, s) for s in own) > least
+    if any(s.module is site.module and s.scope.kind == "module" and level(view, s) > least for s in own):
+        return True  # the file's own word, whatever others of its programs say
     root = [s for s, names in sets if ROOT in names]
     root += [s for member in members for s in member.sites("basicConfig")]
     later = [s for s in root if s.scope.kind == "function"]  # what is set on import comes first

@@ -13,7 +13,7 @@ from lockstep.lint.analysis.view import View
 __all__ = ["HUSHES", "muted", "quietens"]
 
 # The words of a program that replaces print.
-REPLACED = ("builtin_print", "builtins.print", "__builtin__", "setup_for_distributed", "disable_print")
+REPLACED = re.compile(r"builtin_print|builtins\.print|__builtin__|\bsetup_for_distributed\b|disable_print")
 BUILTINS = re.compile(r"builtins?_*\.print$")
 # A program that turns all ranks but one quiet has taken care.
 QUIET = ("sys.stdout = open", "devnull", "suppress_output")
@@ -30,10 +30,19 @@ Places = dict[Scope, list[int]]
 
 def muted(view: View, site: Site, hidden: tuple[Site, ...]) -> bool:
     """Whether a call may come after what replaces `print` in the file's programs, or a `hidden` call."""
-    if not hidden and not view.effects.mentioned(view.module, *REPLACED):
+    if not hidden and not any(map(replaces, view.project.family(view.module))):
         return False
     table = places(view.calls, view.module, hidden)
     return table is None or (bool(table) and later(view.calls, site.scope, site.line, table, 0))
+
+
+@kept
+def replaces(module: Module) -> bool:
+    """Whether a file has the words of a program that replaces `print`."""
+    return (
+        any(word in module.text for word in ("print", "builtin", "setup_for"))
+        and REPLACED.search(module.text) is not None
+    )
 
 
 def later(calls: Calls, scope: Scope, line: int, table: Places, depth: int) -> bool:

@@ -134,15 +134,27 @@ class Programs:
 
     @kept
     def idle(self, scope: Scope) -> bool:
-        """Whether nothing in sight ever runs a function: no call, no mention of its name, no start of its own."""
+        """Whether nothing in sight ever runs a function: no call but by such another, no mention of its name, no start
+        of its own.
+        """
+        return self._idle(scope, 0)
+
+    def _idle(self, scope: Scope, depth: int) -> bool:
         name = scope.name
         if scope.kind != "function" or name == "main" or name.startswith("__") or scope.decorators:
             return False
         if name.startswith("on_") and scope.owner is not None and any(self.calls.names.bases_of(scope.owner)):
             return False  # a hook, which what drives the class calls
-        if scope.named("init_process_group") or self.calls.callers(scope):
+        if depth and (
+            name.startswith("test") or (scope.owner is not None and any(self.calls.names.bases_of(scope.owner)))
+        ):
+            return False  # what runs it may be elsewhere
+        callers = self.calls.callers(scope)
+        if scope.named("init_process_group") or len(callers) > 3 or depth > 3:
             return False
-        return sum(member.words[name] for member in self.project.users(scope.module)) == 1
+        if sum(member.words[name] for member in self.project.users(scope.module)) != 1 + len(callers):
+            return False
+        return all(site.scope is not scope and self._idle(site.scope, depth + 1) for site in callers)
 
     @kept
     def methods(self, module: Module) -> dict[str, list[Scope]]:
@@ -231,11 +243,27 @@ class Programs:
             current = queue.pop()
             if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
-            for site in self.calls.callers(current):
+            for site in self.calls.callers(current) or self.makers(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
+
+    def makers(self, method: Scope) -> list[Site]:
+        """The calls that make objects which have a method, where only calls of its name may run it: one of several
+        trainers, which an option names.
+        """
+        owner = method.owner if method.kind == "function" and not method.decorators else None
+        if owner is None or not any(map(on_object, self.named_so(method))):
+            return []
+        names = self.calls.names
+        init = names.member(owner, "__init__")
+        sites = self.calls.callers(init) if init is not None else []
+        return [site for site in sites if names.definition(site.call.func, site.scope) is owner]
+
+    def named_so(self, method: Scope) -> Iterator[Site]:
+        """The calls in the programs of a method's file that have its name."""
+        return (site for member in self.project.family(method.module) for site in member.sites(method.name))
 
     @kept
     def elsewhere(self, scope: Scope) -> bool:
@@ -259,6 +287,11 @@ class Programs:
             return True
         found = (site for below in self.reach([top]) for name in (*STARTS, *WRAPPERS) for site in below.named(name))
         return any(map(for_several, found))
+
+
+def on_object(site: Site) -> bool:
+    """Whether a call is of a method of another object than the one that makes the call."""
+    return isinstance(site.receiver, ast.Name | ast.Attribute) and last(site.receiver) not in ("self", "cls")
 
 
 def launched(text: str) -> bool:

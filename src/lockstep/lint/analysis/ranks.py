@@ -14,9 +14,12 @@ from lockstep.lint.analysis.ranktests import RankTests
 
 __all__ = ["Ranks"]
 
+# A `with` around what all ranks run, the main one before the others.
+TURNS = Words(r"main_process_first$", re.IGNORECASE)
 FIRST = Words(r"(first|main_process|rank_?0|rank_?zero|zero_first|on_main|master)", re.IGNORECASE)
 
 MAX_CALLERS = 40
+MAX_REACHED = 60
 
 
 class Ranks:
@@ -43,6 +46,13 @@ class Ranks:
         if any(FIRST.search(last(item)) for item in withs(stmt, scope.module)):
             return True
         return self.reserved(scope)
+
+    def in_turn(self, site: Site) -> bool:
+        """Whether nothing keeps a call to the main rank but a `with` that lets the others do the same after it."""
+        if self.side(site.stmt, site.scope) or self.reserved(site.scope):
+            return False
+        held = [last(item) for item in withs(site.stmt, site.module)]
+        return all(TURNS.search(name) for name in held if FIRST.search(name))
 
     @kept
     def reserved(self, scope: Scope) -> bool:
@@ -150,11 +160,28 @@ class Ranks:
             return scope in spawned
         return self.programs.involved(scope)
 
+    @kept
+    def beneath(self, scope: Scope) -> bool:
+        """Whether a script that makes an Accelerator calls a function of another file on all ranks, directly or not."""
+        if not any(map(self.programs.accelerated, self.calls.project.users(scope.module))):
+            return False
+        seen, queue = {scope}, [scope]
+        while queue and len(seen) < MAX_REACHED:
+            current = queue.pop()
+            if self.programs.accelerated(current.module):
+                return True
+            sites = self.calls.callers(current) if current.kind == "function" else []
+            callers = {s.scope for s in sites if not self.kept_out(s) or self.in_turn(s)}
+            queue += callers - seen
+            seen |= callers
+        return False
+
     def everywhere(self, site: Site, module: Module) -> bool:
         """Whether every rank makes a call in a program that a file is of, Accelerate's among them."""
-        if not (self.programs.accelerated(module) or self.programs.accelerated(site.module)):
+        apart = not (self.programs.accelerated(module) or self.programs.accelerated(site.module))
+        if apart and not self.beneath(site.scope):
             return self.every(site.stmt, site.scope)
-        kept = self.main_only(site.stmt, site.scope) or self.single(site.stmt, site.scope)
+        kept = not self.in_turn(site) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
 
 

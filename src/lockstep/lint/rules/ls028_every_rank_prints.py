@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Guard, above, guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.levels import kept_back
+from lockstep.lint.analysis.levels import kept_back, whose
 from lockstep.lint.analysis.logs import (
     by_rank,
     debugs,
@@ -50,7 +50,7 @@ PREFIX = re.compile(r"\[?(rank|gpu|process|worker|local_rank|node)\b|rank[=:\s]"
 
 def check(view: View) -> Iterator[Found]:
     """Looks for output in the code that every rank runs."""
-    if not (view.distributed or view.ranks.programs.accelerated(view.module)):
+    if not (view.distributed or any(map(view.ranks.programs.accelerated, view.project.users(view.module)))):
         return
     if "print" in view.module.top.defs or "print" in view.module.imports:
         return
@@ -61,7 +61,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         if failing(view, site) or view.ranks.chosen(site) or view.ranks.programs.idle(site.scope):
             continue
-        if what == "log" and not (loguru(view, site) or from_logging(site.module)):
+        if (what == "log" and not (loguru(view, site) or from_logging(site.module))) or borrowed(view, site, what):
             continue  # of Accelerate, which writes on the main process alone
         grouped = what == "tracker" and keyword(site.call, "group") is not None  # as W&B says to, with a run a rank
         if (prefixed(view, site) and (grouped or what != "tracker")) or (what == "log" and setting.prefixed):
@@ -104,16 +104,31 @@ def speaks(view: View, site: Site) -> str:
     if isinstance(site.call.func, ast.Name) and site.name == "print":
         if "print" in site.module.top.binds or "print" in site.scope.binds:
             return ""  # `print = accelerator.print`
-        return "" if keyword(site.call, "file") is not None or site.scope.name in ("__str__", "__repr__") else "print"
+        return "" if elsewhere(site.call) or site.scope.name in ("__str__", "__repr__") else "print"
     full = view.full(site)
     if full in PRINTERS or (site.name in PRINTERS and view.calls.target(site.call, site.scope) is None):
-        return "" if keyword(site.call, "file") is not None or keyword(site.call, "stream") is not None else "print"
+        return "" if elsewhere(site.call) or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
         return "tracker"
     shown = site.name in ("info", "warning", "warn") or (
         site.name == "debug" and (loguru(view, site) or debugs(view, site))
     )
     return "log" if shown and site.receiver is not None and is_logger(view, site, site.receiver) else ""
+
+
+def borrowed(view: View, site: Site, what: str) -> bool:
+    """Whether the logger may be Accelerate's, handed on by a script that uses it, or another package's."""
+    programs = view.ranks.programs
+    if what != "log" or programs.direct(site.module) or programs.accelerated(site.module):
+        return False
+    own = dotted(site.receiver) == "logging" or site.module.top.binds.get(dotted(site.receiver) or "")
+    return view.ranks.beneath(site.scope) and not (loguru(view, site) or (own and whose(view, site)))
+
+
+def elsewhere(call: ast.Call) -> bool:
+    """Whether a call prints to anything else than the terminal."""
+    file = keyword(call, "file")
+    return file is not None and dotted(file) not in ("sys.stdout", "sys.stderr")
 
 
 def is_logger(view: View, site: Site, receiver: ast.expr) -> bool:
