@@ -166,3 +166,10 @@ def test_a_level_that_a_file_sets_itself(tmp_path, level, lines):
     other = "import logging\nimport torch.distributed as dist\nlogging.basicConfig(level=10)\n"
     other += "def start():\n    dist.init_process_group()\n"
     assert told(tmp_path, "main.py", {"main.py": text, "other.py": other}) == lines
+
+
+@pytest.mark.parametrize(("name", "lines"), [("print_args", [7]), ("disable_print", []), ("print_on_main", [])])
+def test_a_function_that_is_not_here_may_turn_print_off_by_its_name(tmp_path, name, lines):
+    text = f"import torch.distributed as dist\nfrom far.away import {name}\n\ndef main(args):\n"
+    text += f"    dist.init_process_group()\n    {name}(args)\n    print('ready')\n    dist.destroy_process_group()\n"
+    assert told(tmp_path, "main.py", {"main.py": text}) == lines

@@ -32,6 +32,7 @@ KNOWN = {
 KNOWN |= {"huggingface_hub", "tiktoken", "torch_geometric", "torch_scatter", "torchtext", "monai", "gym", "gymnasium"}
 KNOWN |= {"psutil", "fire", "rich", "click", "requests", "termcolor", "packaging", "absl", "ml_collections", "easydict"}
 KNOWN |= {"h5py", "lmdb", "librosa", "soundfile", "skimage", "imageio", "seaborn", "networkx", "dgl", "faiss", "kornia"}
+KNOWN |= {"neptune", "mlflow", "comet_ml", "swanlab", "tabulate", "gdown", "yacs", "ftfy", "decord"}
 KNOWN |= {"fairscale", "xformers", "lpips", "pycocotools", "segmentation_models_pytorch", "jsonlines", "regex", "boto3"}
 ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}

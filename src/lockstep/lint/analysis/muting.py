@@ -19,7 +19,9 @@ BUILTINS = re.compile(r"builtins?_*\.print$")
 QUIET = ("sys.stdout = open", "devnull", "suppress_output")
 # A function of such a name in a file that is not here may turn `print` off.
 HUSHES = Words(
-    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|print|env)|quiet|print_|_print", re.IGNORECASE
+    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|print|env)|quiet|_print"
+    r"|print_(?!arg|conf|opt|model|net|param|info|stat|time|result|metric|loss|summary|trainable)",
+    re.IGNORECASE,
 )
 # What a block's own output, or that of another program, is sent away with.
 LENDS = ("redirect_stdout", "redirect_stderr", "Popen", "run", "call", "check_call", "check_output")
