@@ -1,17 +1,21 @@
-"""What is known of a function that nothing in sight calls: whether anything may, and may keep its graph away."""
+"""Whether a graph is kept away from a call, and what is known of a function that nothing in sight calls."""
 
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.forwards import shields
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import loops, withs
+from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.forwards import is_forward, run_by, shields
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.view import View
 
-__all__ = ["alone", "foreign", "handed_on", "keeps_all"]
+__all__ = ["alone", "foreign", "handed_on", "keeps_all", "without_graph"]
 
 # What keeps graphs away.
 SHIELDS = ("no_grad", "inference_mode", "grad_enabled", "enable_grad")
+# What says that a program without a training needs no gradients at all.
+FROZEN = ("requires_grad = False", "requires_grad_(False)")
 
 
 def alone(view: View, scope: Scope) -> bool:
@@ -52,3 +56,45 @@ def foreign(view: View, owner: Scope) -> Iterator[str]:
     """What a class derives from that is not the project's."""
     known = {parent.name for parent in view.names.parents(owner)}
     yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
+
+
+def without_graph(view: View, site: Site) -> bool | None:
+    """Whether no graph is kept: by a `with`, a decorator, a global switch, or the callers."""
+    inner = None if is_forward(view, site) else run_by(view, site)
+    if inner is not None and shields(inner):
+        return True
+    switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
+    return shielded(view, site.stmt, site.scope, site.line, 0, switched)
+
+
+def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, switched: bool) -> bool | None:
+    if any(map(turns_off_gradients, (*withs(stmt, scope.module), *scope.decorators))):
+        return True
+    if any(s.name in ("set_grad_enabled", "enter_context") and s.line < line for s in scope.sites):
+        return True
+    if view.effects.mentioned(view.module, *FROZEN) and not trains(view):
+        return True
+    if "volatile=True" in view.module.text:  # of a torch before no_grad
+        return True
+    if scope.kind != "function":
+        return False
+    callers = view.calls.callers(scope)
+    if not callers:
+        sure = (depth > 0 or loops(stmt, scope.module)) and switched
+        return False if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))) else None
+    if depth > 4:
+        return None if scope.decorators or scope.owner is not None else False
+    answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
+    if depth == 0 and switched and False in answers:
+        return False  # called with a shield too, but not everywhere
+    if any(answer is True for answer in answers):
+        return True
+    return None if None in answers else False
+
+
+@kept
+def trains(view: View) -> bool:
+    """Whether the programs of a file train: by a loop in sight, or by an optimizer's step."""
+    return bool(view.trainings.near(view.module)) or any(
+        view.steps.steps_optimizer(site) for member in view.project.family(view.module) for site in member.sites("step")
+    )

@@ -3,18 +3,16 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import Loop, guards, loops, withs
-from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model, shields
+from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.evaluations import evaluations
+from lockstep.lint.analysis.forwards import is_forward, run_model, shields
 from lockstep.lint.analysis.idle import idle_calls
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.modes import lasting
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last
 from lockstep.lint.analysis.phases import forward_of_phases
-from lockstep.lint.analysis.sight import alone, foreign, handed_on, keeps_all
+from lockstep.lint.analysis.sight import foreign, without_graph
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -22,8 +20,6 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 TRAINS = Words(r"^(is_)?train$|^training$")
-# What says that a program without a training needs no gradients at all.
-FROZEN = ("requires_grad = False", "requires_grad_(False)")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -47,18 +43,6 @@ def check(view: View) -> Iterator[Found]:
     yield from by_phase(view)
     yield from without_training(view)
     yield from not_restored(view)
-
-
-def evaluations(view: View) -> Iterator[Site]:
-    """The calls that evaluate, those of a helper after those of a model."""
-    later: list[Site] = []
-    for site in view.sites():
-        if evaluates(view, site):
-            if is_forward(view, site):
-                yield site
-            else:
-                later.append(site)
-    yield from later
 
 
 def by_flag(view: View) -> Iterator[Found]:
@@ -135,67 +119,6 @@ def forwards(view: View, site: Site) -> bool:
     return is_forward(view, site) or (site.name == "forward" and view.kinds.is_model(site.receiver, site.scope))
 
 
-def evaluates(view: View, site: Site) -> bool:
-    """Whether a call runs a model over held-out data, or in a function that says it tests."""
-    scope = site.scope
-    if scope.name == "forward" or view.steps.backwards(site):
-        return False
-    nest = loops(site.stmt, scope.module)
-    held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
-    if not held_out and tests_by_name(view, scope, bool(nest)):
-        held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
-    if not held_out and not scope.named("eval"):
-        return False  # the cheap question first: most calls are neither
-    if not is_forward(view, site):
-        inner = run_by(view, site) if nest else None
-        if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
-            return False
-        if tests_by_name(view, inner.scope, False):  # told there
-            return False
-    elif not held_out and not set_to_eval(site, run_model(site), nest):
-        return False
-    region = view.effects.block(nest[0], scope) if nest else scope.sites
-    if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
-        return False  # an attack on the model, say
-    return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
-
-
-def differentiates(view: View, site: Site) -> bool:
-    """Whether a call is of those that need a graph; to clear a model's gradients alone needs none."""
-    if site.name == "zero_grad":
-        return not view.kinds.is_model(site.receiver, site.scope)
-    return site.name == "grad"
-
-
-@kept
-def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
-    """Whether a loop's header says that it runs over held-out data, or all callers that give it do."""
-    over = view.kinds.iterated(header, scope)
-    key = dotted(over)
-    if any(map(EVALUATION.search, idents(over))):
-        return True
-    given = [passed(site, scope, key) for site in view.calls.callers(scope)] if key in scope.params else []
-    return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
-
-
-@kept
-def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
-    """Whether a function, or all that call it in a loop, say by their names that they evaluate."""
-    if loops_here:
-        return EVALUATION.search(scope.name)
-    callers = view.calls.callers(scope)
-    return bool(callers) and all(EVALUATION.search(c.scope.name) and loops(c.stmt, c.module) for c in callers)
-
-
-def set_to_eval(site: Site, name: str | None, nest: list[Loop]) -> bool:
-    """Whether the function switched the model of this name to eval mode before, and not back."""
-    if name is None or (site.scope.kind != "function" and not nest):
-        return False
-    modes = (*site.scope.named("eval"), *site.scope.named("train"))
-    switched = sorted((s for s in modes if dotted(s.receiver) == name and s.line < site.line), key=lambda s: s.line)
-    return site.scope.kind != "class" and bool(switched) and switched[-1].name == "eval"
-
-
 def in_eval_mode(view: View, site: Site) -> bool | None:
     """Whether eval() is called before, here or by the callers; None where that cannot be seen."""
     if any(
@@ -241,48 +164,6 @@ def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | No
     if any(answer is True for answer in answers):
         return True
     return None if None in answers else False
-
-
-def without_graph(view: View, site: Site) -> bool | None:
-    """Whether no graph is kept: by a `with`, a decorator, a global switch, or the callers."""
-    inner = None if is_forward(view, site) else run_by(view, site)
-    if inner is not None and shields(inner):
-        return True
-    switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
-    return shielded(view, site.stmt, site.scope, site.line, 0, switched)
-
-
-def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, switched: bool) -> bool | None:
-    if any(map(turns_off_gradients, (*withs(stmt, scope.module), *scope.decorators))):
-        return True
-    if any(s.name in ("set_grad_enabled", "enter_context") and s.line < line for s in scope.sites):
-        return True
-    if view.effects.mentioned(view.module, *FROZEN) and not trains(view):
-        return True
-    if "volatile=True" in view.module.text:  # of a torch before no_grad
-        return True
-    if scope.kind != "function":
-        return False
-    callers = view.calls.callers(scope)
-    if not callers:
-        sure = (depth > 0 or loops(stmt, scope.module)) and switched
-        return False if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))) else None
-    if depth > 4:
-        return None if scope.decorators or scope.owner is not None else False
-    answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
-    if depth == 0 and switched and False in answers:
-        return False  # called with a shield too, but not everywhere
-    if any(answer is True for answer in answers):
-        return True
-    return None if None in answers else False
-
-
-@kept
-def trains(view: View) -> bool:
-    """Whether the programs of a file train: by a loop in sight, or by an optimizer's step."""
-    return bool(view.trainings.near(view.module)) or any(
-        view.steps.steps_optimizer(site) for member in view.project.family(view.module) for site in member.sites("step")
-    )
 
 
 def not_restored(view: View) -> Iterator[Found]:

@@ -1,0 +1,89 @@
+"""The calls that evaluate a model: over held-out data, in a function that says that it tests, after eval()."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import Loop, loops, withs
+from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import dotted, idents, last
+from lockstep.lint.analysis.sight import without_graph
+from lockstep.lint.analysis.view import View
+
+__all__ = ["evaluations"]
+
+
+def evaluations(view: View) -> Iterator[Site]:
+    """The calls that evaluate, those of a helper after those of a model."""
+    later: list[Site] = []
+    for site in view.sites():
+        if evaluates(view, site):
+            if is_forward(view, site):
+                yield site
+            else:
+                later.append(site)
+    yield from later
+
+
+def evaluates(view: View, site: Site) -> bool:
+    """Whether a call runs a model over held-out data, or in a function that says it tests."""
+    scope = site.scope
+    if scope.name == "forward" or view.steps.backwards(site):
+        return False
+    nest = loops(site.stmt, scope.module)
+    held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
+    if not held_out and tests_by_name(view, scope, bool(nest)):
+        held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
+    if not held_out and not scope.named("eval"):
+        return False  # the cheap question first: most calls are neither
+    if not is_forward(view, site):
+        inner = run_by(view, site) if nest else None
+        if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
+            return False
+        if tests_by_name(view, inner.scope, False):  # told there
+            return False
+    elif not held_out and not set_to_eval(site, run_model(site), nest):
+        return False
+    region = view.effects.block(nest[0], scope) if nest else scope.sites
+    if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
+        return False  # an attack on the model, say
+    return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
+
+
+def differentiates(view: View, site: Site) -> bool:
+    """Whether a call is of those that need a graph; to clear a model's gradients alone needs none."""
+    if site.name == "zero_grad":
+        return not view.kinds.is_model(site.receiver, site.scope)
+    return site.name == "grad"
+
+
+@kept
+def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Whether a loop's header says that it runs over held-out data, or all callers that give it do."""
+    over = view.kinds.iterated(header, scope)
+    key = dotted(over)
+    if any(map(EVALUATION.search, idents(over))):
+        return True
+    given = [passed(site, scope, key) for site in view.calls.callers(scope)] if key in scope.params else []
+    return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
+
+
+@kept
+def tests_by_name(view: View, scope: Scope, loops_here: bool) -> bool:
+    """Whether a function, or all that call it in a loop, say by their names that they evaluate."""
+    if loops_here:
+        return EVALUATION.search(scope.name)
+    callers = view.calls.callers(scope)
+    return bool(callers) and all(EVALUATION.search(c.scope.name) and loops(c.stmt, c.module) for c in callers)
+
+
+def set_to_eval(site: Site, name: str | None, nest: list[Loop]) -> bool:
+    """Whether the function switched the model of this name to eval mode before, and not back."""
+    if name is None or (site.scope.kind != "function" and not nest):
+        return False
+    modes = (*site.scope.named("eval"), *site.scope.named("train"))
+    switched = sorted((s for s in modes if dotted(s.receiver) == name and s.line < site.line), key=lambda s: s.line)
+    return site.scope.kind != "class" and bool(switched) and switched[-1].name == "eval"
