@@ -45,9 +45,9 @@ def evaluates(view: View, site: Site) -> bool:
             return False
         if tests_by_name(view, inner.scope, False):  # told there
             return False
-    elif not held_out and not set_to_eval(site, run_model(site), nest):
+    elif not held_out and not set_to_eval(site, run_model(site), nest) and not after_training(view, site, nest):
         return False
-    region = view.effects.block(nest[0], scope) if nest else scope.sites
+    region = view.effects.block(nest[0], scope) if nest else until_next_switch(site)
     if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
         return False  # an attack on the model, say
     return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
@@ -84,6 +84,34 @@ def set_to_eval(site: Site, name: str | None, nest: list[Loop]) -> bool:
     """Whether the function switched the model of this name to eval mode before, and not back."""
     if name is None or (site.scope.kind != "function" and not nest):
         return False
-    modes = (*site.scope.named("eval"), *site.scope.named("train"))
-    switched = sorted((s for s in modes if dotted(s.receiver) == name and s.line < site.line), key=lambda s: s.line)
-    return site.scope.kind != "class" and bool(switched) and switched[-1].name == "eval"
+    return site.scope.kind != "class" and in_eval(site, name)
+
+
+def in_eval(site: Site, name: str) -> bool:
+    """Whether the last switch of a model before a call, where that stands, is to eval mode."""
+    switched = [s for s in switches(site.scope, name) if s.line < site.line]
+    return bool(switched) and switched[-1].name == "eval"
+
+
+def switches(scope: Scope, name: str) -> list[Site]:
+    """The calls that switch the model of a name in a function or a file, in their order."""
+    modes = (*scope.named("eval"), *scope.named("train"))
+    return sorted((s for s in modes if dotted(s.receiver) == name), key=lambda s: s.line)
+
+
+def after_training(view: View, site: Site, nest: list[Loop]) -> bool:
+    """Whether a file that trains what it runs by itself (a notebook, say) then predicts with the model in eval mode."""
+    scope, name = site.scope, run_model(site)
+    if scope.kind != "module" or nest or name is None or not in_eval(site, name):
+        return False
+    return view.trainings.trains([s for s in scope.sites if s.line < site.line])
+
+
+def until_next_switch(site: Site) -> list[Site]:
+    """The calls beside one outside all loops: of a file's own, those up to the model's next switch."""
+    if site.scope.kind != "module":
+        return site.scope.sites
+    modes = [s.line for s in switches(site.scope, run_model(site) or "")]
+    start = max((line for line in modes if line < site.line), default=0)
+    end = min((line for line in modes if line > site.line), default=None)
+    return [s for s in site.scope.sites if start <= s.line and (end is None or s.line < end)]
