@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, loops, withs
-from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model
+from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model, shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -39,7 +39,10 @@ def evaluates(view: View, site: Site) -> bool:
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
     if not held_out and not scope.named("eval"):
         return False  # the cheap question first: most calls are neither
-    if not is_forward(view, site):
+    if runs_part(view, site):
+        if not held_out and not set_to_eval(site, switched_model(site), nest):
+            return False
+    elif not is_forward(view, site):
         inner = run_by(view, site) if nest else None
         if inner is None or not (held_out or set_to_eval(site, model_of(site, inner), nest)):
             return False
@@ -48,6 +51,8 @@ def evaluates(view: View, site: Site) -> bool:
     elif not held_out and not set_to_eval(site, run_model(site), nest) and not after_training(view, site, nest):
         return False
     region = view.effects.block(nest[0], scope) if nest else until_next_switch(site)
+    if nest and view.trainings.trains(region):
+        region = until_next_switch(site, nest[0])  # between two steps of the training
     if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
         return False  # an attack on the model, say
     return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
@@ -107,11 +112,43 @@ def after_training(view: View, site: Site, nest: list[Loop]) -> bool:
     return view.trainings.trains([s for s in scope.sites if s.line < site.line])
 
 
-def until_next_switch(site: Site) -> list[Site]:
-    """The calls beside one outside all loops: of a file's own, those up to the model's next switch."""
-    if site.scope.kind != "module":
+def until_next_switch(site: Site, loop: Loop | None = None) -> list[Site]:
+    """The calls beside one of a file's own, or in a loop that trains: those between two switches of the model, where
+    the first stands in the loop.
+    """
+    if site.scope.kind != "module" and loop is None:
         return site.scope.sites
-    modes = [s.line for s in switches(site.scope, run_model(site) or "")]
-    start = max((line for line in modes if line < site.line), default=0)
-    end = min((line for line in modes if line > site.line), default=None)
-    return [s for s in site.scope.sites if start <= s.line and (end is None or s.line < end)]
+    first, end = (loop.lineno, loop.end_lineno or loop.lineno) if loop is not None else (0, len(site.module.lines))
+    modes = [s.line for s in switches(site.scope, switched_model(site) or "") if first <= s.line <= end]
+    start = max((line for line in modes if line < site.line), default=first)
+    end = min((line for line in modes if line > site.line), default=end + 1)
+    return [s for s in site.scope.sites if start <= s.line < end]
+
+
+def runs_part(view: View, site: Site) -> bool:
+    """Whether a call runs a part of a model that is switched here (`self.model.encoder(x)`), or a method of its that
+    runs its layers.
+    """
+    receiver = site.receiver
+    if receiver is None or dotted(receiver) != switched_model(site):
+        return False
+    if is_forward(view, site):
+        return True
+    owner = view.kinds.module_class(receiver, site.scope)
+    method = owner.defs.get(site.name) if owner is not None else None
+    return method is not None and any(layer(s) and not shields(s) for s in method.sites)
+
+
+def layer(site: Site) -> bool:
+    """Whether a call is of a layer of the object, by its name or out of a list (`self.convs[i](x)`)."""
+    func, owner = site.call.func, site.scope.owner
+    name = dotted(func.value if isinstance(func, ast.Subscript) else func) or ""
+    return name.startswith("self.") and owner is not None and last(func) not in owner.defs
+
+
+def switched_model(site: Site) -> str | None:
+    """The name of the model whose mode decides about a call: of one that the function switches, if it calls a part."""
+    name = dotted(site.receiver)
+    if name not in (None, "self") and any(dotted(s.receiver) == name for s in site.scope.named("eval")):
+        return name
+    return run_model(site)

@@ -8,6 +8,7 @@ from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.forwards import is_forward, run_by, shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.view import View
 
 __all__ = ["alone", "foreign", "handed_on", "keeps_all", "without_graph"]
@@ -64,7 +65,11 @@ def without_graph(view: View, site: Site) -> bool | None:
     if inner is not None and shields(inner):
         return True
     switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
-    return shielded(view, site.stmt, site.scope, site.line, 0, switched)
+    found = shielded(view, site.stmt, site.scope, site.line, 0, switched)
+    if found is None and switched and EVALUATION.search(site.scope.name):
+        callers = view.calls.callers(site.scope)
+        return False if any(view.trainings.trains(c.scope.sites) for c in callers) else None  # what trains keeps graphs
+    return found
 
 
 def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, switched: bool) -> bool | None:
@@ -81,7 +86,9 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
     callers = view.calls.callers(scope)
     if not callers:
         sure = (depth > 0 or loops(stmt, scope.module)) and switched
-        return False if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))) else None
+        if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))):
+            return False
+        return None
     if depth > 4:
         return None if scope.decorators or scope.owner is not None else False
     answers = [shielded(view, c.stmt, c.scope, c.line, depth + 1, switched) for c in callers[:6]]
