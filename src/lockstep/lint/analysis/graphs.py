@@ -1,17 +1,18 @@
 """Which names hold tensors of a training step's graph, and which expressions still carry it."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.context import Loop, inside
 from lockstep.lint.analysis.index import Bind, Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, is_true, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, is_true, last, walk
 from lockstep.lint.analysis.origins import element_of, reaching
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 
-__all__ = ["added", "chain", "cuts_graph", "expanded", "holds", "live_at", "live_names"]
+__all__ = ["added", "chain", "computes_loss", "cuts_graph", "evaluated", "expanded", "holds", "live_at", "live_names"]
 
 # Calls and attributes after which nothing of the graph is left.
 CUTS = {
@@ -49,6 +50,9 @@ KEEPS = {
     "view",
     "reshape",
 }
+# What computes a loss, and where a model of transformers has its outputs.
+LOSSES = Words(r"criterion|loss|^crit$|cross_entropy|kl_div", re.IGNORECASE)
+OUTPUTS = {"loss", "logits", "last_hidden_state"}
 
 
 def live_names(view: View, training: Training) -> set[str]:
@@ -57,6 +61,50 @@ def live_names(view: View, training: Training) -> set[str]:
         loss = dotted(view.steps.loss_of(training.backward))
         return graph_names(training, {loss} if loss else set())
     return handed(view, training) | graph_names(training, given(view, training))
+
+
+def evaluated(view: View, forward: Site, loop: Loop) -> set[str]:
+    """The names in a loop that hold what a call of the model gave there, with its graph, or losses of that."""
+    scope = forward.scope
+    names: set[str] = set()
+    for _ in range(3):
+        for name, binds in scope.binds.items():
+            made = [bind for bind in binds if bind.how == "assign" and inside(bind.stmt, loop, scope.module)]
+            if made and all(computed_from(view, bind, forward, names) for bind in made):
+                names.add(name)
+    return names
+
+
+def computed_from(view: View, bind: Bind, forward: Site, names: set[str]) -> bool:
+    """Whether a name is given what a call of the model gave, a loss of that, or a part of it."""
+    value = bind.value
+    if value is None:
+        return False
+    if isinstance(value, ast.Subscript):
+        return not bind.path and dotted(value.value) in names and constant(value.slice) is not None
+    if isinstance(value, ast.Attribute):
+        return dotted(value.value) in names and value.attr in OUTPUTS
+    return start(value) is forward.call or (not bind.path and computes_loss(view, value, forward, names))
+
+
+def computes_loss(view: View, value: ast.expr, forward: Site, names: set[str]) -> bool:
+    """Whether an expression is the loss of what a call of the model gave, still with its graph."""
+    if isinstance(value, ast.BinOp):  # `criterion(output, y) * len(x)`
+        return any(computes_loss(view, side, forward, names) for side in (value.left, value.right))
+    call = start(value)
+    if not isinstance(call, ast.Call) or not LOSSES.search(last(call.func)):
+        return False
+    target = view.calls.target(call, forward.scope)
+    if target is not None and (target.kind != "function" or not all(map(lives, target.returns()))):
+        return False
+    return any(start(each) is forward.call or holds(each, names) for each in call.args)
+
+
+def start(value: ast.expr) -> ast.expr:
+    """What a chain of methods that keep the graph begins with."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
+        value = value.func.value
+    return value
 
 
 def graph_names(training: Training, losses: set[str]) -> set[str]:
@@ -174,9 +222,7 @@ def keeps(node: ast.AST) -> bool:
 
 def chain(value: ast.expr) -> str | None:
     """The name at the start of a chain of methods that keep the graph."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
-        value = value.func.value
-    return dotted(value)
+    return dotted(start(value))
 
 
 def cuts(value: ast.expr) -> bool:

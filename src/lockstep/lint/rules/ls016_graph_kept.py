@@ -4,9 +4,22 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import inside, loops, withs
-from lockstep.lint.analysis.graphs import added, chain, cuts_graph, expanded, holds, live_at, live_names
+from lockstep.lint.analysis.evaluations import evaluations
+from lockstep.lint.analysis.forwards import is_forward
+from lockstep.lint.analysis.graphs import (
+    added,
+    chain,
+    computes_loss,
+    cuts_graph,
+    evaluated,
+    expanded,
+    holds,
+    live_at,
+    live_names,
+)
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, walk
+from lockstep.lint.analysis.sight import without_graph
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -27,10 +40,25 @@ def check(view: View) -> Iterator[Found]:
         if training.backward.scope is not training.scope and training.backward.scope.module is view.module:
             loss = dotted(view.steps.loss_of(training.backward))
             yield from kept_by_object(training.backward.scope, {loss} if loss else set())
+    yield from in_evaluations(view)
     if "LightningModule" in view.module.text:
         for scope in view.scopes:
             if scope.name == "training_step" and scope.owner is not None:
                 yield from kept_by_object(scope, returned(scope))
+
+
+def in_evaluations(view: View) -> Iterator[Found]:
+    """What outlives a batch of an evaluation that builds the graph."""
+    done: set[ast.stmt] = set()
+    for site in evaluations(view):
+        nest = loops(site.stmt, site.module)
+        if not nest or nest[0] in done or not is_forward(view, site) or without_graph(view, site) is not False:
+            continue
+        done.add(nest[0])
+        evaluation = Training(nest[0], site.scope, site, None)
+        live = evaluated(view, site, nest[0])
+        yield from sums(view, evaluation, live)
+        yield from lists(view, evaluation, live)
 
 
 def returned(step: Scope) -> set[str]:
@@ -56,17 +84,13 @@ def kept_by_object(step: Scope, losses: set[str]) -> Iterator[Found]:
         name = holder(site)
         if value is None or name is None or not name.startswith("self."):
             continue
-        if (
-            chain(value) in live_at(live, site.stmt, step)
-            and name not in step.binds
-            and not without_graph(site.stmt, step)
-        ):
+        if chain(value) in live_at(live, site.stmt, step) and name not in step.binds and not shielded(site.stmt, step):
             yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
     for name, binds in step.binds.items():
         for bind in binds if name.startswith("self.") and all(map(added, binds)) else ():
             value = added(bind)
             left = live_at(live - {name}, bind.stmt, step)
-            if value is not None and chain(value) in left and not without_graph(bind.stmt, step):
+            if value is not None and chain(value) in left and not shielded(bind.stmt, step):
                 yield Found(bind.stmt, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
 
 
@@ -79,12 +103,14 @@ def holder(site: Site) -> str | None:
 def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     """`total += loss`, and `total = total + loss`."""
     scope = training.scope
+    evaluates = not view.steps.backwards(training.backward)
     for name, binds in (*scope.binds.items(), *items(scope)):
         for bind in binds:
             value = added(bind) if inside(bind.stmt, training.loop, scope.module) else None
-            if value is None or name in live or without_graph(bind.stmt, scope):
+            if value is None or name in live or shielded(bind.stmt, scope):
                 continue
-            if not holds(value, live_at(live, bind.stmt, scope)):
+            left = live_at(live, bind.stmt, scope)
+            if not holds(value, left) and not (evaluates and computes_loss(view, value, training.backward, left)):
                 continue
             if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
@@ -162,7 +188,7 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
     scope = training.scope
     for site in view.trainings.body(training.loop, scope):
         name = holder(site)
-        if site.name != "append" or name is None or len(site.call.args) != 1 or without_graph(site.stmt, scope):
+        if site.name != "append" or name is None or len(site.call.args) != 1 or shielded(site.stmt, scope):
             continue
         value = site.call.args[0]
         if chain(value) not in live_at(live, site.stmt, scope):
@@ -213,7 +239,7 @@ def sums_up(method: Scope) -> bool:
     return False
 
 
-def without_graph(stmt: ast.stmt, scope: Scope) -> bool:
+def shielded(stmt: ast.stmt, scope: Scope) -> bool:
     """Whether a statement stands in a block that certainly keeps no graph."""
     return any(map(cuts_graph, withs(stmt, scope.module)))
 
