@@ -156,7 +156,7 @@ def outlives(view: View, scope: Scope, name: str, training: Training) -> bool:
 
 def each_step(view: View, bind: Bind, scope: Scope) -> bool:
     """Whether a sum is started anew where the optimizer steps: it holds the graphs of one step alone."""
-    branch = scope.module.up.get(bind.stmt, (None, ""))[0]
+    branch = branch_of(bind, scope)
     return isinstance(branch, ast.If) and any(
         view.steps.steps_optimizer(site) and inside(site.stmt, branch, scope.module) for site in scope.sites
     )
@@ -191,17 +191,27 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
         if site.name != "append" or name is None or len(site.call.args) != 1 or shielded(site.stmt, scope):
             continue
         value = site.call.args[0]
-        if chain(value) not in live_at(live, site.stmt, scope):
-            continue
-        if outlives_list(scope, name, training) and not flows_back(view, training, name):
-            yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
+        parts = list(value.elts) if isinstance(value, ast.List | ast.Tuple) else [value]
+        left = live_at(live, site.stmt, scope)
+        part = next((each for each in parts if chain(each) in left), None)
+        if part is not None and outlives_list(view, scope, name, training) and not flows_back(view, training, name):
+            yield Found(site.call, MESSAGE.format(ast.unparse(part)), edit=edit("method", part, "detach"))
 
 
-def outlives_list(scope: Scope, name: str, training: Training) -> bool:
+def outlives_list(view: View, scope: Scope, name: str, training: Training) -> bool:
+    """Whether a list starts outside the step loop, and is emptied in it only now and then."""
     binds = [b for b in scope.binds.get(name, []) if b.how == "assign"]
-    return not any(inside(b.stmt, training.loop, scope.module) for b in binds) and (
-        bool(binds) or name.startswith("self.")
-    )
+    within = [b for b in binds if inside(b.stmt, training.loop, scope.module)]
+    if any(b.stmt in training.loop.body or not isinstance(branch_of(b, scope), ast.If) for b in within):
+        return False
+    if within and (len(within) == len(binds) or any(each_step(view, b, scope) for b in within)):
+        return False
+    return bool(binds) or name.startswith("self.")
+
+
+def branch_of(bind: Bind, scope: Scope) -> ast.AST | None:
+    """The statement around the one of a binding."""
+    return scope.module.up.get(bind.stmt, (None, ""))[0]
 
 
 def meters(view: View, training: Training, live: set[str]) -> Iterator[Found]:
