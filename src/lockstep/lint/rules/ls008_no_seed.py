@@ -23,6 +23,8 @@ BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
 BESIDE = Words(r"Loader$|Dataset$|DataModule$")
 # They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
 KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
+# What looks a class up.
+CLASSES = Words(r"class|getattr|locate|import|registry", re.IGNORECASE)
 ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
@@ -246,7 +248,7 @@ def makes(view: View, site: Site) -> bool:
             or "model" in site.name
             or "net" in site.name
             or (owner.kind == "class" and foreign(view, owner) and "model" in site.name.lower())
-            or (owner.kind == "function" and BUILDS.search(site.name))
+            or (owner.kind == "function" and (BUILDS.search(site.name) or gives_model(view, owner)))
         )
     if isinstance(site.call.func, ast.Call | ast.Subscript):
         return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`
@@ -259,6 +261,20 @@ def makes(view: View, site: Site) -> bool:
         or "model" in site.name
         or site.name == "instantiate"  # of what a configuration says
     )
+
+
+def gives_model(view: View, function: Scope) -> bool:
+    """Whether a function gives back a module of a visible class, or of one that it looks up
+    (`kind = get_class(name); return kind(**options)`).
+    """
+    for value in function.returns():
+        if view.kinds.module_class(value, function) is not None:
+            return True
+        made = value.func if isinstance(value, ast.Call) else None
+        found = function.binds.get(made.id, []) if isinstance(made, ast.Name) else []
+        if found and all(isinstance(bind.value, ast.Call) and CLASSES.search(last(bind.value)) for bind in found):
+            return True
+    return False
 
 
 def foreign(view: View, owner: Scope) -> bool:
