@@ -3,13 +3,15 @@
 import ast
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, idents, last, walk
+from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.rankwords import COUNT
 
 __all__ = ["JOINS", "by_ranks", "divided_after", "mean_after"]
 
 # What makes one list of the ranks' lists.
 JOINS = {"cat", "concat", "concatenate", "extend", "chain", "from_iterable"}
+# Functions that take the mean, of a list or of a list of dictionaries.
+MEAN = Words(r"^(mean|fmean)$|^_?(dict|dicts|metrics)_(mean|average|avg)$|^_?(mean|average|avg)_(of_)?(dict|metric)s?$")
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
 
 
@@ -29,7 +31,7 @@ def mean_after(site: Site) -> bool:
 
 def means(node: ast.AST, name: str) -> bool:
     """Whether an expression is the mean of a list (`sum(parts) / world_size`, `torch.stack(parts).mean()`)."""
-    if isinstance(node, ast.Call) and last(node) == "mean":
+    if isinstance(node, ast.Call) and MEAN.search(last(node)):
         joined = any(isinstance(part, ast.Call) and last(part) in JOINS for part in walk(node))
         return name in {*idents(node)} and not joined
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last(node.left) == "sum":

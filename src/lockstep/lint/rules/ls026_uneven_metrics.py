@@ -56,7 +56,7 @@ def check(view: View) -> Iterator[Found]:
     if not samplers and not by_hand:
         return
     yield from unshared(view)
-    said = any(map(shards, samplers)) or any(map(held_part, by_hand))
+    said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
     for scope in view.scopes:
         for site in scope.sites if scope.kind == "function" else ():
             if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
@@ -184,6 +184,26 @@ def shards(site: Site) -> bool:
     return any(EVALUATION.search(name) for name in idents(site.stmt)) or "val" in text or "test" in text
 
 
+def serves_both(view: View, site: Site) -> bool:
+    """Whether the function that makes a sampler makes those of the training and of held-out data alike: its callers
+    say whether it shuffles, and one asks for held-out data in order.
+    """
+    flag = dotted(keyword(site.call, "shuffle"))
+    return flag in site.scope.params and asked_in_order(view, site.scope, flag, 0)
+
+
+def asked_in_order(view: View, function: Scope, flag: str, depth: int) -> bool:
+    """Whether a caller gives a function False under a name, for held-out data by what the statement says."""
+    for caller in view.calls.callers(function)[:MAX_CALLERS]:
+        value = passed(caller, function, flag)
+        if constant(value) is False and any(map(EVALUATION.search, idents(caller.stmt))):
+            return True
+        name = dotted(value)
+        if depth < 2 and name in caller.scope.params and asked_in_order(view, caller.scope, name, depth + 1):
+            return True
+    return False
+
+
 def held_out(view: View, site: Site) -> bool:
     """Whether a call stands in an evaluating function, in a loop or after one, or is given what an evaluation found."""
     if EVALUATION.search(site.scope.name):
@@ -216,10 +236,12 @@ def idents_of(view: View, value: ast.expr, site: Site) -> Iterator[str]:
 
 def averages(view: View, site: Site) -> bool:
     """Whether a call brings the ranks' values together and takes their mean."""
+    if site.name in ("all_reduce", "allreduce", "reduce") and any(
+        last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
+    ):
+        return True  # `ReduceOp.AVG`, of whatever carries it out
     if site.name in ("all_reduce", "reduce") and view.full(site).startswith("torch.distributed"):
-        return any(
-            last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
-        ) or divided_after(site)
+        return divided_after(site)
     if site.name in ("all_gather", "gather", "all_gather_object") and view.full(site).startswith("torch.distributed"):
         return mean_after(site)
     return (
