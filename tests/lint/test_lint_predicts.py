@@ -1,5 +1,5 @@
 """LS017: models that predict outside loops and parts of them; LS016: what an evaluation with a graph keeps; LS008:
-functions that give a model; LS026: means by other names, and samplers for training and evaluation alike.
+functions that give a model; LS026: means by other names, samplers for training and evaluation alike; LS034: loaders.
 """
 
 import pytest
@@ -276,3 +276,23 @@ def test_samplers_for_training_and_held_out_data_alike():
     assert told(text.format(shuffle="train", train="False"), "LS026") == 1
     assert told(text.format(shuffle="train", train="True"), "LS026") == 0
     assert told(text.format(shuffle="True", train="False"), "LS026") == 0
+
+
+NOISE = """
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+class Noisy(Dataset):
+    def __getitem__(self, i):
+        return i + np.random.randn()
+
+class BatchLoader({parent}):
+    pass
+
+loader = BatchLoader(Noisy(), num_workers={workers})
+"""
+
+
+@pytest.mark.parametrize(("parent", "workers", "found"), [("DataLoader", 2, 1), ("DataLoader", 0, 0), ("object", 2, 0)])
+def test_a_loader_of_the_projects_own_class(parent, workers, found):
+    assert told(NOISE.format(parent=parent, workers=workers), "LS034") == found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import given
 from lockstep.lint.analysis.context import guards
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.literals import default
 from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
@@ -18,6 +18,7 @@ __all__ = ["RULE"]
 MESSAGE = "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn"
 # A function of this name seeds nothing until a loader is given it.
 SEEDS_WORKERS = re.compile(r"(?<!def )\bworker_init_fn\b")
+LOADER = re.compile(r"Loader[A-Z]?$")
 # What joins data sets, or takes a part of one.
 JOINED = {"ConcatDataset", "ChainDataset", "Subset", "random_split"}
 MAX_JOINED = 3
@@ -33,7 +34,7 @@ def check(view: View) -> Iterator[Found]:
         for member in view.project.family(view.module)
     ):
         return
-    if not any(workers(view, s) for member in view.project.family(view.module) for s in member.sites("DataLoader")):
+    if not any(workers(view, s) for member in view.project.family(view.module) for s in loaders(view, member)):
         return
     for scope in view.scopes:
         if scope.kind == "class" and is_dataset(view, scope):
@@ -41,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
             if site is not None and site.module is view.module:
                 yield at(site, MESSAGE)
     told: set[Scope] = set()
-    for site in (s for s in view.sites("DataLoader") if workers(view, s)):
+    for site in (s for s in loaders(view, view.module) if workers(view, s)):
         drawn = []
         for call, scope in made_sets(view, argument(site.call, 0, "dataset"), site.scope, 0):
             owner = view.names.definition(call.func, scope)
@@ -52,6 +53,25 @@ def check(view: View) -> Iterator[Found]:
         told.update(drawn)
         if drawn:
             yield at(site, f"{drawn[0].name} {MESSAGE}")
+
+
+def loaders(view: View, module: Module) -> Iterator[Site]:
+    """The calls of a file that make a DataLoader, or one of a class of the project that derives from it."""
+    for name, sites in module.by_name.items():
+        if name == "DataLoader":
+            yield from sites
+        elif LOADER.search(name):
+            yield from (site for site in sites if derives(view, site))
+
+
+def derives(view: View, site: Site) -> bool:
+    """Whether a call makes an object of a class that derives from torch's DataLoader."""
+    owner = view.names.definition(site.call.func, site.scope)
+    return (
+        owner is not None
+        and owner.kind == "class"
+        and any(name.startswith("torch.") and name.endswith(".DataLoader") for name in view.names.bases_of(owner))
+    )
 
 
 def made_sets(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
