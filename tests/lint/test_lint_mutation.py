@@ -211,7 +211,10 @@ def test_the_pitfall_is_found_after(code, name, edits):
         edit.count = 0
         tree = edit.visit(tree)
         assert edit.count, "the edit found nothing to change"
-    assert {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))} == {code}
+    graph = (
+        {"LS016"} if any("no_grad" in str(getattr(edit, "old", "")) for edit in edits) else set()
+    )  # its sum keeps what is built
+    assert {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))} == {code} | graph
 
 
 def test_every_rule_has_a_mutation():
