@@ -203,13 +203,15 @@ import torch
 class Net(torch.nn.Module):
     pass
 
-def Dense67(name):
+def Dense67(name, given=None):
     {body}
 
 def main(loader):
-    model = Dense67("x")
+    model = Dense67("x", open("x"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in loader:
         model(x).sum().backward()
+        optimizer.step()
 
 if __name__ == "__main__":
     main([])
@@ -222,7 +224,7 @@ if __name__ == "__main__":
         ("return Net()", 1),
         ("kind = get_class(name); return kind()", 1),
         ("kind = open(name); return kind.read()", 0),
-        ("return 3", 0),
+        ("return given", 0),
     ],
 )
 def test_functions_that_give_a_model(body, found):

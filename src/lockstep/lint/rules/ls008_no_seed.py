@@ -264,14 +264,21 @@ def makes(view: View, site: Site) -> bool:
 
 
 def gives_model(view: View, function: Scope) -> bool:
-    """Whether a function gives back a module of a visible class, or of one that it looks up
-    (`kind = get_class(name); return kind(**options)`).
+    """Whether a function makes and gives back a module of a visible class, or of one that it looks up
+    (`kind = get_class(name); return kind(**options)`), in a program that steps an optimizer.
     """
+    members = view.project.closure(view.module)
+    if not any(view.steps.steps_optimizer(s) for member in members for s in member.sites("step")):
+        return False  # tries a model out
+    if view.trainings.trains(function.sites):
+        return False  # what it trains is told where it is made
     for value in function.returns():
-        if view.kinds.module_class(value, function) is not None:
-            return True
-        made = value.func if isinstance(value, ast.Call) else None
-        found = function.binds.get(made.id, []) if isinstance(made, ast.Name) else []
+        for call, home, _ in view.origins.calls_of(value, function):
+            made = view.names.definition(call.func, home)
+            if home is function and made is not None and made.kind == "class" and view.kinds.is_module_class(made):
+                return True
+        kind = value.func if isinstance(value, ast.Call) else None
+        found = function.binds.get(kind.id, []) if isinstance(kind, ast.Name) else []
         if found and all(isinstance(bind.value, ast.Call) and CLASSES.search(last(bind.value)) for bind in found):
             return True
     return False
