@@ -118,6 +118,9 @@ CLASS = "import torch.distributed as dist\nclass Engine:\n    def __exit__(self,
             False,
         ),
         ({"run.py": START + "from unseen import cleanup\n" + MAIN.format("cleanup()")}, False),
+        ({"run.py": START + "from unseen import stop_dist\n" + MAIN.format("stop_dist()")}, False),
+        ({"run.py": START + "import unseen\n" + MAIN.format("unseen.dist2plane(1)")}, True),
+        ({"run.py": START + "import unseen\n" + MAIN.format("unseen.is_distributed_run()")}, True),
     ],
 )
 def test_the_end_of_the_group_is_one_that_the_program_reaches(tmp_path, files, told):

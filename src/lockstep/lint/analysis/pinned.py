@@ -11,6 +11,8 @@ from lockstep.lint.analysis.origins import Origins
 __all__ = ["never_pins", "pins_memory"]
 
 PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
+# What says that there is a GPU, and that it is used.
+GPU = ("cuda", "usecuda", "usegpu", "hascuda", "hasgpu", "iscuda", "cudaavailable")
 
 
 @kept
@@ -21,7 +23,7 @@ def pins_memory(module: Module) -> bool:
     return (
         any(_asks(site) for site in module.sites())
         or any(
-            (PIN.search(key) and _is_pinning(bind.value))
+            (PIN.search(key) and _is_pinning(bind.value, scope))
             or any(isinstance(arm, ast.Dict) and _pins(arm) for arm in _arms(bind))
             for scope in module.scopes
             for key, binds in scope.binds.items()
@@ -54,7 +56,7 @@ def _sets(stmt: ast.stmt) -> bool:
 
 def _asks(site: Site) -> bool:
     """Whether a call says True for `pin_memory`, with its own argument, as a flag's default or as one of `get`."""
-    if any(item.arg and PIN.search(item.arg) and _is_pinning(item.value) for item in site.call.keywords):
+    if any(item.arg and PIN.search(item.arg) and _is_pinning(item.value, site.scope) for item in site.call.keywords):
         return True
     if site.name in ("add_argument", "get") and any(PIN.search(text) for text in strings(site.call)):
         default = argument(site.call, 1, "default") if site.name == "get" else keyword(site.call, "default")
@@ -73,18 +75,46 @@ def _default(scope: Scope) -> bool:
     return any(PIN.search(arg.arg) and is_true(value) for arg, value in pairs)
 
 
-def _is_pinning(value: ast.expr | None) -> bool:
+def _is_pinning(value: ast.expr | None, scope: Scope | None = None) -> bool:
     """Whether a value is True, or true where there is a GPU."""
     if isinstance(value, ast.IfExp):
-        return _is_pinning(value.body) or _is_pinning(value.orelse)
+        return _is_pinning(value.body, scope) or _is_pinning(value.orelse, scope)
+    if isinstance(value, ast.BoolOp):
+        found = [_is_pinning(part, scope) for part in value.values]
+        return all(found) if isinstance(value.op, ast.And) else any(found)
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
         return last(value.operand) in ("cpu", "use_cpu", "no_cuda", "no_gpu")
     if isinstance(value, ast.Name | ast.Attribute):
-        return last(value).lower() in ("cuda", "use_cuda", "use_gpu", "has_cuda")
+        return last(value).lower().replace("_", "") in GPU or (isinstance(value, ast.Name) and _told(value.id, scope))
     if isinstance(value, ast.Compare):
-        other, same = constant(value.comparators[0]), isinstance(value.ops[0], ast.Eq)
-        return other == "cuda" if same else isinstance(value.ops[0], ast.NotEq) and other in ("cpu", "mps")
-    return is_true(value) or (isinstance(value, ast.Call) and last(value) == "is_available" and "cuda" in idents(value))
+        return _compares(value)
+    if isinstance(value, ast.Call):
+        asks = last(value) == "startswith" and "cuda" in strings(value)
+        return asks or (last(value) in ("is_available", "bool") and {"cuda", "is_available"} <= set(idents(value)))
+    return is_true(value)
+
+
+def _told(name: str, scope: Scope | None) -> bool:
+    """Whether a name of a function or of its file is only given what is true where there is a GPU."""
+    while scope is not None and name not in scope.binds and name not in scope.params:
+        scope = scope.parent
+    given = [bind.value for bind in scope.binds.get(name, [])] if scope is not None else []
+    return bool(given) and all(isinstance(each, ast.Call | ast.Compare) and _is_pinning(each) for each in given)
+
+
+def _compares(value: ast.Compare) -> bool:
+    """Whether a comparison is true where there is a GPU (`device.type == "cuda"`, `"cuda" in str(device)`)."""
+    other = constant(value.comparators[0])
+    match value.ops[0]:
+        case ast.Eq():
+            return other == "cuda"
+        case ast.NotEq():
+            return other in ("cpu", "mps")
+        case ast.In():
+            return constant(value.left) == "cuda"
+        case ast.Gt():
+            return last(value.left) == "device_count" and other == 0
+    return False
 
 
 def _arms(bind: Bind) -> list[ast.expr | None]:

@@ -38,13 +38,27 @@ def leaves_out(view: View, node: ast.expr, site: Site) -> bool:
     if name is None:
         return False
     given = [bind.value for bind, _ in view.origins.binds(name, site.scope, site.line)]
-    fed = any(dotted(other.receiver) == name for other in site.scope.sites) or any(
-        isinstance(target, ast.Subscript) and dotted(target.value) == name
+    fed = any(dotted(other.receiver) == name and not harmless(other) for other in site.scope.sites) or any(
+        isinstance(target, ast.Subscript) and dotted(target.value) == name and adds_workers(target.slice)
         for stmt in site.scope.stmts
         if isinstance(stmt, ast.Assign)
         for target in stmt.targets
     )
     return bool(given) and not fed and all(map(without_workers, given))
+
+
+def harmless(site: Site) -> bool:
+    """Whether a dictionary's method gives it no workers (`options.update({"batch_size": 8})`)."""
+    if site.name != "update":
+        return site.name in ("pop", "get", "items", "keys", "values", "copy")
+    named = all(item.arg not in (None, "num_workers") for item in site.call.keywords)
+    return named and all(map(without_workers, site.call.args))
+
+
+def adds_workers(key: ast.expr) -> bool:
+    """Whether what is set under a key of a dictionary may be its workers."""
+    name = constant(key)
+    return not isinstance(name, str) or name == "num_workers"
 
 
 def without_workers(value: ast.expr | None) -> bool:

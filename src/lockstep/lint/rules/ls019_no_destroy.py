@@ -12,11 +12,13 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ENDS = Words(
-    r"(?<!is_)(?<!get_)(?<!to_)dist(?!anc|il|ort|\d|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)|clean|destroy"
-    r"|teardown|tear_down|shut_?down|finali[sz]e|finish|(?<![a-z])exit|launch|^init(?!_?log|_?seed)"
+    r"(?<!is_)(?<!get_)(?<!to_)dist(?!anc|il|ort|\d|_?(loss|mat|map)|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)"
+    r"|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|(?<![a-z])exit|launch|^init(?!_?log|_?seed)"
     r"|^setup(?!_?log|_?seed)|^main|^run|worker(?!_?(init|seed))",
     re.IGNORECASE,
 )
+# What only asks for something, or changes a value (`is_dist_avail`, `convert_to_distributed_tensor`, `cdist`).
+ASKS = re.compile(r"(is|has|get|convert)_|[pc]?dists?$")
 
 END = "destroy_process_group"
 # Helpers of that name end it, wherever they come from.
@@ -25,7 +27,7 @@ HELPERS = ("cleanup_dist", "dist_cleanup")
 
 def check(view: View) -> Iterator[Found]:
     """Looks for the end of the process group in the programs that start one."""
-    if ended(view) or view.hidden(ENDS):
+    if ended(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import guards, loops
+from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.forwards import shields
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
     base,
@@ -20,6 +20,7 @@ from lockstep.lint.analysis.nodes import (
     walk,
 )
 from lockstep.lint.analysis.pinned import never_pins, pins_memory
+from lockstep.lint.analysis.prepared import unprepared
 from lockstep.lint.analysis.view import View
 from lockstep.lint.analysis.workers import no_workers
 from lockstep.lint.finding import Confidence, Severity
@@ -41,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
     if (not others or others == {"accelerate"}) and pinned(view) and not view.mps_only:
         for site in view.sites(*MOVES):
             device = next(iter(site.call.args), None) if site.name == "to" else None
-            if others and not unprepared(site):
+            if others and not unprepared(view, site):
                 continue
             if blocking(view, site) and not view.on_cpu(site) and not view.is_cpu(device, site.scope):
                 yield at(
@@ -57,17 +58,6 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("__init__"):
         if own_loader(view, site) and no_workers(view, site):
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
-
-
-def unprepared(site: Site) -> bool:
-    """Whether a call is made only where a flag leaves Accelerate out (`if use_accelerate: ... else: x.to(device)`)."""
-    for guard in guards(site.stmt, site.module):
-        test, when = guard.test, guard.when
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            test, when = test.operand, not when
-        if not when and isinstance(test, ast.Name | ast.Attribute) and "accelerat" in last(test).lower():
-            return True
-    return False
 
 
 def own_loader(view: View, site: Site) -> bool:
@@ -180,7 +170,7 @@ def fed(view: View, site: Site, name: str, depth: int = 2) -> bool:
     scope = site.scope
     if scope.kind != "function":
         return False
-    callers = view.calls.callers(scope)
+    callers = callers_of(view, scope)
     params = [*scope.params, *rest_of(scope)]
     own = {param for param in params if any(gives_batch(view, c, scope, param, depth) for c in callers)}
     if not callers and maps(view, scope):
@@ -193,6 +183,13 @@ def fed(view: View, site: Site, name: str, depth: int = 2) -> bool:
             if bind.value is not None and bind.stmt.lineno <= site.line and taken(bind.value, own)
         }
     return name in own or name in comprehension_names(site, own)
+
+
+def callers_of(view: View, scope: Scope) -> list[Site]:
+    """The calls that may run a function: also those that name the method of a base class which it stands in for."""
+    parents = view.names.parents(scope.owner) if scope.owner is not None and not scope.name.startswith("__") else ()
+    replaced_ones = {view.names.member(parent, scope.name) for parent in parents} - {None, scope}
+    return [site for each in (scope, *replaced_ones) if each is not None for site in view.calls.callers(each)]
 
 
 def taken(value: ast.expr, own: set[str]) -> bool:
@@ -261,25 +258,55 @@ def over_batches(view: View, loop: ast.For, site: Site) -> bool:
 
 
 def pinned_loader(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether a value is a loader, and may be one that pins its memory."""
-    return view.kinds.is_loader(node, scope) and not never_pins(view.origins, node, scope)
+    """Whether a value is a loader, also one of several (`data = loaders["train"]`), and may pin its memory."""
+    found = view.kinds.is_loader(node, scope) or any(
+        isinstance(origin.node, ast.Subscript) and view.kinds.is_loader(origin.node, origin.scope)
+        for origin in view.origins.of(node, scope)
+    )
+    return found and not never_pins(view.origins, node, scope)
 
 
 def carried(site: Site, name: str, loop: ast.For) -> bool:
-    """Whether a variable is one of the loop's own, or unpacked from one."""
+    """Whether a variable is one of the loop's own, or unpacked from one, itself or by way of another."""
     own = {key for key, _ in targets(loop.target)}
     if name in own or replaced(site, name, own, loop.lineno):
         return not replaced(site, name, own, loop.lineno)
+    for _ in range(2):
+        own |= unpacked(site, own, loop.lineno)
     for bind in site.scope.binds.get(name, []):
         if bind.value is not None and loop.lineno <= bind.stmt.lineno <= site.line:
-            value: ast.AST = bind.value
-            for place in bind.path:
-                if isinstance(value, ast.Tuple | ast.List) and place < len(value.elts):
-                    value = value.elts[place]
+            value = placed(bind)
             root = base(value)
-            if isinstance(root, ast.Name) and root.id in own:
+            if isinstance(root, ast.Name) and root.id in own and not moved(value):
                 return True
     return name in comprehension_names(site, own)
+
+
+def moved(value: ast.expr) -> bool:
+    """Whether a value was moved to a device already (`batch["x"].to(device).float()`)."""
+    return any(
+        isinstance(node, ast.Call) and (last(node) == "cuda" or (last(node) == "to" and moves_device(node)))
+        for node in walk(value)
+    )
+
+
+def unpacked(site: Site, own: set[str], start: int) -> set[str]:
+    """The names that get parts of a batch, as they are, between a line and a call (`graph, atoms = batch`)."""
+    return {
+        key
+        for key, binds in site.scope.binds.items()
+        for bind in binds
+        if start <= bind.stmt.lineno < site.line and bind.how == "assign" and taken(placed(bind), own)
+    }
+
+
+def placed(bind: Bind) -> ast.expr:
+    """What a binding takes its value from: what stands at its place in a tuple that is written out."""
+    value = bind.value or ast.Constant(None)
+    for place in bind.path:
+        if isinstance(value, ast.Tuple | ast.List) and place < len(value.elts):
+            value = value.elts[place]
+    return value
 
 
 def replaced(site: Site, name: str, own: set[str], start: int = 0) -> bool:
