@@ -45,6 +45,8 @@ USUAL = {
         ({"above": "_C.DATA.PIN_MEMORY = False", "option": "pin_memory=cfg.DATA.PIN_MEMORY"}, False),
         ({"option": "pin_memory=cfg.get('pin_memory', True)"}, True),
         ({"option": "pin_memory=cfg.get('pin_memory', False)"}, False),
+        ({"option": "pin_memory=getattr(cfg, 'pin_memory', True)"}, True),
+        ({"option": "pin_memory=getattr(cfg, 'pin_memory', False)"}, False),
         ({"option": "pin_memory=torch.cuda.is_available()"}, True),
         ({"option": "pin_memory=device.type == 'cuda'"}, True),
         ({"option": "pin_memory=device.type == 'mps'"}, False),

@@ -5,12 +5,14 @@ import re
 
 from lockstep.lint.analysis.index import Bind, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, keyword, last, strings
+from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, last, strings
 from lockstep.lint.analysis.origins import Origins
 
 __all__ = ["never_pins", "pins_memory"]
 
 PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
+# Calls that give an option's default, each with the place where it stands.
+DEFAULTS = {"add_argument": 99, "get": 1, "getattr": 2, "setdefault": 1}
 # What says that there is a GPU, and that it is used.
 GPU = ("cuda", "usecuda", "usegpu", "hascuda", "hasgpu", "iscuda", "cudaavailable")
 
@@ -58,9 +60,8 @@ def _asks(site: Site) -> bool:
     """Whether a call says True for `pin_memory`, with its own argument, as a flag's default or as one of `get`."""
     if any(item.arg and PIN.search(item.arg) and _is_pinning(item.value, site.scope) for item in site.call.keywords):
         return True
-    if site.name in ("add_argument", "get") and any(PIN.search(text) for text in strings(site.call)):
-        default = argument(site.call, 1, "default") if site.name == "get" else keyword(site.call, "default")
-        return is_true(default)
+    if site.name in DEFAULTS and any(PIN.search(text) for text in strings(site.call)):
+        return is_true(argument(site.call, DEFAULTS[site.name], "default"))
     return False
 
 
