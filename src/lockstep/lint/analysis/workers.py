@@ -6,7 +6,7 @@ from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 
-__all__ = ["no_workers"]
+__all__ = ["no_workers", "own_loader"]
 
 
 def no_workers(view: View, site: Site) -> bool:
@@ -20,6 +20,13 @@ def no_workers(view: View, site: Site) -> bool:
     if len(site.call.args) > 5 or any(isinstance(arg, ast.Starred) for arg in site.call.args):
         return False
     return all(leaves_out(view, item.value, site) for item in site.call.keywords if item.arg is None)
+
+
+def own_loader(view: View, site: Site) -> bool:
+    """Whether a call of `super().__init__` makes a DataLoader of a class of the project's own."""
+    owner = site.scope.owner
+    supers = isinstance(site.receiver, ast.Call) and last(site.receiver) == "super"
+    return supers and owner is not None and any(base.endswith("data.DataLoader") for base in view.names.bases_of(owner))
 
 
 def one_batch(site: Site) -> bool:

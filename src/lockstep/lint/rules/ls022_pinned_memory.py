@@ -22,7 +22,7 @@ from lockstep.lint.analysis.nodes import (
 from lockstep.lint.analysis.pinned import never_pins, pins_memory
 from lockstep.lint.analysis.prepared import unprepared
 from lockstep.lint.analysis.view import View
-from lockstep.lint.analysis.workers import no_workers
+from lockstep.lint.analysis.workers import no_workers, own_loader
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
 
@@ -58,13 +58,6 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("__init__"):
         if own_loader(view, site) and no_workers(view, site):
             yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
-
-
-def own_loader(view: View, site: Site) -> bool:
-    """Whether a call of `super().__init__` makes a DataLoader of a class of the project's own."""
-    owner = site.scope.owner
-    supers = isinstance(site.receiver, ast.Call) and last(site.receiver) == "super"
-    return supers and owner is not None and any(base.endswith("data.DataLoader") for base in view.names.bases_of(owner))
 
 
 def pinned(view: View) -> bool:
