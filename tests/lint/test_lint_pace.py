@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.lint.config import configure
-from lockstep.lint.runner import check_text
+from lockstep.lint.runner import check_paths, check_text
 
 SCRIPT = """
 import torch
@@ -90,6 +90,19 @@ def found(text):
         ("if args.debug: break\n        show(loss)", 1),
         ("if args.debug: show(loss)", 0),
         ("if i < args.log_interval: continue\n        show(loss)", 0),
+        ("if i % 10 == 0 and i != 0: pass\n        else: show(loss)", 1),
+        ("if i % 10 != 0 and i != 0: pass\n        else: show(loss)", 0),
+        ("if model.n_classes == 1: show(loss)", 1),
+        ("if sample.n_classes == 1: show(loss)", 0),
+        ("if model.updates_count == 1: show(loss)", 0),
+        ("if sample.loss_conf.weight > 0: show(loss)", 1),
+        ("if sample.weight > 0: show(loss)", 0),
+        ("if (x > 0).any(): show(loss)", 1),
+        ("if torch.isnan(x).any(): show(loss)", 0),
+        ("if len(names) > 0: show(loss)", 1),
+        ("if len(names) == 0: show(loss)", 0),
+        ("if len(names) > 8: show(loss)", 0),
+        ("if len(failed) > 0: show(loss)", 0),
     ],
 )
 def test_how_often_a_line_runs(line, told):
@@ -115,6 +128,99 @@ def test_each_arm_of_a_test_that_steps_now_and_then():
     read, rest = "total = loss.item()", "pass"
     assert found(ARMS.format(stepped=read, summed=rest)) == 1
     assert found(ARMS.format(stepped=rest, summed=read)) == 1
+
+
+FLAG = """
+import torch
+
+def train(model, loader, optimizer, rank, epochs):
+    model.cuda()
+    {before}
+    for epoch in range(epochs):
+        {between}
+        for x in loader:
+            loss = model(x.cuda())
+            loss.backward()
+            optimizer.step()
+            if noted:
+                print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "told"),
+    [
+        ("noted = rank == 0", "pass", 1),
+        ("noted = False\n    if rank == 0: noted = True", "pass", 1),
+        ("noted = False", "if epoch == 9: noted = True", 0),
+        ("pass", "noted = False\n        if epoch % 10 == 0: noted = True", 0),
+    ],
+)
+def test_a_flag_that_is_set_before_the_epochs(before, between, told):
+    assert found(FLAG.format(before=before, between=between)) == told
+
+
+MICRO = """
+import torch
+
+def train(model, loader, optimizer, args):
+    model.cuda()
+    for i, x in enumerate(loader):
+        steps = (i + 1) % args.steps == 0
+        loss = model(x.cuda())
+        if steps:
+            loss.backward()
+            optimizer.step()
+        else:
+            with model.no_sync():
+                {line}
+                print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(("line", "told"), [("loss.backward()", 1), ("pass", 0)])
+def test_gradients_that_another_arms_step_waits_for(line, told):
+    assert found(MICRO.format(line=line)) == told
+
+
+MADE = """
+import torch
+
+def make_step(model, criterion, optimizer):
+    model.cuda()
+    def step(x, y):
+        loss = criterion(model(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+    return {given}
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), [("step", 1), ("model", 0)])
+def test_a_step_that_another_function_makes(given, told):
+    assert found(MADE.format(given=given)) == told
+
+
+BATCHES = """
+class Trainer(Base):
+    def process(self, batch, metrics):
+        batch.update(self.criterion(**batch))
+        if self.is_train:
+            batch["loss"].backward()
+            self.optimizer.step()
+        for name in self.names:
+            metrics.update(name, batch[name].item())
+"""
+
+
+def test_a_step_in_a_file_that_imports_no_torch(tmp_path):
+    (tmp_path / "trainer.py").write_text("from base import Base\n" + BATCHES)
+    (tmp_path / "base.py").write_text("import torch\n\nclass Base:\n    device = torch.device('cuda')\n")
+    told = check_paths([str(tmp_path / "trainer.py")], configure({}, "LS036", ""))
+    assert [finding.line for finding in told] == [10]
+    (tmp_path / "trainer.py").write_text("from base import Base\nimport paddle\n" + BATCHES)
+    assert not check_paths([str(tmp_path / "trainer.py")], configure({}, "LS036", ""))
 
 
 @pytest.mark.parametrize(("line", "told"), [("pass", 1), ("objective = torch.nn.NLLLoss()", 0)])

@@ -16,6 +16,12 @@ ACCUMULATES = Words(r"accum", re.IGNORECASE)
 APART = re.compile(r"freq|interval|every", re.IGNORECASE)
 # What somebody turns on to look at a run.
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
+# What is there now and then only: something is wrong, an episode ends, or it was put aside for later.
+SELDOM = Words(
+    r"nan|inf|finite|err|fail|bad|wrong|valid|over|done|term|trunc|skip|miss|new|best|buf|queue|memory|replay|log|"
+    r"pend|hist|window|metric|acc|cache|save|loss|reward|episode|todo|test|eval",
+    re.IGNORECASE,
+)
 # They ask for it by themselves.
 ASKS = ("every", "should_log", "is_last_step")
 
@@ -56,7 +62,9 @@ def in_most_turns(guard: Guard) -> bool:
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and not when:
+    if something_there(test, when):
+        return True
+    if isinstance(test, ast.BoolOp) and not when:
         return any(in_turn(value) for value in test.values)  # with the last turn besides, most often
     if in_turn(test) is not None:
         return in_turn(test) is not when
@@ -64,6 +72,22 @@ def in_most_turns(guard: Guard) -> bool:
     if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
         return False
     return isinstance(test.ops[0], ast.NotEq | ast.Gt) if when else isinstance(test.ops[0], ast.Eq)
+
+
+def something_there(test: ast.expr, when: bool) -> bool:
+    """Whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a batch
+    brings that most often.
+    """
+    size = test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 0:
+        if not isinstance(test.ops[0], ast.Gt | ast.NotEq if when else ast.Eq | ast.LtE):
+            return False
+        size = test.left
+        asks = isinstance(size, ast.Call) and last(size) in ("len", "sum", "numel", "size", "count_nonzero")
+        asks = asks or (isinstance(size, ast.Subscript) and last(size.value) == "shape")
+    else:
+        asks = when and isinstance(size, ast.Call) and last(size) == "any" and not size.args
+    return asks and not any(map(SELDOM.search, idents(size)))
 
 
 def each_update(guard: Guard) -> bool:

@@ -16,7 +16,15 @@ __all__ = ["Project", "unit_test"]
 MAX_IMPORTED = 150
 MAX_USERS = 60
 # A file that names none of these trains nothing.
-TRAINS = ("torch", "accelerat", "TrainingArguments")
+TRAINS = ("torch", "accelerat", "TrainingArguments", ".backward()")
+# They compute gradients by a call of that name too.
+OTHERS = ("paddle", "chainer", "mxnet", "oneflow", "mindspore", "jittor")
+
+
+def may_train(text: str) -> bool:
+    """Whether a text names what trains, or computes gradients of what other files make (`batch["loss"].backward()`)."""
+    words = [word for word in TRAINS if word in text]
+    return bool(words) and not (words == [TRAINS[-1]] and any(word in text for word in OTHERS))
 
 
 class Project:
@@ -35,7 +43,7 @@ class Project:
     def take(self, source: Source) -> None:
         """Indexes a file that may train; any other waits until a file imports it."""
         real = os.path.realpath(source.path)
-        if source.tree is not None and any(word in source.text for word in TRAINS):
+        if source.tree is not None and may_train(source.text):
             self.checked.append(self.add(real, source))
         else:
             self.waiting[real] = source

@@ -15,6 +15,7 @@ from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_non
 from lockstep.lint.analysis.pace import each_update, every_so_often, in_most_turns, never, now_and_then
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
+from lockstep.lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
 from lockstep.lint.analysis.steps import Steps
 
 __all__ = ["Training", "Trainings"]
@@ -26,13 +27,10 @@ STEADY = re.compile(
     re.IGNORECASE,
 )
 
-# Where a program keeps its options, and what is no option though it is kept there.
-OPTIONS = {"args", "opt", "params", "cfg", "conf", "config", "hparams", "FLAGS"}
 EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
-COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx", re.IGNORECASE)
 
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
@@ -102,13 +100,15 @@ class Trainings:
 
     @kept
     def lone(self, module: Module) -> tuple[Training, ...]:
-        """The methods of a file that make one whole step of a training whose loop is out of sight, each as if its body
-        were a loop's.
+        """The methods of a file, and the functions that another one makes, that make one whole step of a training whose
+        loop is out of sight, each as if its body were a loop's.
         """
         found: dict[Scope, Training] = {}
         for site in filter(self.steps.backwards, () if unit_test(module) else module.sites("backward")):
             method = site.scope
-            if method.kind != "function" or method.owner is None or loops(site.stmt, module):
+            if method.kind != "function" or loops(site.stmt, module):
+                continue
+            if method.owner is None and not given_by(method):
                 continue
             if not any(map(self.steps.steps_optimizer, method.sites)) or self.calls.callers(method):
                 continue
@@ -215,7 +215,7 @@ class Trainings:
             if place == "handlers":
                 return True
         for guard in guards(stmt, scope.module, within):
-            if self.steps_when(guard.stmt, guard.when, scope) or each_update(guard):
+            if self.steps_when(guard.stmt, guard.when, scope) or each_update(guard) or self.waits(guard, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
             if never(guard) or self.apart(guard.stmt, guard.when, scope):
                 return True
@@ -250,6 +250,15 @@ class Trainings:
             for site in function.sites
         )
 
+    def waits(self, guard: Guard, scope: Scope) -> bool:
+        """Whether an arm computes gradients that another arm's step of the optimizer waits for
+        (`if update: ... optimizer.step() else: loss.backward()`).
+        """
+        if not isinstance(guard.stmt, ast.If) or not self.steps_when(guard.stmt, not guard.when, scope):
+            return False
+        arm = guard.stmt.body if guard.when else guard.stmt.orelse
+        return bool(arm) and any(self.steps.backwards(site) for site in sites_in(arm, scope))
+
     @kept
     def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
         """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`)."""
@@ -272,9 +281,9 @@ class Trainings:
         """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
-        if isinstance(test, ast.Compare) and _is_flag(test.left) and isinstance(constant(test.comparators[0]), str):
+        if isinstance(test, ast.Compare) and is_option(test.left) and isinstance(constant(test.comparators[0]), str):
             return True
-        if any(STEADY.search(name) for name in idents(test)) or any(map(_of_a_name, walk(test))):
+        if any(STEADY.search(name) for name in idents(test)) or any(map(of_a_name, walk(test))):
             return True
         after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]
         if after and any(map(STARTS.search, idents(after))):
@@ -287,13 +296,21 @@ class Trainings:
                 and all(bind.stmt.lineno < within.lineno for bind in scope.binds.get(name, []))
             ):
                 return True  # in every step of these epochs
-        return not any(map(EVALUATION.search, _held(test))) and all(
-            _is_flag(part) or _is_fixed(part, scope, within) for part in _parts(test)
+        return not any(map(EVALUATION.search, held_names(test))) and all(
+            is_option(part) or is_fixed(part, scope, within) for part in parts(test)
         )
 
     def trains(self, sites: list[Site]) -> bool:
         """Whether a block computes gradients, itself or by what it calls."""
         return self.effects.find(sites, self.steps.backwards) is not None
+
+
+def given_by(function: Scope) -> bool:
+    """Whether a function is what the one around it gives back (`def make(model): def step(x): ... return step`)."""
+    maker = function.parent
+    if maker is None or maker.kind != "function":
+        return False
+    return any(dotted(value) == function.name for value in maker.returns())
 
 
 def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
@@ -314,70 +331,3 @@ def _evaluates(guard: Guard) -> bool:
         if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
             return isinstance(part.ops[0], ast.Is | ast.Eq) is when
     return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
-
-
-def _parts(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test compares and joins, without literals."""
-    stack = [test]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.BoolOp):
-            stack.extend(node.values)
-        elif isinstance(node, ast.UnaryOp):
-            stack.append(node.operand)
-        elif isinstance(node, ast.Compare):
-            stack.extend((node.left, *node.comparators))
-        elif not isinstance(node, ast.Constant):
-            yield node
-
-
-def _of_a_name(node: ast.AST) -> bool:
-    """Whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-        return isinstance(constant(node.left), str)
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _held(test: ast.expr) -> Iterator[str]:
-    """The names in a test, without those of flags that must not hold (`not validating`)."""
-    off = {
-        id(node)
-        for part in walk(test)
-        if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
-        for node in walk(part.operand)
-    }
-    yield from (name for node in walk(test) if id(node) not in off for name in _own(node))
-
-
-def _own(node: ast.AST) -> Iterator[str]:
-    """The name that a node itself is."""
-    name = getattr(node, "id", getattr(node, "attr", None))
-    if isinstance(name, str):
-        yield name
-
-
-def _is_flag(node: ast.expr) -> bool:
-    """Whether an expression is an option of the command line or of a configuration, the same in every step."""
-    if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
-        return bool(OPTIONS & set(idents(node.value))) and not COUNTS.search(str(constant(node.slice)))
-    if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
-        return False
-    return bool(OPTIONS & set((dotted(node.value) or "").split(".")))
-
-
-def _is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
-    """Whether a name is bound once before the loop, or an attribute by its object's `__init__` alone."""
-    key = dotted(node)
-    if key is None:
-        return False
-    if key.startswith("self.") and key.count(".") == 1 and scope.owner is not None:
-        methods = [method for method in scope.owner.defs.values() if key in method.binds]
-        return [method.name for method in methods] == ["__init__"]
-    if "." in key or COUNTS.search(key):
-        return False
-    binds = scope.binds.get(key, [])
-    if key in scope.params or binds:
-        once = len(binds) + (key in scope.params) == 1 and all(bind.how == "assign" for bind in binds)
-        return within is not None and once and all(bind.stmt.lineno < within.lineno for bind in binds)
-    top = scope.module.top.binds.get(key, [])
-    return len(top) == 1 and top[0].how == "assign"
