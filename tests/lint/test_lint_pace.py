@@ -202,6 +202,36 @@ def test_a_step_that_another_function_makes(given, told):
     assert found(MADE.format(given=given)) == told
 
 
+AGENT = """
+import torch
+
+class Agent:
+    def update(self, R, Q):
+        loss = (R.cuda() + Q).sum()
+        loss.backward()
+        self.optimizer.step()
+        self.error += loss.item()
+
+    def learn(self, memory):
+        self.update(memory.R, memory.Q)
+
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("", 1),
+        ("def run(agent: Agent, memory):\n    agent.update(memory.R, memory.Q)", 1),
+        ("def main():\n    Agent().update(1, 2)", 0),
+        ("Agent().update(1, 2)", 0),
+    ],
+)
+def test_a_step_that_other_methods_call(last, told):
+    assert found(AGENT.format(last=last)) == told
+
+
 BATCHES = """
 class Trainer(Base):
     def process(self, batch, metrics):

@@ -110,7 +110,9 @@ class Trainings:
                 continue
             if method.owner is None and not given_by(method):
                 continue
-            if not any(map(self.steps.steps_optimizer, method.sites)) or self.calls.callers(method):
+            if not any(map(self.steps.steps_optimizer, method.sites)) or any(map(once, self.calls.callers(method))):
+                continue
+            if next(self.around(site), None) is not None:
                 continue
             found.setdefault(method, Training(cast(Loop, method.node), method, site, None))
         return tuple(found.values())
@@ -303,6 +305,11 @@ class Trainings:
     def trains(self, sites: list[Site]) -> bool:
         """Whether a block computes gradients, itself or by what it calls."""
         return self.effects.find(sites, self.steps.backwards) is not None
+
+
+def once(caller: Site) -> bool:
+    """Whether a call runs once, as far as can be seen: in a script's own lines, its `main`, or a unit test."""
+    return caller.scope.kind != "function" or caller.scope.name == "main" or unit_test(caller.module)
 
 
 def given_by(function: Scope) -> bool:

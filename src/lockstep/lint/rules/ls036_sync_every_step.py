@@ -350,11 +350,11 @@ def train(model, loader, optimizer, criterion):
     remedy="Add up detached tensors and read them every n-th step",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
-        "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
-        "n-th step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor "
-        "what is read of a batch before it is moved. The function of an "
-        "ignite `Engine` that trains is such a loop, and so is a method that makes one step and that nothing in sight "
-        "calls. A function that the step calls is told where it reads, in its own file "
-        '(`return loss, {"bce": float(bce.detach())}`), and also where it is handed a loss, if that is another file.'
+        "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every n-th "
+        "step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor what "
+        "is read of a batch before it is moved. The function of an ignite `Engine` that trains is such a loop, and so "
+        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight. A "
+        'function that the step calls is told where it reads, in its own file (`return loss, {"bce": '
+        "float(bce.detach())}`), and also where it is handed a loss, if that is another file."
     ),
 )
