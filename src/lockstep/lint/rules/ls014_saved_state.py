@@ -72,7 +72,7 @@ def handed_over(view: View, site: Site) -> bool:
     if not by_every_rank(view, site) or view.ranks.chosen(site):
         return False
     function = view.calls.target(site.call, site.scope)
-    if function is None or function.module is view.module:
+    if function is None or function.module is view.module or function.owner is not None:
         return False
     given = [*site.call.args, *(k.value for k in site.call.keywords)]
     paths = [v for v in given if not view.kinds.is_model(v, site.scope) and not view.kinds.is_optimizer(v, site.scope)]
