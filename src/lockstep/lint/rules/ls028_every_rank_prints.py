@@ -126,9 +126,9 @@ def borrowed(view: View, site: Site, what: str) -> bool:
 
 
 def elsewhere(call: ast.Call) -> bool:
-    """Whether a call prints to anything else than the terminal."""
+    """Whether a call prints to anything else than stdout: what goes to stderr is mostly an error, of one rank."""
     file = keyword(call, "file")
-    return file is not None and dotted(file) not in ("sys.stdout", "sys.stderr")
+    return file is not None and dotted(file) != "sys.stdout"
 
 
 def is_logger(view: View, site: Site, receiver: ast.expr) -> bool:
