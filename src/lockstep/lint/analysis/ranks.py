@@ -84,8 +84,7 @@ class Ranks:
         name, found = function.name, []
         for member in self.calls.project.users(function.module) if function.owner is None else ():
             if member.words[name] > (member is function.module):
-                scopes = [scope for scope in member.scopes if name not in scope.binds]
-                found += [(stmt, scope) for scope in scopes for stmt in scope.stmts if names(stmt, name)]
+                found += [(stmt, scope) for stmt, scope in named_in(member).get(name, ()) if name not in scope.binds]
         return bool(found) and all(self.side(stmt, scope) for stmt, scope in found)
 
     @kept
@@ -185,11 +184,18 @@ class Ranks:
         return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
 
 
-def names(stmt: ast.stmt, name: str) -> bool:
-    """Whether what a statement itself evaluates names a function."""
-    parts = [part for _, value in ast.iter_fields(stmt) for part in (value if isinstance(value, list) else [value])]
-    own = (part for part in parts if isinstance(part, ast.expr))
-    return any(isinstance(node, ast.Name) and node.id == name for part in own for node in walk(part))
+@kept
+def named_in(module: Module) -> dict[str, list[tuple[ast.stmt, Scope]]]:
+    """The statements of a file that name something in what they evaluate themselves, by what they name."""
+    table: dict[str, list[tuple[ast.stmt, Scope]]] = {}
+    for scope in module.scopes:
+        for stmt in scope.stmts:
+            for _, value in ast.iter_fields(stmt):
+                for part in value if isinstance(value, list) else [value]:
+                    for node in walk(part) if isinstance(part, ast.expr) else ():
+                        if isinstance(node, ast.Name):
+                            table.setdefault(node.id, []).append((stmt, scope))
+    return table
 
 
 def callee(decorator: ast.expr) -> ast.expr:

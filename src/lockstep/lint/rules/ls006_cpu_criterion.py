@@ -87,12 +87,12 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
     body = view.trainings.body(loop, scope)
     shifted = {name for name in names if any(moves(view, s.call, name) for s in body)}
     for site in body:
-        if not shifted or not compares(view, site):
-            continue
-        for value in site.call.args[1:2]:
+        for value in site.call.args[1:2] if shifted else ():
             name = dotted(value)
+            if name not in names or name in shifted or not compares(view, site):
+                continue
             rebound = any(b.stmt.lineno > loop.lineno for b in scope.binds.get(name or "", []) if b.stmt is not loop)
-            if name in names and name not in shifted and not rebound and feeds_model(view, shifted, body):
+            if not rebound and feeds_model(view, shifted, body):
                 yield at(
                     site, f"'{name}' was not moved to the device that the model's output is on: move it like the inputs"
                 )
