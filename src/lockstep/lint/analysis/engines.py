@@ -31,7 +31,7 @@ def kept_out(view: View, site: Site) -> bool:
     ddp`), as it may be where DeepSpeed runs the processes.
     """
     keys = {key for guard in guards(site.stmt, site.module) for node in walk(guard.test) if (key := dotted(node))}
-    binds = [bind for key in keys for bind, _ in view.ranks.tests.bound(key, site.scope)]
+    binds = [bind for key in keys for bind, _ in view.ranks.tests.numbers.bound(key, site.scope)]
     return any(is_true(bind.value) for bind in binds)
 
 

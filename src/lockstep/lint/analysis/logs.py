@@ -146,7 +146,7 @@ def by_rank(view: View, site: Site) -> bool:
     for bind in (bind for name in names for bind in scope.binds.get(name, [])):
         asked += [bind.stmt, *(guard.test for guard in guards(bind.stmt, scope.module))]
     nodes = [node for part in asked for node in walk(part) if id(node) not in formats]
-    nodes = [node for node in nodes if not view.ranks.tests.left_out(node, scope)]
+    nodes = [node for node in nodes if not view.ranks.tests.numbers.left_out(node, scope)]
     words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
     return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
 

@@ -119,7 +119,7 @@ def global_rank(view: View, origin: Origin, depth: int) -> bool:
     if number is not None:
         return is_global(view, number, origin.scope, depth)
     if isinstance(origin.node, ast.Attribute):  # of an object that is handed on (`config.rank`), wherever it is set
-        binds = view.ranks.tests.set_elsewhere(dotted(origin.node) or "", origin.scope) if not depth else []
+        binds = view.ranks.tests.numbers.set_elsewhere(dotted(origin.node) or "", origin.scope) if not depth else []
         values = [(bind.value, home) for bind, home in binds if bind.how == "assign" and not bind.path]
         rest = [(v, home) for v, home in values if constant(v) != 0]  # where there is one process
         same = (value is not None and is_global(view, value, home, depth + 1) for value, home in rest)

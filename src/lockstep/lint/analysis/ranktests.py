@@ -5,40 +5,29 @@ import ast
 from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.comparisons import bare, may_be_number
 from lockstep.lint.analysis.context import guards
-from lockstep.lint.analysis.index import Bind, Module, Scope
-from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import constant, dotted, has_star, idents, is_none, is_true, last, strings
+from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.nodes import constant, dotted, is_none, is_true, last
+from lockstep.lint.analysis.ranknumbers import RankNumbers, attributes
 from lockstep.lint.analysis.rankwords import (
     COUNT,
-    FLIPPED,
     LAUNCHER,
     MAIN,
     MAIN_EXACT,
-    MAIN_NUMBER,
     MAIN_OF_ARGUMENTS,
     MULTI,
     PACKAGES,
     SINGLE,
     beside_zero,
     counts_batches,
-    first_device,
-    gives_rank,
     is_empty,
-    is_first_of,
-    is_number_of_device,
-    says_rank,
 )
 from lockstep.lint.analysis.tracked import RUN, main_has_run
 
 __all__ = ["RankTests"]
 
 MAX_CALLERS = 20
-# How many names and parameters a rank is followed through.
-MAX_NAMES = 3
 # An attribute that is set at more places than this is no flag.
 MAX_BINDS = 20
-# What starts processes, and gives each its number as the first argument.
-NUMBERED = {"spawn", "start_processes"}
 # What a test that holds on one rank, but not the main one, comes to.
 OTHER = -2
 # What may be a test of the rank where a name is given its value.
@@ -50,6 +39,7 @@ class RankTests:
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
+        self.numbers = RankNumbers(calls)
 
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
         """1 if a test comes out `when` on the main rank only, -1 if on the others only, OTHER if on one of the others,
@@ -57,7 +47,7 @@ class RankTests:
         """
         node = bare(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            if self.is_rank(node.operand, scope):
+            if self.numbers.is_rank(node.operand, scope):
                 return 1 if when else -1
             return self.test(node.operand, scope, not when, depth)
         if isinstance(node, ast.BoolOp):
@@ -66,11 +56,13 @@ class RankTests:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             if is_none(node.comparators[0]) and isinstance(node.ops[0], ast.Is | ast.IsNot):
                 there = when if isinstance(node.ops[0], ast.IsNot) else not when
-                return 0 if self.is_rank(node.left, scope) else self.test(node.left, scope, there, depth)
-            return sign * self.compare(node, scope) or (OTHER if when and self.one_rank(node, scope) else 0)
+                return 0 if self.numbers.is_rank(node.left, scope) else self.test(node.left, scope, there, depth)
+            return sign * self.numbers.compare(node, scope) or (
+                OTHER if when and self.numbers.one_rank(node, scope) else 0
+            )
         if isinstance(node, ast.IfExp):
             return self.choice(node, scope, when, depth)
-        if not depth and may_be_number(node) and self.is_rank(node, scope):
+        if not depth and may_be_number(node) and self.numbers.is_rank(node, scope):
             return -sign  # `if rank: return`
         name = last(node).lstrip("_")
         key = dotted(node)
@@ -119,14 +111,14 @@ class RankTests:
     def always(self, key: str, scope: Scope) -> bool:
         """Whether all that a name of a rank's flag is ever given is True: it tells no rank."""
         own = "." not in key or key.startswith("self.")  # an attribute of another object may be set elsewhere
-        binds = self.bound(key, scope) if own else []
+        binds = self.numbers.bound(key, scope) if own else []
         alike = all(is_true(bind.value) and not any(guards(bind.stmt, home.module)) for bind, home in binds)
         return bool(binds) and alike and not (key.startswith("self.") and self.put_on(key[5:], scope))
 
     def put_on(self, name: str, scope: Scope) -> bool:
         """Whether the programs set an attribute of this name on an object from outside (`learner.is_main = ...`)."""
         members = self.calls.project.family(scope.module)
-        found = (bind.key for member in members for bind, _ in _attributes(member).get(name, ()))
+        found = (bind.key for member in members for bind, _ in attributes(member).get(name, ()))
         return any(not key.startswith("self.") for key in found)
 
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
@@ -137,17 +129,9 @@ class RankTests:
             return self.test(node.test, scope, when, depth)
         if not is_empty(node.body):
             return 0
-        if self.is_rank(node.test, scope):
+        if self.numbers.is_rank(node.test, scope):
             return 1 if when else -1
         return self.test(node.test, scope, not when, depth)
-
-    def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
-        """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
-        left, right = node.left, node.comparators[0]
-        if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
-            return False
-        value = constant(right)
-        return (isinstance(value, int) and value > 0) or any(COUNT.search(name) for name in idents(right))
 
     def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
         """A test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
@@ -185,7 +169,7 @@ class RankTests:
         """A name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0 else
         None`), here or where the attribute of another object is set (`args.verbose = rank == 0`).
         """
-        binds = self.bound(key, scope) or self.set_elsewhere(key, scope)
+        binds = self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope)
         flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
         found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
         found.discard(None)
@@ -225,27 +209,6 @@ class RankTests:
         alone = any(self.many(g.test, home, g.when) == -1 for g in tests)
         return None if not found and alone else found
 
-    def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """The bindings of an attribute of any object in the programs, where the scope is handed the object."""
-        root, _, name = key.rpartition(".")
-        if not root or root in ("self", "cls") or root.split(".")[0] in scope.module.imports:
-            return []
-        members = self.calls.project.family(scope.module)
-        return [found for member in members for found in _attributes(member).get(name, ())]
-
-    def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class."""
-        if key.startswith("self.") and scope.owner is not None:
-            return [(bind, method) for method in scope.owner.defs.values() for bind in method.binds.get(key, [])]
-        current: Scope | None = scope
-        while current is not None:
-            if key in current.params:
-                return []
-            if key in current.binds:
-                return [(bind, current) for bind in current.binds[key]]
-            current = current.parent
-        return []
-
     def handed(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
         if key not in scope.params or key in scope.binds:
@@ -254,107 +217,6 @@ class RankTests:
         given = [(passed(site, scope, key), site.scope) for site in callers]
         found = {self.test(value, home, when, depth + 1) if value is not None else 0 for value, home in given}
         return found.pop() if len(found) == 1 else 0
-
-    def compare(self, node: ast.Compare, scope: Scope) -> int:
-        """1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
-        left, op, right = node.left, node.ops[0], node.comparators[0]
-        if (first_device(left, right) or first_device(right, left)) and not self.all_first(left, scope):
-            return {ast.Eq: 1, ast.NotEq: -1}.get(type(op), 0)
-        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
-            left, right, op = right, left, FLIPPED.get(type(op), type(op))()
-        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
-            return 0
-        value = constant(right)
-        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
-            return 1 if isinstance(op, ast.In) else -1
-        main = value in (0, "0") or self.main_number(right, scope)
-        if isinstance(op, ast.Eq | ast.Is):
-            return 1 if main or is_first_of(right) else 0
-        if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
-            return -1 if main else 0
-        # No rank is below 0: that asks whether the processes have numbers at all.
-        if isinstance(op, ast.LtE | ast.Lt):
-            return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
-        return -1 if isinstance(op, ast.GtE) and value == 1 else 0
-
-    def all_first(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else "cpu"`)."""
-        key = dotted(node)
-        values = self.calls.values(key, scope) if key is not None else ()
-        return any(text.startswith("cuda:0") for value, _ in values for text in strings(value))
-
-    def main_number(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
-        key = dotted(node)
-        if key is None:
-            return False
-        values = [value for value, _ in self.calls.values(key, scope)]
-        return all(constant(value) == 0 for value in values) if values else MAIN_NUMBER.search(last(node))
-
-    def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-        """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
-        `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
-        """
-        if isinstance(node, ast.BinOp):
-            return self.is_rank(node.left, scope, depth)
-        if isinstance(node, ast.NamedExpr):
-            return self.is_rank(node.value, scope, depth)
-        if says_rank(node):
-            return not self.left_out(node, scope)
-        if isinstance(node, ast.Call):
-            return self.returns_rank(node, scope, depth)
-        key = dotted(node)
-        if not isinstance(node, ast.Name | ast.Attribute) or key is None:
-            return False
-        values = list(self.calls.values(key, scope))
-        if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
-            values = [(bind.value, home) for bind, home in self.set_elsewhere(key, scope) if bind.value is not None]
-        values = [(value, home) for value, home in values if constant(value) != 0]  # what it is in one process
-        if values and all(self.stands_for(value, home, depth) for value, home in values):
-            return True
-        return self.numbers(key, scope) or self.filled(key, scope, depth)
-
-    def returns_rank(self, call: ast.Call, scope: Scope, depth: int) -> bool:
-        """Whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
-        function = self.calls.target(call, scope) if depth < MAX_NAMES else None
-        values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
-        return bool(values) and all(gives_rank(v) or self.is_rank(v, function, depth + 1) for v in values if function)
-
-    def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
-        """Whether a value that a name is given asks for the rank, or is another name for it."""
-        again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
-        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
-        return asked or (again and self.is_rank(value, home, depth + 1))
-
-    def filled(self, key: str, scope: Scope, depth: int) -> bool:
-        """Whether a name is a parameter that every call in sight fills with the rank (`train(device=local_rank)`)."""
-        if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        given = [(passed(site, scope, key), site.scope) for site in callers]
-        return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
-
-    def left_out(self, node: ast.AST, scope: Scope) -> bool:
-        """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
-        (`def make_logger(name, rank=0)`).
-        """
-        if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        return bool(callers) and all(
-            self.calls.target(site.call, site.scope) is scope
-            and not has_star(site.call)
-            and passed(site, scope, node.id) is None
-            for site in callers
-        )
-
-    def numbers(self, key: str, scope: Scope) -> bool:
-        """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""
-        first = [name for name in scope.params if name != "self"][:1]
-        if first != [key] or key in scope.binds:
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def many(self, test: ast.expr, scope: Scope, when: bool = True) -> int:
         """1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
@@ -378,23 +240,12 @@ class RankTests:
             right = test.comparators[0]
             if last(test.left) == "launcher" and (is_none(right) or constant(right) == "none"):
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
-            if (is_none(right) or constant(right) == -1) and self.is_rank(test.left, scope):
+            if (is_none(right) or constant(right) == -1) and self.numbers.is_rank(test.left, scope):
                 return -1 if isinstance(test.ops[0], ast.Eq | ast.Is) else 1
-            if "rank" in last(test.left).lower() and self.is_rank(test.left, scope):
+            if "rank" in last(test.left).lower() and self.numbers.is_rank(test.left, scope):
                 return beside_zero(test.ops[0], constant(right))
             return 0
         name = last(test)
         if SINGLE.search(name):
             return -1
         return 1 if MULTI.search(name) or name.endswith(("is_initialized", "and_initialized")) else 0
-
-
-@kept
-def _attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
-    """What a file gives to attributes, by their last names."""
-    table: dict[str, list[tuple[Bind, Scope]]] = {}
-    for scope in module.scopes:
-        for key, binds in scope.binds.items():
-            if "." in key:
-                table.setdefault(key.rpartition(".")[2], []).extend((bind, scope) for bind in binds)
-    return table
