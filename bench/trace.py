@@ -1,6 +1,6 @@
 """What `lockstep trace` costs a training loop: seconds of a step with it and without it, interleaved.
 
-    python bench/trace.py                       both models, five rounds
+    python bench/trace.py                       three models, five rounds
     python bench/trace.py --only transformer --rounds 9
     python bench/trace.py --turns --rounds 20       the tiny model in one process, the recorder on and off in turn
 
@@ -39,10 +39,10 @@ def train(name: str, steps: int, cpu: bool) -> list[float]:
         model: nn.Module = nn.Sequential(nn.Embedding(512, 256), body, nn.Linear(256, 512))
         data = torch.randint(0, 512, (16 * (steps + 1), 65))
         size = 16
-    else:  # a step of a millisecond: what the recorder's own calls cost
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-        data = torch.randint(0, 10, (64 * (steps + 1), 65))
-        size = 64
+    else:  # a step of a millisecond, or of a few: what the recorder's own calls cost
+        width, size = (128, 64) if name == "tiny" else (384, 256)
+        model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+        data = torch.randint(0, 10, (size * (steps + 1), 65))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     times, began = [], clock()
     for (rows,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), size):
@@ -91,9 +91,9 @@ def turns(rounds: int) -> list[list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", choices=["", "transformer", "tiny"])
+    parser.add_argument("--only", default="", choices=["", "transformer", "small", "tiny"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30, help="of the Transformer; of the tiny model ten times as many")
+    parser.add_argument("--steps", type=int, default=30, help="of the Transformer; of the others ten times as many")
     parser.add_argument("--cpu", action="store_true", help="processor time, for a machine that has other work")
     parser.add_argument("--turns", action="store_true", help="the tiny model in one process, by processor time")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -121,7 +121,7 @@ def main() -> None:
                 f"aim {AIM}), {1e3 * statistics.median(off for _, off in pairs):.1f} ms without"
             )
             return
-        for name in ("transformer", "tiny"):
+        for name in ("transformer", "small", "tiny"):
             if args.only not in ("", name):
                 continue
             steps = args.steps if name == "transformer" else 10 * args.steps  # short ones
