@@ -158,6 +158,9 @@ class Trainer:
             loss = self.step(x, optimizer)
             {inside}
 
+    def made(self, x):
+        return self.model(x).mean()
+
     def step(self, x, optimizer):
         {forward}
         if {test}:
@@ -179,6 +182,12 @@ class Trainer:
 Trainer().score([])
 """
 
+# as the phases of a loop that is told what it is for
+TWO_WAYS = """if optimizer is not None:
+            loss = self.made(x)
+        else:
+            with torch.no_grad(): loss = self.made(x)"""
+
 
 @pytest.mark.parametrize(
     ("change", "expected"),
@@ -192,6 +201,8 @@ Trainer().score([])
         ({"test": "optimizer is None"}, False),
         ({"forward": "with torch.no_grad(): loss = self.model(x).mean()"}, False),
         ({"inside": "loss.backward()", "test": "optimizer is not None"}, False),
+        ({"forward": TWO_WAYS}, False),
+        ({"forward": TWO_WAYS.replace("torch.no_grad()", "open('log')")}, True),
     ],
 )
 def test_a_shared_loop_without_an_optimizer(change, expected):

@@ -34,6 +34,7 @@ def step(last, make="loss = criterion(model(x), y)", back="loss"):
 
 TABLE = "parts = criterion(model(x), y)"
 SUMMED = {"make": TABLE + "; loss = sum(parts.values())"}
+TERM = {"make": "kl_weight = ramp(i); kl = criterion(model(x), x); loss = criterion(model(x), y) + kl_weight * kl"}
 TAKEN = {"make": TABLE + "; loss = parts['total'] / 2"}
 
 
@@ -60,6 +61,9 @@ TAKEN = {"make": TABLE + "; loss = parts['total'] / 2"}
         (step("print(parts['total'].shape)", **TAKEN), False),
         (step("print(losses['total'])", **TAKEN), False),  # another dictionary
         (step("if i % 9 == 0: print({k: v.item() for k, v in parts.items()})", **SUMMED), False),
+        # a term of a loss, and the number that stands before it
+        (step("log.add_scalar('kl', kl, i)", **TERM), True),
+        (step("log.add_scalar('kl', kl_weight, i)", **TERM), False),
     ],
 )
 def test_the_read_in_a_step(text, told):

@@ -109,6 +109,9 @@ READ = "total += loss.item()"
         ("wandb.log({'i': i})", False),
         ("logger.info('%s', loss.shape)", False),
         ("if i % 10 == 0: wandb.log({'loss': loss})", False),
+        ("return float(loss)", False),  # ends the loop
+        ("y = x.cuda()\n        if torch.is_tensor(y) != True: break", False),
+        ("y = x.cuda()\n        if torch.sum(y) != 0: break", True),
         ("y = y.to('cuda')", False),
         # what is on the host already
         ("y = [part.tolist() for part in y]", False),

@@ -18,7 +18,7 @@ __all__ = ["on_device"]
 
 # What a tensor says of itself without asking the device.
 ABOUT = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "grad_fn", "size", "dim", "numel", "stride"}
-ABOUT |= {"element_size", "is_contiguous", "type", "keys", "nelement", "is_floating_point"}
+ABOUT |= {"element_size", "is_contiguous", "type", "keys", "nelement", "is_floating_point", "is_tensor", "is_complex"}
 # They give the norm of the gradients, which is where these are.
 NORMS = {"clip_grad_norm_", "get_total_norm"}
 # What gives a model, or the parts of one.

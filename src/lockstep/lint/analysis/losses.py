@@ -18,6 +18,11 @@ SYNCS = {"item", "cpu", "tolist"}
 READS = {"float", "bool", "int", "str", "repr", "format"}
 # What stands before a loss: a number.
 FACTOR = Words(r"loss_?(scale|weight|coef|ratio|factor|lambda)", re.IGNORECASE)
+# The numbers that stand before a term of a loss.
+WEIGHT = Words(
+    r"(^|_)(weight|w|coeff?|coefficient|ratio|factor|lambda|lamb?|alpha|beta|gamma|scale|ramp|rampup|mul)$",
+    re.IGNORECASE,
+)
 # They give a number of Python's.
 NUMBERS = {"min", "max", "len", "int", "round", "get", "time", "schedule", "beta", "weight"}
 # They make one number, or one list, of all that they are given.
@@ -138,7 +143,7 @@ def summed(loss: ast.expr | None, training: Training) -> Iterator[str]:
         name = queue.pop()
         seen.add(name)
         here = [bind for bind in scope.binds.get(name, []) if inside(bind.stmt, training.loop, scope.module)]
-        if name != dotted(loss) and here and all(computes(bind.value) for bind in here):
+        if name != dotted(loss) and here and not WEIGHT.search(name) and all(computes(bind.value) for bind in here):
             yield name
         parts = [part for bind in here if bind.value is not None and not bind.path for part in terms(bind.value)]
         queue += [part for part in parts if part not in seen]

@@ -89,8 +89,15 @@ def without_training(view: View) -> Iterator[Found]:
             below = [site for site in sites if forwards(view, site)]
             trains = any(view.steps.backwards(s) and s.scope is not backward.scope for s in sites)
             flagged = any(shields(s) or view.effects.mentioned_in(s.scope, "grad_enabled") for s in below)
+            flagged = flagged or runs_shielded(view, backward.scope)
             if below and not trains and not flagged:
                 yield at(call, "evaluates without torch.no_grad()")
+
+
+def runs_shielded(view: View, scope: Scope) -> bool:
+    """Whether a function runs the model without a graph too, on another of its ways."""
+    shielded = [site for site in scope.sites if shields(site)]
+    return any(forwards(view, site) for site in view.effects.below(shielded))
 
 
 def says_so(site: Site) -> str | None:

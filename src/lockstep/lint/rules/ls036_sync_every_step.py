@@ -261,6 +261,8 @@ def header(loop: Loop) -> ast.expr:
 def elsewhere(view: View, site: Site, training: Training) -> bool:
     """Whether the call is not on the training's way: evaluation inside it, an inner loop over parameters, no graph."""
     nest = loops(site.stmt, site.module)
+    if isinstance(site.stmt, ast.Return) and training.loop in nest:
+        return True  # the loop's last step
     shielded = any(map(turns_off_gradients, (*withs(site.stmt, site.module), *site.scope.decorators)))
     if shielded and nest[:1] != [training.loop]:
         if site.scope is training.scope:
