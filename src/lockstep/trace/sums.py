@@ -9,7 +9,7 @@ differences of two sketches estimates the squared distance of two tensors which 
 Values of less than four bytes count as the float32 that they stand for, integers as float64. Zeros add nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ __all__ = ["SKETCH", "WIDTH", "Place", "Plan", "mixed", "plain", "summed"]
 SKETCH = 8  # signed sums of a tensor: the distance that they estimate is off by a third of itself, typically
 WIDTH = 2 + SKETCH
 _BLOCK = 256  # elements that share a row
-_ROWS = {"cpu": 384}  # rows at a time: what fits in a core's own cache
+_ROWS = {"cpu": 768}  # rows at a time: enough that calls cost little, few enough to stay in a cache
 _DEVICE_ROWS = 1 << 14
 _PLANS = 32  # layouts that are kept
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -115,6 +115,21 @@ class _Pack:
     rows: int = 0
 
 
+@dataclass
+class _Side:
+    """The packs of one kind of float, and what their rows are added up by.
+
+    Attributes:
+        owners: of each row its piece; odd: its odd number (int32); signs: its signs (float32 [SKETCH, rows]).
+    """
+
+    wide: bool
+    packs: list[_Pack]
+    owners: Tensor
+    odd: Tensor
+    signs: Tensor
+
+
 class Plan:
     """How pieces of these sizes and places are cut into rows: what `run` takes has them too.
 
@@ -133,9 +148,10 @@ class Plan:
             for tensor, place in zip(plains, places, strict=True)
         ]
         self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
-        self._owners, self._odd, self._signs = _constants(self._packs, device)
+        kinds = [(wide, [pack for pack in self._packs if pack.wide is wide]) for wide in (False, True)]
+        self._sides = [_Side(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
         self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
-        self._tables = {wide: _tables(wide, device) for wide in {pack.wide for pack in self._packs}}
+        self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
         # Pieces of which a part is taken are flattened once.
         whole = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
         self._cut = sorted(
@@ -146,7 +162,7 @@ class Plan:
         """A row for each piece. int64 [n, WIDTH]; floats are there by their bits."""
         for piece in self._cut:
             plains[piece] = plains[piece].reshape(-1)
-        return self._added([[self._hashed(self._rows(pack, plains), pack.wide)] for pack in self._packs], 1)
+        return self._summed([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
 
     @property
     def rows(self) -> int:
@@ -170,40 +186,47 @@ class Plan:
 
     def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
         """As `run`, of the first `times` in the rooms. int64 [times * n, WIDTH]"""
-        found = []
-        for pack, room in zip(self._packs, rooms, strict=True):
-            chunks = torch.split(room[: times * pack.rows], _ROWS["cpu"])
-            found.append([self._hashed(rows, pack.wide) for rows in chunks])
-        return self._added(found, times)
+        kept = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
+        return self._summed([torch.split(rows, _ROWS["cpu"]) for rows in kept], times)  # a side has one pack
 
-    def _hashed(self, rows: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row: hash (int32 [rows]), length [rows], signed sums [rows, SKETCH]."""
-        multipliers, table = self._tables[wide]
+    def _summed(self, found: Sequence[Iterable[Tensor]], times: int) -> Tensor:
+        """Sums for each piece. `found`: for each side the rows of all `times` in order, a few at once."""
+        total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
+        for side, chunks in zip(self._sides, found, strict=True):
+            self._add(total, side, chunks, times)
+        total[:, 0].bitwise_and_(0xFFFFFFFF)
+        return total
+
+    def _add(self, total: Tensor, side: _Side, chunks: Iterable[Tensor], times: int) -> None:
+        """Hashes, squares and signed sums of the rows of a side, added up for each piece."""
+        count, kind = times * len(side.owners), _KINDS[side.wide]
+        hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
+        lengths = _scratch("lengths", count, 1, kind, self._device).view(-1)
+        sketches = _scratch("sketches", count, SKETCH, kind, self._device).view(SKETCH, count)
+        end = 0
+        for rows in chunks:
+            begin, end = end, end + rows.shape[0]
+            self._hash(rows, side.wide, hashes[begin:end])
+            torch.linalg.vector_norm(rows, dim=1, out=lengths[begin:end])
+            _sketch(rows, self._tables[side.wide][1], sketches[:, begin:end])
+        owners = side.owners
+        if times > 1:
+            owners = (torch.arange(times, device=self._device).unsqueeze(1) * self._count + owners).view(-1)
+        numbers = total.view(torch.float64)
+        total[:, 0].index_add_(0, owners, (hashes.view(times, -1) * side.odd).long().view(-1))
+        numbers[:, 1].index_add_(0, owners, lengths.double().square_())
+        signed = (sketches.view(SKETCH, times, -1) * side.signs.unsqueeze(1)).view(SKETCH, count)
+        numbers[:, 2:].index_add_(0, owners, signed.t().double())
+
+    def _hash(self, rows: Tensor, wide: bool, into: Tensor) -> None:
         words = rows.view(torch.int32)
         mixed_words, shifted = (
             _scratch(use, rows.shape[0], words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
         )
-        torch.mul(words, multipliers, out=mixed_words)
+        torch.mul(words, self._tables[wide][0], out=mixed_words)
         torch.bitwise_right_shift(mixed_words, 15, out=shifted)
         torch.bitwise_xor(mixed_words, shifted, out=shifted)
-        return shifted.sum(1, dtype=torch.int32), torch.linalg.vector_norm(rows, dim=1), _sketched(rows, table)
-
-    def _added(self, found: list[list[tuple[Tensor, Tensor, Tensor]]], times: int) -> Tensor:
-        """Adds up the rows of each piece. `found`: of each pack what `_hashed` gave, of all `times` in order."""
-        total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
-        if not found:
-            return total
-        hashes, lengths, sketches = (
-            _joined([_by_time([each[which] for each in pack], times) for pack in found], 1) for which in range(3)
-        )
-        owners = self._owners
-        if times > 1:
-            owners = (torch.arange(times, device=self._device).unsqueeze(1) * self._count + owners).view(-1)
-        numbers, digests = total.view(torch.float64), total[:, 0]
-        digests.index_add_(0, owners, (hashes * self._odd).long().view(-1)).bitwise_and_(0xFFFFFFFF)
-        numbers[:, 1].index_add_(0, owners, lengths.double().square_().view(-1))
-        numbers[:, 2:].index_add_(0, owners, sketches.double().mul_(self._signs).view(-1, SKETCH))
-        return total
+        torch.sum(shifted, 1, dtype=torch.int32, out=into)
 
     def _rows(self, pack: _Pack, plains: Sequence[Tensor]) -> Tensor:
         if len(pack.parts) == 1:
@@ -222,16 +245,6 @@ class Plan:
         rows = _scratch("rows", pack.rows, _BLOCK, kind, self._device)
         torch.cat(parts, out=rows.view(-1))
         return rows
-
-
-def _by_time(parts: list[Tensor], times: int) -> Tensor:
-    """[times * rows, ...] in parts -> [times, rows, ...]"""
-    rows = _joined(parts)
-    return rows.reshape(times, len(rows) // times, *rows.shape[1:])
-
-
-def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _rowed(place: Place) -> Place:
@@ -289,14 +302,14 @@ def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
 
 
 def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: its piece, an odd number (int32) and its signs (int8 [rows, SKETCH]), from its place."""
+    """Of each row: its piece, an odd number (int32) and its signs (float32 [SKETCH, rows]), from its place."""
     spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
     pieces, firsts, rows = spans.unbind(1)
     owners = pieces.repeat_interleave(rows)
     numbers = torch.arange(len(owners)) - (rows.cumsum(0) - rows - firsts).repeat_interleave(rows)
     numbers = mixed(numbers + 1)
     odd = ((numbers >> 16) | 1).to(torch.int32)
-    signs = (((numbers.unsqueeze(1) >> torch.arange(SKETCH)) & 1) * 2 - 1).to(torch.int8)
+    signs = (((numbers >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1).to(torch.float32)
     return owners.to(device), odd.to(device), signs.to(device)
 
 
@@ -320,10 +333,12 @@ def _scratch(use: str, rows: int, width: int, kind: torch.dtype, device: torch.d
 _scratches: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
 
-def _sketched(rows: Tensor, table: Tensor) -> Tensor:
-    """rows @ table.T. On a device, and where the script lets products be rounded, without a matrix product."""
-    if rows.device.type == "cpu":
-        if rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-            rows, table = rows.double(), table.double()
-        return torch.mm(table, rows.t()).t()  # this way round it takes a quarter of the time
-    return torch.stack([(rows * table[each]).sum(1) for each in range(SKETCH)], dim=1)
+def _sketch(rows: Tensor, table: Tensor, into: Tensor) -> None:
+    """table @ rows.T. On a device, and where the script lets products be rounded, without a rounded product."""
+    if rows.device.type != "cpu":
+        for each in range(SKETCH):
+            torch.sum(rows * table[each], 1, out=into[each])
+    elif rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        into.copy_(torch.mm(table.double(), rows.double().t()))
+    else:
+        torch.mm(table, rows.t(), out=into)
