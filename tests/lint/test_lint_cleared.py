@@ -36,7 +36,10 @@ USUAL = {
         ({"head": "clear(optimizer)"}, False),
         ({"step": "optimizer.step()\n            model.zero_grad()"}, False),
         ({"step": "pass", "last": "optimizer.step()"}, False),  # all batches are one step
-        ({"step": "if i % every == 0: optimizer.step()"}, False),
+        ({"step": "if i % every == 0: optimizer.step()"}, True),
+        ({"step": "if i % every == 0: scaler.step(optimizer)"}, True),
+        ({"step": "if i % every == 0: optimizer.step(); optimizer.zero_grad()"}, False),
+        ({"step": "if loss < every: optimizer.step()"}, False),
         ({"first": "other.zero_grad()"}, False),
         ({"step": "optimizer.step()\n            for p in model.parameters():\n                p.grad = None"}, False),
     ],

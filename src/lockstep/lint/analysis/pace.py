@@ -6,7 +6,7 @@ import re
 from lockstep.lint.analysis.context import Guard
 from lockstep.lint.analysis.nodes import Words, constant, idents, last, walk
 
-__all__ = ["each_update", "every_so_often", "in_most_turns", "never", "now_and_then"]
+__all__ = ["each_update", "every_so_often", "in_most_turns", "in_turn", "never", "now_and_then"]
 
 # What counts the turns of a loop.
 TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)

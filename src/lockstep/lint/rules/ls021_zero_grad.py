@@ -7,6 +7,7 @@ from lockstep.lint.analysis.accumulation import accumulations
 from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import dotted
+from lockstep.lint.analysis.pace import in_turn
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -68,15 +69,19 @@ def clears(view: View, training: Training) -> bool:
 
 
 def clears_before(view: View, training: Training, step: Site) -> bool:
-    """Whether the gradients are cleared only outside the loop that computes them and steps in each of its turns."""
+    """Whether the gradients are cleared only outside the loop that computes them and steps in each, or each n-th, of
+    its turns.
+    """
     scope, module = step.scope, view.module
     nest, test = loops(step.stmt, scope.module), guards(step.stmt, scope.module, training.loop)
-    if training.backward.scope is not scope or nest[:1] != [training.loop] or any(True for _ in test):
+    if training.backward.scope is not scope or nest[:1] != [training.loop]:
+        return False
+    if any(in_turn(guard.test) is not guard.when for guard in test):
         return False
     if loops(training.backward.stmt, scope.module) != nest:
         return False
-    cleared = scope.named("zero_grad")
-    before = [s for s in cleared if s.line < training.loop.lineno and dotted(s.receiver) == dotted(step.receiver)]
+    cleared, known = scope.named("zero_grad"), (view.steps.stepped(step), dotted(step.receiver))
+    before = [s for s in cleared if s.line < training.loop.lineno and dotted(s.receiver) in known]
     inside = view.trainings.body(training.loop, training.scope)
     if any(view.effects.does(site, {"zero_grad"}) for site in inside):
         return False
