@@ -193,3 +193,75 @@ def test_a_model_that_a_table_gives_beside_its_width_is_wrapped_in_another(tmp_p
 
 def test_silent_where_the_model_is_converted(tmp_path):
     assert not told(tmp_path, "model = nn.SyncBatchNorm.convert_sync_batchnorm(nets.Block())")
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("model = nn.Linear(8, 2)\n    model.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))", True),
+        ("model = nn.Linear(8, 2)\n    model.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))", False),
+        ("model, other = nn.Linear(8, 2), name\n    other.head = nn.BatchNorm1d(8)", False),
+    ],
+)
+def test_a_layer_that_a_model_is_given_before_it_is_wrapped(tmp_path, made, expected):
+    run = RUN.format(made=made, default="").replace("return wrap(model.cuda(), local_rank)", "return DDP(model)")
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "run.py").write_text(run)
+    assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS005", ""))) is expected
+
+
+SHARED = """
+from torch import nn
+import argparse
+from blocks import InPlaceABNSync{name}
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.SyncBatchNorm(8)
+
+class Either(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.layer = nn.SyncBatchNorm(8) if shared else nn.BatchNorm2d(8)
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = {first}(8)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--sync_bn", action="store_true")
+args = parser.parse_args()
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "more", "expected"),
+    [
+        ("", "nn.BatchNorm2d", "", True),
+        (" as BatchNorm2d", "nn.BatchNorm2d", "", True),
+        (" as BatchNorm2d", "BatchNorm2d", "", False),
+        ("", "nn.BatchNorm2d", "if args.sync_bn:\n    print('shared')", False),
+        ("", "nn.BatchNorm2d", "NORM = InPlaceABNSync", False),
+        ("", "nn.BatchNorm2d", "either = Either(True)", False),
+    ],
+)
+def test_layers_that_share_beside_others_that_do_not(tmp_path, name, first, more, expected):
+    text = SHARED.format(name=name, first=first, more=more)
+    if "Either(" not in more:
+        text = text.replace("nn.SyncBatchNorm(8) if shared else nn.BatchNorm2d(8)", "nn.Identity()")
+    (tmp_path / "blocks.py").write_text("from torch import nn\n\nclass InPlaceABNSync(nn.Module):\n    pass\n")
+    (tmp_path / "nets.py").write_text(text)
+    (tmp_path / "run.py").write_text(RUN.format(made="model = nets.Mixed()", default=""))
+    assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS005", ""))) is expected
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("BatchNorm2d", True), ("GroupNorm", False)])
+def test_a_model_of_an_object_that_is_wrapped_in_its_place(tmp_path, norm, expected):
+    text = "from torch import nn\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+    text += f"class Trainer:\n    def __init__(self):\n        self.model = nn.Sequential(nn.{norm}(8, 8))\n\n"
+    text += "def main(rank):\n    trainer = Trainer()\n    trainer.model = DDP(trainer.model, device_ids=[rank])\n"
+    (tmp_path / "run.py").write_text(text)
+    assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS005", ""))) is expected

@@ -12,7 +12,7 @@ from lockstep.lint.analysis.nodes import argument, constant, dotted, last, strin
 from lockstep.lint.analysis.settings import Settings, live, passed_down, ruled_out, unchosen
 from lockstep.lint.analysis.view import View
 
-__all__ = ["has_norm"]
+__all__ = ["attached", "has_norm"]
 
 # Families of torchvision and timm whose layers hold BatchNorm; a few of their members normalise otherwise.
 FAMILIES = re.compile(
@@ -31,6 +31,8 @@ MAX_DEPTH = 3
 # The classes and functions that were looked into, each with what was known of its parameters.
 Seen = set[tuple[Scope, tuple[tuple[str, str], ...]]]
 NORM = re.compile(r"^(Lazy)?BatchNorm[123]d$")
+# Layers that share their statistics, which may go by the name of those that do not.
+OTHERS = re.compile(r"ABN|SyncB")
 
 
 def has_norm(view: View, node: ast.expr | None, scope: Scope, depth: int = 0) -> bool:
@@ -49,6 +51,18 @@ def has_norm(view: View, node: ast.expr | None, scope: Scope, depth: int = 0) ->
         if depth < MAX_DEPTH and any(has_norm(view, part, home, depth + 1) for part in holds(call, full, owner)):
             return True
     return False
+
+
+def attached(view: View, model: ast.expr | None, wrap: Site) -> bool:
+    """Whether a function gives a model a BatchNorm layer before it wraps it (`net.head = BatchNorm1d(8)`)."""
+    key = dotted(model)
+    return key is not None and any(
+        name.startswith(f"{key}.") and bind.stmt.lineno < wrap.line and normalises(view, site)
+        for name, binds in wrap.scope.binds.items()
+        for bind in binds
+        for site in wrap.scope.sites
+        if site.stmt is bind.stmt
+    )
 
 
 def made(view: View, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope]]:
@@ -128,7 +142,15 @@ def mostly(view: View, models: list[Scope], seen: Seen) -> bool:
 
 def normalises(view: View, site: Site) -> bool:
     """Whether a call makes a BatchNorm layer, under any name (`from torch.nn import BatchNorm1d as BatchNorm`)."""
-    return bool(NORM.match(site.name) or NORM.match(view.full(site).rpartition(".")[2]))
+    return is_norm(view, site.call.func, site.scope)
+
+
+def is_norm(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a name stands for a BatchNorm class, not for another one that was given its name."""
+    full = view.names.qualify(node, scope)
+    if not full and isinstance(node, ast.Name) and OTHERS.search(scope.module.text):
+        return False
+    return bool(NORM.match(full.rpartition(".")[2] or last(node)))
 
 
 def of_library(call: ast.Call, scope: Scope, full: str, view: View) -> bool:
@@ -166,7 +188,7 @@ def chosen_names(view: View, chosen: ast.Subscript | ast.Call, scope: Scope) -> 
     return named or (list(default_names(view, scope, flag)) if flag else []) or list(default_names(view, scope))
 
 
-def handed_on(scope: Scope, settings: Settings) -> bool:
+def handed_on(view: View, scope: Scope, settings: Settings) -> bool:
     """Whether a function names a BatchNorm class to make layers of (`norm=nn.BatchNorm2d`), not to look for them."""
     if scope.kind != "function" or "BatchNorm" not in scope.module.text:
         return False
@@ -174,8 +196,10 @@ def handed_on(scope: Scope, settings: Settings) -> bool:
     for node in live(scope.node, settings):
         if isinstance(node, ast.Call | ast.Compare) and _looks(node):
             looked_for.update(ast.walk(node))
-        elif isinstance(node, ast.Name | ast.Attribute) and NORM.match(last(node)) and node not in looked_for:
-            return True
+        elif isinstance(node, ast.Name | ast.Attribute) and node not in looked_for and NORM.match(last(node)):
+            found = is_norm(view, node, scope)
+            if found:
+                return True
     return False
 
 
@@ -190,7 +214,7 @@ def class_has_norm(view: View, owner: Scope, seen: Seen, settings: Settings) -> 
         return False
     seen.add(key)
     for scope, known in scopes_of(owner, settings):
-        if handed_on(scope, known):
+        if handed_on(view, scope, known):
             return True
         for site in scope.sites:
             if not ruled_out(site, known) and makes_norm(view, site, seen, known):

@@ -232,6 +232,7 @@ class _Walk:
                 yield value, place, entry if home is scope and place is scope else None
         if not binds:
             yield from self.parameter(key, scope, entry)
+        if not binds or all("." in key and _covers(bind, node.lineno) for bind, _ in binds):  # `x.net = DDP(x.net)`
             yield from ((value, home, None) for value, home in self.elsewhere(key, node, scope))
 
     def item(self, node: ast.Subscript, scope: Scope, entry: Entry | None) -> Iterator[Item]:

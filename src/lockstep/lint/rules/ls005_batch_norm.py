@@ -1,11 +1,12 @@
 """LS005: BatchNorm under DDP without conversion."""
 
+import ast
 import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.norms import has_norm
+from lockstep.lint.analysis.norms import attached, has_norm
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -15,7 +16,16 @@ __all__ = ["RULE"]
 # What the model that is wrapped is called, most often.
 MODELS = {"model", "net", "self.model"}
 # A conversion, or a choice of layers that share their statistics.
-CONVERSIONS = ("convert_syncbn", "SyncBN", "sync_bn", "syncbn", "InPlaceABN")
+CONVERSIONS = ("convert_syncbn", "SyncBN", "sync_bn", "syncbn")
+SHARED = re.compile(r"SyncBatchNorm|InPlaceABN")
+# An option that is declared says nothing until something asks for it.
+DECLARED = re.compile(r"""add_argument\(\s*["']--?sync_?bn["']""")
+# Where a layer that shares is only defined, or imported, maybe under another name.
+DEFINED = re.compile(
+    r"^[ \t]*(from|import)\b.*$|\bclass\s+\w*InPlaceABN\w*|\bsuper\(\w*InPlaceABN\w*|\w*InPlaceABN\w*\.apply\b",
+    re.MULTILINE,
+)
+PLAIN = re.compile(r"(?<!Sync)BatchNorm")
 # Layers that a loop looks for, to fill them (`isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))`).
 LOOKED_FOR = re.compile(
     r"isinstance\([^()]*\([^()]*\)|isinstance\([^()]*\)|\((?=[^()]*\b(?:_?BatchNorm|GroupNorm))[^()]*,[^()]*\)"
@@ -28,7 +38,8 @@ def check(view: View) -> Iterator[Found]:
     if not made or view.only_evaluates or any(map(converts, view.project.family(view.module))):
         return
     for site in made:
-        if has_norm(view, view.wrappers.inner(site.call), site.scope) and not stays(view, site):
+        model = view.wrappers.inner(site.call)
+        if (has_norm(view, model, site.scope) or attached(view, model, site)) and not stays(view, site):
             yield at(
                 site,
                 "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first",
@@ -39,8 +50,22 @@ def check(view: View) -> Iterator[Found]:
 def converts(module: Module) -> bool:
     """Whether a file converts BatchNorm layers, or may make others."""
     if any(word in module.text for word in CONVERSIONS):
-        return True
-    return "SyncBatchNorm" in module.text and "SyncBatchNorm" in LOOKED_FOR.sub("", module.text)
+        text = DECLARED.sub("", module.text)
+        if any(word in text for word in CONVERSIONS):
+            return True
+    if not SHARED.search(module.text):
+        return False
+    left = len(SHARED.findall(DEFINED.sub("", LOOKED_FOR.sub("", module.text))))
+    return left > (sum(map(own_layer, module.sites("SyncBatchNorm"))) if left else 0)
+
+
+def own_layer(site: Site) -> bool:
+    """Whether a call makes a layer of a class that knows no other kind: the model's other layers are not converted."""
+    owner = site.scope.owner
+    if owner is None or not isinstance(owner.node, ast.ClassDef):
+        return False
+    body = site.module.lines[owner.node.lineno - 1 : owner.node.end_lineno]
+    return not any(map(PLAIN.search, body))
 
 
 def stays(view: View, site: Site) -> bool:
