@@ -4,10 +4,11 @@ import ast
 import os
 
 from lockstep.lint.analysis.index import Module, Scope
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import constant, dotted, last, strings
 from lockstep.lint.analysis.view import View
 
-__all__ = ["looked_up"]
+__all__ = ["chosen_files", "looked_up"]
 
 MAX_STEPS = 6
 # Of a package with more files than this, these many are read.
@@ -93,9 +94,25 @@ def of_module(view: View, node: ast.expr, scope: Scope) -> list[Module]:
             found = view.project.find(home, imported.full, imported.level)
             modules += [found] if found is not None else []
         elif isinstance(origin.node, ast.Call) and last(origin.node.func) in ("import_module", "__import__"):
-            start = next(strings(origin.node), "").split(".{")[0].strip(".")
-            modules += in_package(view, start, home) if start else []
+            modules += by_name(view, origin.node, origin.scope)
     return modules
+
+
+def by_name(view: View, call: ast.Call, scope: Scope) -> list[Module]:
+    """The files that one which is imported by a name may be, where the name's start is written out, there or before
+    (`name = "models." + kind; import_module(name)`).
+    """
+    given = next(iter(call.args), None)
+    texts = next(strings(call), "") or next((t for o in view.origins.of(given, scope) for t in strings(o.node)), "")
+    start = texts.split(".{")[0].strip(".")
+    return in_package(view, start, scope.module) if start else []
+
+
+@kept
+def chosen_files(view: View) -> tuple[Module, ...]:
+    """The files that a file's program, or what it imports, may import by a name that is worked out when it runs."""
+    sites = [site for member in view.project.closure(view.module) for site in member.sites("import_module")]
+    return tuple(dict.fromkeys(file for site in sites for file in by_name(view, site.call, site.scope)))
 
 
 def in_package(view: View, name: str, module: Module) -> list[Module]:

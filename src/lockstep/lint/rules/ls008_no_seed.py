@@ -8,6 +8,7 @@ from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.drawn import drawn_before
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
+from lockstep.lint.analysis.lookups import chosen_files
 from lockstep.lint.analysis.nodes import Words, last, strings
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -16,6 +17,11 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 SEED = Words(r"seed|manual_seed|fix_random|determinis[mt]|reproducib", re.IGNORECASE)
+# What asks, or does something else without chance (`policy.forward_deterministic(state)`), seeds nothing.
+ELSE = Words(
+    r"^initial_seed$|(?<!set)(?<!make)(?<!use)(?<!enable)(?<!be)_deterministic$|^(is|are)_determin|^deterministic_",
+    re.IGNORECASE,
+)
 # What says how a model is made is none.
 SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
 BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
@@ -79,7 +85,25 @@ def trains(view: View) -> bool:
             return True
         if any(fits(view, site) for site in member.sites("fit")):
             return True
-    return False
+    return has_chosen_train(view)
+
+
+def has_chosen_train(view: View) -> bool:
+    """Whether the file itself calls a method that computes gradients in a class that is chosen by a name
+    (`model = create_model(options); model.optimize_parameters()`).
+    """
+    steps = {
+        scope.name
+        for file in chosen_files(view)
+        for scope in file.scopes
+        if scope.kind == "function" and scope.owner is not None and scope.name != "__init__"
+        if view.effects.find(scope.sites, view.steps.backwards) is not None
+    }
+    return (
+        any(site.receiver is not None and last(site.receiver) != "self" for site in view.sites(*steps))
+        if steps
+        else False
+    )
 
 
 def prepares(view: View) -> bool:
@@ -108,10 +132,11 @@ def seeds(view: View, alone: bool) -> bool:
         site
         for member in members
         for name, sites in member.by_name.items()
-        if SEED.search(name) and name != "initial_seed"  # which asks only
+        if SEED.search(name) and not ELSE.search(name)
         for site in sites
         if not (site.module not in runs and by_itself(site))
         and not of_other(view, site)
+        and not by_others(view, site)
         and not of_data(site)
         and not makes_module(view, site)  # a layer whose name sounds like it (`Deterministic(block)`)
         and not of_steps(view, site)
@@ -130,7 +155,10 @@ def late(view: View, site: Site, models: list[Site], depth: int) -> bool:
     beside = [model.line for model in models if model.scope is site.scope]
     if beside:
         return max(beside) < site.line
-    callers = view.calls.callers(site.scope) if depth < 3 else []
+    callers = view.calls.callers(site.scope) if depth < 4 else []
+    if view.module.is_script:  # what runs the same in other programs says nothing of this one
+        members = view.project.closure(view.module)
+        callers = [caller for caller in callers if caller.module in members]
     return bool(callers) and all(late(view, caller, models, depth + 1) for caller in callers)
 
 
@@ -192,6 +220,14 @@ def of_other(view: View, site: Site) -> bool:
     if full in ("random.seed", "numpy.random.seed"):
         return True
     return site.name in ("manual_seed", "seed") and site.receiver is not None and not full
+
+
+def by_others(view: View, site: Site) -> bool:
+    """Whether a call runs a function in sight that seeds nothing but what makes no weights (`set_seed(1)`)."""
+    function = view.calls.target(site.call, site.scope)
+    found = [s for s in view.effects.below(function.sites) if SEED.search(s.name)] if function is not None else []
+    made = [s for s in found if view.calls.target(s.call, s.scope) is None]
+    return bool(made) and all(of_other(view, s) for s in made)
 
 
 def model_made(view: View, module: Module) -> Site | None:
