@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import given
-from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.context import apart, guards
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.literals import default
+from lockstep.lint.analysis.lookups import looked_up
 from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -29,7 +30,7 @@ def check(view: View) -> Iterator[Found]:
     """Looks for numpy's generators in the items of the file's datasets, when a loader has workers and no
     worker_init_fn.
     """
-    if view.effects.mentioned(view.module, "get_worker_info", "worker_seed") or any(
+    if asks_for_worker(view) or any(
         "worker_init_fn" in member.text and SEEDS_WORKERS.search(member.text)
         for member in view.project.family(view.module)
     ):
@@ -41,18 +42,37 @@ def check(view: View) -> Iterator[Found]:
             site = drawing(view, scope)
             if site is not None and site.module is view.module:
                 yield at(site, MESSAGE)
-    told: set[Scope] = set()
+    told: dict[Scope, list[Site]] = {}
     for site in (s for s in loaders(view, view.module) if workers(view, s)):
-        drawn = []
-        for call, scope in made_sets(view, argument(site.call, 0, "dataset"), site.scope, 0):
-            owner = view.names.definition(call.func, scope)
-            if owner is None or owner.kind != "class" or owner.module is view.module or owner in told:
-                continue
-            if is_dataset(view, owner) and drawing(view, owner, call) is not None:
-                drawn.append(owner)
-        told.update(drawn)
+        drawn = [
+            owner
+            for call, scope in made_sets(view, argument(site.call, 0, "dataset"), site.scope, 0)
+            for owner in drawing_classes(view, call, scope)
+            if owner.module is not view.module and all(apart(other, site) for other in told.get(owner, ()))
+        ]
+        for owner in drawn:
+            told.setdefault(owner, []).append(site)
         if drawn:
             yield at(site, f"{drawn[0].name} {MESSAGE}")
+
+
+def asks_for_worker(view: View) -> bool:
+    """Whether the programs may seed by the worker that they run in, beyond what data sets do for themselves."""
+    if view.effects.mentioned(view.module, "worker_seed"):
+        return True
+    sites = [s for member in view.project.family(view.module) for s in member.sites("get_worker_info")]
+    return any(s.scope.owner is None or not is_dataset(view, s.scope.owner) for s in sites)
+
+
+def drawing_classes(view: View, call: ast.Call, scope: Scope) -> list[Scope]:
+    """The data set that a call makes, if its items draw from numpy; of those that a name chooses from a table
+    (`SETS[name](path)`), the ones that do, where most of them do.
+    """
+    owner = view.names.definition(call.func, scope)
+    chosen = [owner] if owner is not None else looked_up(view, call.func, scope)
+    sets = [each for each in chosen if each.kind == "class" and is_dataset(view, each)]
+    drawn = [each for each in sets if drawing(view, each, call) is not None]
+    return drawn if len(drawn) * 3 >= len(chosen) * 2 else []
 
 
 def loaders(view: View, module: Module) -> Iterator[Site]:
@@ -95,8 +115,9 @@ def drawing(view: View, owner: Scope, made: ast.Call | None = None) -> Site | No
     (`Data(mode="val")`).
     """
     item = view.names.member(owner, "__getitem__") or view.names.member(owner, "__iter__")
-    if item is None:
-        return None
+    classes = (owner, *view.names.parents(owner))
+    if item is None or any(method.named("get_worker_info") for each in classes for method in each.defs.values()):
+        return None  # it may seed for its worker
     sites = [s for s in item.sites if made is None or not ruled_out(view, owner, made, s)]
     return next((s for s in view.effects.below(sites) if draws(view, s)), None)
 
@@ -218,6 +239,7 @@ loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
     note=(
         "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
         "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the "
-        "draw, and at the first loader of a data set that stands in another file."
+        "draw, and at the first loader of a data set that stands in another file, or of one that a name chooses from a "
+        "table of such, in each arm of a test."
     ),
 )
