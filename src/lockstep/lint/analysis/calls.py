@@ -121,7 +121,7 @@ class Calls:
             found = [
                 b
                 for b in home.binds.get(key, [])[:MAX_BINDS]
-                if b.value is not None and not b.path and b.how == "assign"
+                if b.value is not None and not b.path and b.how in ("assign", "with")
             ]
             if found:
                 yield from ((b.value, home) for b in found if b.value is not None)

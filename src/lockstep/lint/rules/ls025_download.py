@@ -26,6 +26,8 @@ OPTIONS = {"download", "transform", "target_transform", "transforms", "exist_ok"
 # How far up the calls of a function are followed.
 MAX_CALLS = 3
 MAX_CALLERS = 20
+# What a function is called that makes the folder it is given.
+MAKES_FOLDER = Words(r"dir|folder|path", re.IGNORECASE)
 # Tests that ask whether the folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 
@@ -59,7 +61,31 @@ def check(view: View) -> Iterator[Found]:
         message = removes(view, site)
         if message and not own(site) and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
             yield at(site, message)
+    for site in view.sites():
+        if MAKES_FOLDER.search(site.name) and helped(view, site):
+            yield at(
+                site, "every rank has this helper make one folder: call it on rank 0 only, or pass exist_ok=True there"
+            )
     yield from unwaited(view)
+
+
+def helped(view: View, site: Site) -> bool:
+    """Whether all ranks have a function of another file make the folder that they give it, which only one of them can
+    make (`ensure_dir(out)`).
+    """
+    if own(site) or not view.ranks.every(site.stmt, site.scope) or in_turn(view, site):
+        return False
+    function = view.calls.target(site.call, site.scope)
+    if function is None or function.module is view.module or function.owner is not None:
+        return False
+    return any(
+        removes(view, s)
+        and dotted(next(iter(s.call.args), None)) in function.params
+        and not view.ranks.main_only(s.stmt, function)
+        and not view.ranks.single(s.stmt, function)
+        for name in ("makedirs", "mkdir")
+        for s in function.named(name)
+    )
 
 
 def own(site: Site) -> bool:
@@ -302,7 +328,8 @@ def main(rank, folder):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
     note=(
         "A test before (`if not os.path.exists(...)`) does not help, since two ranks may pass it at once; folders that "
-        "are made in a `try` are left alone. Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
+        "are made in a `try` are left alone. It is told also where a helper of another file makes the folder that it is "
+        "given (`ensure_dir(out)`). Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
         "Downloads that lock their place (`from_pretrained`, `load_dataset`, "
         "the Hub) are no finding."
     ),
