@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
 from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import constant, dotted, has_star, idents, keyword, last, targets, walk
+from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -29,7 +31,7 @@ def check(view: View) -> Iterator[Found]:
             )
         if found.guard is None:
             continue
-        if starts_at_zero(found):
+        if starts_at_zero(found) or first_of_hand(view, found):
             yield Found(found.guard.test, "is true for the first micro-batch alone: test (i + 1) % n == 0")
         elif drops_leftovers(view, found):
             yield Found(
@@ -168,6 +170,16 @@ def starts_at_zero(found: Accumulation) -> bool:
     return counter == node.left.id or over_epochs(found, node.left.id, counter)
 
 
+def first_of_hand(view: View, found: Accumulation) -> bool:
+    """Whether the test is `n % k == 0` with `n` counted from 0 by hand, after the test."""
+    guard, scope = found.guard, found.step.scope
+    node, test = (modulo(guard.test, scope) or (None, guard.test)) if guard is not None else (None, None)
+    if guard is None or test is None or node is None or not guard.when or not isinstance(node.left, ast.Name):
+        return False
+    later = [bind.stmt.lineno > guard.test.lineno for bind in scope.binds.get(node.left.id, []) if bind.how == "aug"]
+    return all(later) and equals_zero(test, node) and counted_anew(view, found, node.left.id)
+
+
 def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
     """Whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
     binds = found.step.scope.binds.get(name, [])
@@ -201,13 +213,32 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
         return False
     node, test = modulo(guard.test, scope) or (None, guard.test)
     counters = {name for name, _ in targets(loop.target)}
-    if node is None or not any(name in counters for name in idents(node.left)) or adds_epochs(found, node):
+    if node is None or adds_epochs(found, node):
+        return False
+    if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
         return False
     text = ast.unparse(test)
     if "len(" in text or "last" in text or " or " in text or once(view, found):
         return False
     end = loop.end_lineno or loop.lineno
     return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+def counted_anew(view: View, found: Accumulation, name: str) -> bool:
+    """Whether a name counts the loop's turns by hand, from 0 in every epoch (`n = 0; for x in loader: n += 1`)."""
+    loop, module = found.training.loop, found.training.module
+    start, nest = [], loops(loop, module)
+    for bind in found.step.scope.binds.get(name, []):
+        if bind.how == "aug":
+            plain = isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Add)
+            if not plain or constant(bind.value) != 1 or loops(bind.stmt, module)[:1] != [loop]:
+                return False
+        elif [constant(value) for value in element_of(bind.value, bind.path)] != [0]:
+            return False
+        else:
+            start.append(loops(bind.stmt, module) == nest and bind.stmt.lineno < loop.lineno)
+    anew = bool(nest) or any(True for _ in view.trainings.epochs(found.training))
+    return bool(start) and all(start) and anew and len(start) < len(found.step.scope.binds[name])
 
 
 def adds_epochs(found: Accumulation, node: ast.BinOp) -> bool:
@@ -303,8 +334,8 @@ def train(model, loader, g_optimizer, d_optimizer, n):
     remedy="Divide the loss by n and step when (i + 1) % n == 0 or in the last turn",
     moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl"}),
     note=(
-        "Left over are micro-batches of a loop that counts anew in each epoch, also where their gradients go into "
-        "the next epoch's first group: that group is larger than the others. A counter that runs on over epochs "
-        "is no finding."
+        "Left over are micro-batches of a loop that counts anew in each epoch, by itself or by hand, also where their "
+        "gradients go into the next epoch's first group: that group is larger than the others. A counter that runs on "
+        "over epochs is no finding."
     ),
 )
