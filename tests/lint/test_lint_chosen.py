@@ -269,3 +269,36 @@ def test_micro_batches_that_are_counted_by_hand(tmp_path, whole, epoch, before, 
     (tmp_path / "run.py").write_text(text)
     found = check_paths([str(tmp_path / "run.py")], configure({}, "LS012", ""))
     assert [next(word for word in ("never", "first") if word in one.message) for one in found] == expected
+
+
+OPTIONS = """
+import os
+import torch.distributed as dist
+
+class Arguments:
+    def __init__(self, rank=-1):
+        self.local_rank = {rank}
+        self.no_cuda = False
+
+args = Arguments()
+{after}
+if args.local_rank == -1 or args.no_cuda:
+    device = "cuda"
+else:
+    dist.init_process_group("nccl")
+os.mkdir("out")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "after", "expected"),
+    [
+        ("-1", "pass", []),
+        ("0", "pass", [16]),
+        ("rank", "pass", [16]),
+        ("-1", "args.local_rank = int(os.environ['RANK'])", [16]),
+        ("-1", "setattr(args, 'local_rank', 1)", [16]),
+    ],
+)
+def test_a_rank_that_a_class_of_options_writes_out(tmp_path, rank, after, expected):
+    assert lines(tmp_path, {"run.py": OPTIONS.format(rank=rank, after=after)}, "LS025") == expected

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.context import above, apart, loops
+from lockstep.lint.analysis.fixed import never
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, keyword, last, walk
@@ -50,7 +51,8 @@ class Programs:
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
             return starts and any(self.initiates(site) for site in module.sites("init"))
-        return any(map(for_several, module.sites(*STARTS))) or any(self.wraps(site) for site in module.sites())
+        made = filter(for_several, module.sites(*STARTS))
+        return any(not never(self.calls, s) for s in made) or any(self.wraps(s) for s in module.sites())
 
     def initiates(self, site: Site) -> bool:
         """Whether a call starts Horovod, or SageMaker's model parallelism."""

@@ -328,8 +328,8 @@ def main(rank, folder):
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
     note=(
         "A test before (`if not os.path.exists(...)`) does not help, since two ranks may pass it at once; folders that "
-        "are made in a `try` are left alone. It is told also where a helper of another file makes the folder that it is "
-        "given (`ensure_dir(out)`). Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
+        "are made in a `try` are left alone. It is told also where a helper of another file makes the folder that it "
+        "is given (`ensure_dir(out)`). Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
         "Downloads that lock their place (`from_pretrained`, `load_dataset`, "
         "the Hub) are no finding."
     ),
