@@ -177,16 +177,16 @@ class RankTests:
         if when or not side:
             return side or 0
         # That it is empty tells the other ranks only where nothing else decides whether it is filled.
-        return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(bind, home) for bind, home in binds) else 0
+        return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(b, home, depth) for b, home in binds) else 0
 
-    def by_rank_alone(self, bind: Bind, home: Scope) -> bool:
+    def by_rank_alone(self, bind: Bind, home: Scope, depth: int) -> bool:
         """Whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
         if bind.value is None or is_empty(bind.value):
             return True
         tests = list(guards(bind.stmt, home.module))
         asked = [g.test for g in tests] + ([bind.value.test] if isinstance(bind.value, ast.IfExp) else [])
         return not any(isinstance(test, ast.BoolOp) for test in asked) and all(
-            self.test(g.test, home, g.when) or self.many(g.test, home, g.when) for g in tests
+            self.test(g.test, home, g.when, depth + 1) or self.many(g.test, home, g.when) for g in tests
         )
 
     def share(self, bind: Bind, home: Scope, depth: int, flag: bool) -> int | None:
