@@ -9,7 +9,7 @@ from lockstep.lint.analysis.hosts import MADE, moves
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.losses import READS, SYNCS
-from lockstep.lint.analysis.nodes import base, constant, dotted, keyword, last
+from lockstep.lint.analysis.nodes import base, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.training import LOSSES
 from lockstep.lint.analysis.view import View
@@ -113,11 +113,20 @@ def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
         return False
     binds = view.origins.binds(key, scope, line)
     if binds:
-        return all(holds(view, bind, home, names - 1) for bind, home in binds)
+        anew = [(bind, home) for bind, home in binds if not stays(bind)]
+        return bool(anew) and all(holds(view, bind, home, names - 1) for bind, home in anew)
     if scope.kind != "function" or key not in scope.params or key in ("self", "cls"):
         return False
     values = [(passed(caller, scope, key), caller.scope) for caller in view.calls.callers(scope)[:MAX_CALLERS]]
     return any(value is not None and on_device(view, value, home, names - 1) for value, home in values)
+
+
+def stays(bind: Bind) -> bool:
+    """Whether a name is given what a method of its own value gives (`x = x.clone()`), which does not read it."""
+    calls = isinstance(bind.value, ast.Call) and isinstance(bind.value.func, ast.Attribute) and bind.how == "assign"
+    if not calls or bind.path or bind.value is None or dotted(base(bind.value)) != bind.key:
+        return False
+    return not any(last(node) in (*SYNCS, "to", "numpy") for node in walk(bind.value) if isinstance(node, ast.Call))
 
 
 def holds(view: View, bind: Bind, scope: Scope, names: int) -> bool:

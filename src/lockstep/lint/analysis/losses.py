@@ -39,7 +39,7 @@ def loss_names(trainings: Trainings, training: Training) -> set[str]:
     for site in [training.backward, *training.scope.sites]:
         if trainings.steps.backwards(site):
             loss = trainings.steps.loss_of(site)
-            names |= {dotted(loss) or "", *held(loss, site.scope), *summed(loss, training)}
+            names |= {dotted(loss) or "", *held(loss, site.scope), *summed(loss, training), *whole(loss)}
     names |= called_losses(trainings.calls, training)
     names = {name for name in names if name and ("." not in name or name.endswith("[]"))}
     return names | set(given_back(trainings, training)) | set(dictionaries(training, names))
@@ -121,6 +121,13 @@ def held(loss: ast.expr | None, scope: Scope) -> Iterator[str]:
                 name = dotted(node.func.value)
             if name is not None and not any(read(bind.value) for bind in scope.binds.get(name, [])):
                 yield f"{name}[]"
+
+
+def whole(loss: ast.expr | None) -> Iterator[str]:
+    """The name of the losses of a batch's samples, and `loss[]` for one of them, where their mean is differentiated."""
+    made = loss.func if isinstance(loss, ast.Call) and last(loss) in ("mean", "sum") else None
+    if isinstance(made, ast.Attribute) and isinstance(made.value, ast.Name):
+        yield from (made.value.id, f"{made.value.id}[]")
 
 
 def added(value: ast.expr) -> Iterator[ast.AST]:

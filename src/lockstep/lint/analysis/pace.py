@@ -16,6 +16,8 @@ ACCUMULATES = Words(r"accum", re.IGNORECASE)
 APART = re.compile(r"freq|interval|every", re.IGNORECASE)
 # What somebody turns on to look at a run.
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
+# What a point in time is called.
+TIME = Words(r"(^|_)(time|clock|tic|toc)(_|$)|perf_counter|monotonic", re.IGNORECASE)
 # What is there now and then only: something is wrong, an episode ends, or it was put aside for later.
 SELDOM = Words(
     r"nan|inf|finite|err|fail|bad|wrong|valid|over|done|term|trunc|skip|miss|new|best|buf|queue|memory|replay|log|"
@@ -39,6 +41,14 @@ def every_so_often(test: ast.expr) -> bool:
     return any(APART.search(name) or LOOKS.search(name) for name in idents(test))
 
 
+def elapsed(test: ast.expr) -> bool:
+    """Whether a test asks how long ago something was (`now - last_print_time > 30`)."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Gt | ast.GtE):
+        return False
+    ago = test.left
+    return isinstance(ago, ast.BinOp) and isinstance(ago.op, ast.Sub) and any(map(TIME.search, idents(ago)))
+
+
 def now_and_then(test: ast.expr, when: bool) -> bool:
     """Whether a test comes out `when` in every n-th step only."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -49,6 +59,8 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
     divided = in_turn(test)
     if divided is not None:
         return divided is when
+    if elapsed(test):
+        return when
     if not when and not any(APART.search(name) for name in idents(test)):
         looks = any(LOOKS.search(name) for name in idents(test))
         return every_so_often(test) and not looks  # `if args.debug: break`

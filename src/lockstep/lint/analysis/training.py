@@ -12,7 +12,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
-from lockstep.lint.analysis.pace import each_update, every_so_often, in_most_turns, never, now_and_then
+from lockstep.lint.analysis.pace import each_update, every_so_often, in_most_turns, in_turn, never, now_and_then
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
@@ -31,6 +31,9 @@ EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
+
+# What names a part of the data or of the training.
+NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.IGNORECASE)
 
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
@@ -195,9 +198,13 @@ class Trainings:
                         queue.append((function.sites, None, function))  # type: ignore[arg-type]
 
     def losses(self, site: Site) -> Iterator[Scope]:
-        """The forward of a loss of the project's own, which a call of the object runs (`criterion(output, target)`)."""
-        if LOSSES.search(site.name) and "forward" in self.calls.method_names(site.module):
+        """The forward of a loss of the project's own, or of a module of the same file, which a call of the object runs
+        (`criterion(output, target)`).
+        """
+        if "forward" in self.calls.method_names(site.module) and site.call.args:
             owner = self.calls.class_of(site.call.func, site.scope)
+            if owner is not None and not (LOSSES.search(site.name) or owner.module is site.module):
+                return
             if owner is not None and self.kinds.is_module_class(owner):
                 forward = self.calls.names.member(owner, "forward")
                 yield from [forward] if forward is not None else []
@@ -219,6 +226,8 @@ class Trainings:
         for guard in guards(stmt, scope.module, within):
             if self.steps_when(guard.stmt, guard.when, scope) or each_update(guard) or self.waits(guard, scope):
                 continue  # what stands beside the optimizer's step is done in every step of the training
+            if self.within_step(guard, scope, within):
+                continue
             if never(guard) or self.apart(guard.stmt, guard.when, scope):
                 return True
             if now_and_then(guard.test, guard.when) or _evaluates(guard) or self.seldom(guard.test, scope):
@@ -226,6 +235,21 @@ class Trainings:
             leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
             if not leaves and not in_most_turns(guard) and not self.steady(guard.test, scope, within):
                 return True
+        return False
+
+    def within_step(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a test holds in every n-th turn of a loop that counts inside the step (`for t in range(n): ... if t %
+        2 == 0:`), where nothing is trained: that comes in every step.
+        """
+        if in_turn(guard.test) is not guard.when or not guard.when:
+            return False
+        asked = set(idents(guard.test))
+        for loop in loops(guard.stmt, scope.module):
+            if loop is within:
+                return False
+            counts = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "range"
+            if counts and dotted(loop.target) in asked:
+                return not self.trains(self.body(loop, scope))
         return False
 
     def seldom(self, test: ast.expr, scope: Scope) -> bool:
@@ -283,8 +307,9 @@ class Trainings:
         """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
-        if isinstance(test, ast.Compare) and is_option(test.left) and isinstance(constant(test.comparators[0]), str):
-            return True
+        if isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str):
+            if is_option(test.left) or chooses(test, scope):
+                return True
         if any(STEADY.search(name) for name in idents(test)) or any(map(of_a_name, walk(test))):
             return True
         after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]
@@ -318,6 +343,13 @@ def given_by(function: Scope) -> bool:
     if maker is None or maker.kind != "function":
         return False
     return any(dotted(value) == function.name for value in maker.returns())
+
+
+def chooses(test: ast.Compare, scope: Scope) -> bool:
+    """Whether a parameter that nothing changes is compared with the name of a way to compute (`kind == "focal"`)."""
+    name = dotted(test.left)
+    words = (name or "", str(constant(test.comparators[0])))
+    return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
 
 
 def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:

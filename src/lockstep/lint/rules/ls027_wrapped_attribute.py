@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from lockstep.lint.analysis.context import Guard, above, choices, guards
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule
@@ -51,7 +51,12 @@ def check(view: View) -> Iterator[Found]:
         return
     for scope in view.scopes:
         for node, stmt in scope.reads:
-            if not isinstance(node.ctx, ast.Load) or not suspect(node):
+            if not isinstance(node.ctx, ast.Load):
+                continue
+            if isinstance(node.value, ast.Subscript) and item(view, node, node.value, scope, stmt):
+                name = ast.unparse(node.value)
+                yield Found(node, f"the wrapper of {name} has no '{node.attr}': read it from the model inside")
+            if not suspect(node):
                 continue
             if wrapped(view, node, scope, stmt):
                 yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
@@ -124,6 +129,42 @@ def perhaps(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
     if set_here(view, key, node.attr) or tested(stmt, scope) or view.ranks.single(stmt, scope):
         return False
     return all(unasked(view, call, origin.scope, stmt, scope) for origin, (_, call) in wraps.items())
+
+
+def item(view: View, node: ast.Attribute, of: ast.Subscript, scope: Scope, stmt: ast.stmt) -> bool:
+    """Whether the object is a model of a dictionary that some way or all wrap, where no test asks which
+    (`models["net"] = DDP(models["net"])`, and then `models["net"].loss(x)`).
+    """
+    if not isinstance(constant(of.slice), str) or node.attr.startswith("_") or node.attr in OWN:
+        return False
+    given = list(put(of, scope))
+    wraps = [(value, home) for value, home in given if kind_of(view, value, home) in ("ddp", "dp")]
+    if not wraps or any(home is scope and value.lineno > node.lineno for value, home in wraps):
+        return False
+    for value, _ in given:
+        made = value if isinstance(value, ast.Call) else None
+        if made is None or (UNCLEAR.search(last(made)) and not any(value is wrap for wrap, _ in wraps)):
+            return False
+    if set_here(view, ast.unparse(of), node.attr) or tested(stmt, scope) or view.ranks.single(stmt, scope):
+        return False
+    return all(isinstance(value, ast.Call) and unasked(view, value, home, stmt, scope) for value, home in wraps)
+
+
+def put(of: ast.Subscript, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """What is put under a key of a dictionary, here or by the other methods of the object that has it."""
+    key, name = dotted(of.value), constant(of.slice)
+    own = key is not None and key.startswith("self.") and scope.owner is not None
+    for home in scope.owner.defs.values() if own and scope.owner is not None else [scope]:
+        for stmt in home.stmts if key is not None else ():
+            for target in stmt.targets if isinstance(stmt, ast.Assign) else ():
+                if isinstance(target, ast.Subscript) and dotted(target.value) == key:
+                    if constant(target.slice) == name:
+                        yield stmt.value, home  # type: ignore[union-attr]
+
+
+def kind_of(view: View, value: ast.expr, scope: Scope) -> str:
+    """The wrapper that a value certainly is."""
+    return view.wrappers.of_call(value, scope) if isinstance(value, ast.Call) else ""
 
 
 def unasked(view: View, call: ast.Call, home: Scope, stmt: ast.stmt, scope: Scope) -> bool:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import given
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.devices import on_device
 from lockstep.lint.analysis.effects import turns_off_gradients
@@ -42,7 +43,9 @@ def check(view: View) -> Iterator[Found]:
             continue
         steps = trainings.each_step(training)
         here = [site for site in steps if site.module is view.module]
-        beyond = {site.scope for site in steps if site.module is not view.module and reads_given(view, site)}
+        other = [site for site in steps if site.module is not view.module] if here else []
+        beyond = {site.scope for site in other if reads_given(view, site)}
+        afar = {site.scope for site in other if site.name in SYNCS and reads_device(view, site)}
         losses = loss_names(trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
@@ -50,7 +53,7 @@ def check(view: View) -> Iterator[Found]:
         for site in here:
             if site.stmt.lineno in seen:
                 continue
-            what = syncs(view, site, losses) or passed_on(view, site, losses, beyond)
+            what = syncs(view, site, losses) or passed_on(view, site, losses, beyond) or handed_over(view, site, afar)
             if what and not from_loader(view, site, training) and not elsewhere(view, site, training):
                 seen.add(site.stmt.lineno)
                 yield at(
@@ -117,8 +120,23 @@ def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
     elif isinstance(node, ast.Call) and last(node) in FINITE:
         values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
     else:
+        return asks_given(view, node, scope, losses) if isinstance(node, ast.Call) else False
+    finite = isinstance(node, ast.Call)
+    return any(on_losses(view, v, scope, losses) or (finite and on_device(view, v, scope)) for v in values)
+
+
+def asks_given(view: View, call: ast.Call, scope: Scope, losses: set[str]) -> bool:
+    """Whether a function of the project asks of the loss that it is given whether it is finite (`if is_bad(loss):`)."""
+    function = view.calls.target(call, scope)
+    if function is None or function.kind != "function":
         return False
-    return any(on_losses(view, value, scope, losses) for value in values)
+    for value in (node for each in function.returns() for node in walk(each)):
+        if isinstance(value, ast.Call) and last(value) in FINITE and value.args:
+            name = dotted(value.args[0])
+            handed = given(call, function, name) if name in function.params else None
+            if handed is not None and (on_losses(view, handed, scope, losses) or on_device(view, handed, scope)):
+                return True
+    return False
 
 
 def on_losses(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
@@ -197,6 +215,23 @@ def passed_on(view: View, site: Site, losses: set[str], beyond: set[Scope]) -> s
         if held or any(on_losses(view, node, site.scope, losses) for node in (*bare(value), *drawn(value, site))):
             return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
+
+
+def handed_over(view: View, site: Site, afar: set[Scope]) -> str:
+    """What is told where a tensor of the device is handed to a function of another file that reads what it computes of
+    such ones (`accuracy(output, target)`).
+    """
+    function = view.calls.target(site.call, site.scope) if afar else None
+    if function not in afar:
+        return ""
+    values = (*site.call.args, *(item.value for item in site.call.keywords))
+    given = next((value for value in values if on_device(view, value, site.scope)), None)
+    return f"{site.name}({ast.unparse(given)[:30]})" if given is not None else ""
+
+
+def reads_device(view: View, site: Site) -> bool:
+    """Whether a call certainly reads from the device."""
+    return bool(syncs(view, site, set())) and site.receiver is not None and on_device(view, site.receiver, site.scope)
 
 
 def drawn(value: ast.expr, site: Site) -> Iterator[ast.expr]:
