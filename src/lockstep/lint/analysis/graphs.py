@@ -4,8 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import given as handed_in
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, inside
+from lockstep.lint.analysis.effects import turns_off_gradients
+from lockstep.lint.analysis.flows import flows_through
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.nodes import Words, constant, dotted, is_true, last, walk
 from lockstep.lint.analysis.origins import element_of, reaching
@@ -92,12 +95,27 @@ def computes_loss(view: View, value: ast.expr, forward: Site, names: set[str]) -
     if isinstance(value, ast.BinOp):  # `criterion(output, y) * len(x)`
         return any(computes_loss(view, side, forward, names) for side in (value.left, value.right))
     call = start(value)
-    if not isinstance(call, ast.Call) or not LOSSES.search(last(call.func)):
+    if not isinstance(call, ast.Call):
         return False
     target = view.calls.target(call, forward.scope)
+    if target is not None and scores(view, call, target, forward, names):
+        return True
+    if not LOSSES.search(last(call.func)):
+        return False
     if target is not None and (target.kind != "function" or not all(map(lives, target.returns()))):
         return False
     return any(start(each) is forward.call or holds(each, names) for each in call.args)
+
+
+def scores(view: View, call: ast.Call, target: Scope, forward: Site, names: set[str]) -> bool:
+    """Whether a function of the project gives what it computes of the model's output, with the graph of that."""
+    if target.kind != "function" or any(map(turns_off_gradients, target.decorators)):
+        return False
+    for name in target.params:
+        value = handed_in(call, target, name)
+        if value is not None and (start(value) is forward.call or chain(value) in names):
+            return flows_through(view.names, target, name)
+    return False
 
 
 def start(value: ast.expr) -> ast.expr:

@@ -71,6 +71,19 @@ class Kinds:
                 return found
         return None
 
+    def run_class(self, func: ast.expr, scope: Scope) -> Scope | None:
+        """The project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""
+        found = self.module_class(func, scope)
+        if found is not None or dotted(func) is None:
+            return found
+        for call, home, _ in self.origins.calls_of(func, scope):
+            if last(call) in ("prepare", "prepare_model") or last(call).endswith(("DataParallel", "DDP")):
+                same = (value for value in call.args if dotted(value) == dotted(func))
+                found = next(filter(None, (self.module_class(value, home) for value in same)), None)
+                if found is not None:
+                    return found
+        return None
+
     def is_module_class(self, owner: Scope) -> bool:
         """Whether a class derives from nn.Module, as far as can be seen."""
         return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))

@@ -6,7 +6,7 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.rankwords import COUNT
 
-__all__ = ["JOINS", "by_ranks", "divided_after", "mean_after"]
+__all__ = ["JOINS", "by_ranks", "divided_after", "mean_after", "means_given"]
 
 # What makes one list of the ranks' lists.
 JOINS = {"cat", "concat", "concatenate", "extend", "chain", "from_iterable"}
@@ -27,6 +27,13 @@ def mean_after(site: Site) -> bool:
         if stacked and names & set(idents(stmt)):
             names |= {bind.key for bind in site.scope.bound(stmt)}
     return False
+
+
+def means_given(site: Site) -> bool:
+    """Whether the list of the ranks' values that a call gives is averaged as it is (`sum(losses) / len(losses)`)."""
+    names = {bind.key for bind in site.scope.bound(site.stmt) if bind.value is site.call}
+    after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
+    return any(means(node, name) for stmt in after[:3] for name in names for node in walk(stmt))
 
 
 def means(node: ast.AST, name: str) -> bool:

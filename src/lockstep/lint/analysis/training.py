@@ -18,7 +18,7 @@ from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
 from lockstep.lint.analysis.steps import Steps
 
-__all__ = ["Training", "Trainings"]
+__all__ = ["LOSSES", "Training", "Trainings"]
 
 # A test that holds in every step or in none: it says nothing about how often.
 STEADY = re.compile(
@@ -192,22 +192,25 @@ class Trainings:
                 if self.rare(site.stmt, site.scope, within):
                     continue
                 yield site
-                for function in (*self.calls.runs(site), *self.losses(site), *self.overrides(site)):
+                for function in (*self.calls.runs(site), *self.forwards(site), *self.overrides(site)):
                     if function not in seen and function.name not in ("__init__", "__str__", "display"):
                         seen.add(function)
                         queue.append((function.sites, None, function))  # type: ignore[arg-type]
 
-    def losses(self, site: Site) -> Iterator[Scope]:
-        """The forward of a loss of the project's own, or of a module of the same file, which a call of the object runs
+    def forwards(self, site: Site) -> Iterator[Scope]:
+        """The forward of a loss of the project's own, or of a model of the same file, which a call of the object runs
         (`criterion(output, target)`).
         """
-        if "forward" in self.calls.method_names(site.module) and site.call.args:
+        if "forward" not in self.calls.method_names(site.module) or not site.call.args:
+            return
+        if LOSSES.search(site.name):
             owner = self.calls.class_of(site.call.func, site.scope)
-            if owner is not None and not (LOSSES.search(site.name) or owner.module is site.module):
-                return
-            if owner is not None and self.kinds.is_module_class(owner):
-                forward = self.calls.names.member(owner, "forward")
-                yield from [forward] if forward is not None else []
+            owner = owner if owner is not None and self.kinds.is_module_class(owner) else None
+        else:
+            owner = self.kinds.run_class(site.call.func, site.scope)
+            owner = owner if owner is not None and owner.module is site.module else None
+        forward = self.calls.names.member(owner, "forward") if owner is not None else None
+        yield from [forward] if forward is not None else []
 
     def overrides(self, site: Site) -> Iterator[Scope]:
         """The methods that a call of the object's own method may run in classes that derive from this one."""
@@ -247,9 +250,9 @@ class Trainings:
         for loop in loops(guard.stmt, scope.module):
             if loop is within:
                 return False
-            counts = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "range"
-            if counts and dotted(loop.target) in asked:
-                return not self.trains(self.body(loop, scope))
+            if isinstance(loop, ast.For) and (dotted(loop.target) or "") in asked:
+                ranges = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "range"
+                return ranges and not self.trains(self.body(loop, scope))
         return False
 
     def seldom(self, test: ast.expr, scope: Scope) -> bool:
@@ -287,10 +290,17 @@ class Trainings:
 
     @kept
     def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
-        """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`)."""
-        if not isinstance(branch, ast.If) or not branch.orelse:
+        """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`), or
+        what follows does where the arm ends the turn (`if show: plot(batch); continue`).
+        """
+        own = getattr(branch, "body" if when else "orelse", [])
+        if not isinstance(branch, ast.If) or not own:
             return False
-        own, other = (branch.body, branch.orelse) if when else (branch.orelse, branch.body)
+        other = branch.orelse if when else branch.body
+        if not other and isinstance(own[-1], ast.Continue | ast.Break):
+            other = following(branch, scope.module)
+        if not other:
+            return False
         return self.trains(sites_in(other, scope)) and not self.trains(sites_in(own, scope))
 
     def certain(self, site: Site, arm: list[ast.stmt], scope: Scope) -> bool:
@@ -307,9 +317,9 @@ class Trainings:
         """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
-        if isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str):
-            if is_option(test.left) or chooses(test, scope):
-                return True
+        named = isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str)
+        if isinstance(test, ast.Compare) and named and (is_option(test.left) or chooses(test, scope)):
+            return True
         if any(STEADY.search(name) for name in idents(test)) or any(map(of_a_name, walk(test))):
             return True
         after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import inside, loops, withs
+from lockstep.lint.analysis.context import guards, inside, loops, withs
 from lockstep.lint.analysis.evaluations import evaluations
 from lockstep.lint.analysis.forwards import is_forward
 from lockstep.lint.analysis.graphs import (
@@ -18,8 +18,10 @@ from lockstep.lint.analysis.graphs import (
     live_names,
 )
 from lockstep.lint.analysis.index import Bind, Scope, Site
-from lockstep.lint.analysis.nodes import dotted, idents, walk
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
 from lockstep.lint.analysis.sight import without_graph
+from lockstep.lint.analysis.takers import handed_to_keep
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -34,7 +36,9 @@ def check(view: View) -> Iterator[Found]:
     """Looks at sums and lists that outlive a step and take in tensors of its graph."""
     for training in view.training:
         live = live_names(view, training)
-        yield from sums(view, training, live)
+        ran = forwards(view, training)
+        live |= {name for site in ran for name in evaluated(view, site, training.loop)}
+        yield from sums(view, training, live, ran)
         yield from lists(view, training, live)
         yield from meters(view, training, live)
         if training.backward.scope is not training.scope and training.backward.scope.module is view.module:
@@ -57,7 +61,7 @@ def in_evaluations(view: View) -> Iterator[Found]:
         done.add(nest[0])
         evaluation = Training(nest[0], site.scope, site, None)
         live = evaluated(view, site, nest[0])
-        yield from sums(view, evaluation, live)
+        yield from sums(view, evaluation, live, [site])
         yield from lists(view, evaluation, live)
 
 
@@ -100,17 +104,16 @@ def holder(site: Site) -> str | None:
     return dotted(receiver.value if isinstance(receiver, ast.Subscript) else receiver)
 
 
-def sums(view: View, training: Training, live: set[str]) -> Iterator[Found]:
-    """`total += loss`, and `total = total + loss`."""
+def sums(view: View, training: Training, live: set[str], ran: list[Site]) -> Iterator[Found]:
+    """`total += loss`, and `total = total + loss`, also of a loss of what the given calls of the model gave."""
     scope = training.scope
-    evaluates = not view.steps.backwards(training.backward)
     for name, binds in (*scope.binds.items(), *items(scope)):
         for bind in binds:
             value = added(bind) if inside(bind.stmt, training.loop, scope.module) else None
-            if value is None or name in live or shielded(bind.stmt, scope):
+            if value is None or name in live or shielded(bind.stmt, scope) or validates(view, bind.stmt, training):
                 continue
             left = live_at(live, bind.stmt, scope)
-            if not holds(value, left) and not (evaluates and computes_loss(view, value, training.backward, left)):
+            if not holds(value, left) and not any(computes_loss(view, value, call, left) for call in ran):
                 continue
             if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
@@ -190,6 +193,8 @@ def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
         name = holder(site)
         if site.name != "append" or name is None or len(site.call.args) != 1 or shielded(site.stmt, scope):
             continue
+        if validates(view, site.stmt, training):
+            continue
         value = site.call.args[0]
         parts = list(value.elts) if isinstance(value, ast.List | ast.Tuple) else [value]
         left = live_at(live, site.stmt, scope)
@@ -215,38 +220,40 @@ def branch_of(bind: Bind, scope: Scope) -> ast.AST | None:
 
 
 def meters(view: View, training: Training, live: set[str]) -> Iterator[Found]:
-    """`meter.update(loss)` where the project's meter adds up what it is given."""
+    """`meter.update(loss)` where a class of the project adds up, or collects, what it is given."""
     for site in view.trainings.body(training.loop, training.scope):
-        value = site.call.args[0] if site.call.args else None
-        if site.name not in ("update", "add") or value is None:
+        if site.receiver is None or shielded(site.stmt, training.scope) or validates(view, site.stmt, training):
             continue
-        if not holds(value, live_at(live, site.stmt, training.scope)):
-            continue
-        target = view.calls.target(site.call, site.scope)
-        if target is not None and target.owner is not None and sums_up(target):
-            simple = chain(value) is not None
-            yield Found(
-                site.call,
-                MESSAGE.format(ast.unparse(value) if simple else "loss"),
-                edit=edit("method", value, "detach") if simple else None,
-            )
+        name = handed_to_keep(view, site, live_at(live, site.stmt, training.scope))
+        if name is not None:
+            values = [*site.call.args, *(item.value for item in site.call.keywords)]
+            value = next((each for each in values if dotted(each) == name), None)
+            cut = edit("method", value, "detach") if value is not None else None
+            yield Found(site.call, MESSAGE.format(name), edit=cut)
 
 
-def sums_up(method: Scope) -> bool:
-    """Whether a method adds its first argument, uncut, to an attribute."""
-    params = [p for p in method.params if p != "self"]
-    if not params or any(b.how == "assign" for b in method.binds.get(params[0], [])):
-        return False
-    for key, binds in method.binds.items():
-        for bind in binds:
-            if (
-                key.startswith("self.")
-                and bind.how == "aug"
-                and bind.value is not None
-                and holds(bind.value, {params[0]})
-            ):
-                return True
+def validates(view: View, stmt: ast.stmt, training: Training) -> bool:
+    """Whether a loop that trains and evaluates in turn comes to a statement where it evaluates (`phase == "val"`)."""
+    trains = view.steps.backwards(training.backward)
+    for guard in guards(stmt, training.module, training.loop) if trains else ():
+        test = guard.test
+        says = str(constant(test.comparators[0])) if isinstance(test, ast.Compare) else ""
+        same = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq)
+        if (EVALUATION.search(says) and same is guard.when) or ("train" in says and same is not guard.when):
+            return True
     return False
+
+
+def forwards(view: View, training: Training) -> list[Site]:
+    """The calls of the model in a loop that the loss is computed from."""
+    return [
+        site
+        for site in view.trainings.body(training.loop, training.scope)
+        if site.scope is training.scope
+        and is_forward(view, site)
+        and not shielded(site.stmt, site.scope)
+        and any(flows_back(view, training, bind.key) for bind in site.scope.bound(site.stmt) if bind.how == "assign")
+    ]
 
 
 def shielded(stmt: ast.stmt, scope: Scope) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import inside, loops
+from lockstep.lint.analysis.heldout import serves_both, shards
 from lockstep.lint.analysis.hosts import MADE
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.means import JOINS, by_ranks, divided_after, mean_after
+from lockstep.lint.analysis.means import JOINS, by_ranks, divided_after, mean_after, means_given
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.parts import parts
 from lockstep.lint.analysis.phases import phased
@@ -178,32 +179,6 @@ def scored(within: list[Site], loop: ast.For, scope: Scope) -> bool:
     return any(names & set(map(dotted, walk(site.call))) for site in after)
 
 
-def shards(site: Site) -> bool:
-    """Whether a sampler says that it divides held-out data."""
-    text = ast.unparse(site.stmt)
-    return any(EVALUATION.search(name) for name in idents(site.stmt)) or "val" in text or "test" in text
-
-
-def serves_both(view: View, site: Site) -> bool:
-    """Whether the function that makes a sampler makes those of the training and of held-out data alike: its callers
-    say whether it shuffles, and one asks for held-out data in order.
-    """
-    flag = dotted(keyword(site.call, "shuffle"))
-    return flag in site.scope.params and asked_in_order(view, site.scope, flag, 0)
-
-
-def asked_in_order(view: View, function: Scope, flag: str, depth: int) -> bool:
-    """Whether a caller gives a function False under a name, for held-out data by what the statement says."""
-    for caller in view.calls.callers(function)[:MAX_CALLERS]:
-        value = passed(caller, function, flag)
-        if constant(value) is False and any(map(EVALUATION.search, idents(caller.stmt))):
-            return True
-        name = dotted(value)
-        if depth < 2 and name in caller.scope.params and asked_in_order(view, caller.scope, name, depth + 1):
-            return True
-    return False
-
-
 def held_out(view: View, site: Site) -> bool:
     """Whether a call stands in an evaluating function, in a loop or after one, or is given what an evaluation found."""
     if EVALUATION.search(site.scope.name):
@@ -244,6 +219,8 @@ def averages(view: View, site: Site) -> bool:
         return divided_after(site)
     if site.name in ("all_gather", "gather", "all_gather_object") and view.full(site).startswith("torch.distributed"):
         return mean_after(site)
+    if site.name.startswith("all_gather") and gathers(view, view.calls.target(site.call, site.scope)):
+        return means_given(site)
     return (
         horovod_mean(view, site)
         or mean_gathered(view, site)
@@ -263,11 +240,18 @@ def mean_gathered(view: View, site: Site) -> bool:
     """Whether a call is the mean of what a function of the project has gathered (`mean(gather(loss))`)."""
     inner = site.call.args[0] if site.name in ("mean", "fmean") and site.call.args else None
     function = view.calls.target(inner, site.scope) if isinstance(inner, ast.Call) else None
+    return gathers(view, function)
+
+
+def gathers(view: View, function: Scope | None) -> bool:
+    """Whether a function of the project gathers what the ranks give it into a list."""
     if function is None:
         return False
     found = [*function.named("all_gather_object"), *function.named("all_gather")]
-    gathers = any(view.full(s).startswith("torch.distributed") for s in found)
-    return gathers and not any(s.name in JOINS for s in function.sites)
+    joins = JOINS - {"cat"} if any(function.named("loads")) else JOINS  # bytes are joined with what fills them up
+    return any(view.full(s).startswith("torch.distributed") for s in found) and not any(
+        s.name in joins for s in function.sites
+    )
 
 
 def mean_of(view: View, function: Scope) -> bool:

@@ -156,10 +156,11 @@ def put(of: ast.Subscript, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
     own = key is not None and key.startswith("self.") and scope.owner is not None
     for home in scope.owner.defs.values() if own and scope.owner is not None else [scope]:
         for stmt in home.stmts if key is not None else ():
-            for target in stmt.targets if isinstance(stmt, ast.Assign) else ():
-                if isinstance(target, ast.Subscript) and dotted(target.value) == key:
-                    if constant(target.slice) == name:
-                        yield stmt.value, home  # type: ignore[union-attr]
+            if not isinstance(stmt, ast.Assign):
+                continue
+            places = [target for target in stmt.targets if isinstance(target, ast.Subscript)]
+            if any(dotted(place.value) == key and constant(place.slice) == name for place in places):
+                yield stmt.value, home
 
 
 def kind_of(view: View, value: ast.expr, scope: Scope) -> str:

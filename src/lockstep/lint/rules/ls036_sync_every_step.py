@@ -3,17 +3,17 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.calls import given
+from lockstep.lint.analysis.asked import asked, on_losses
 from lockstep.lint.analysis.context import Loop, inside, loops, withs
 from lockstep.lint.analysis.devices import on_device
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.hosts import made_on_host, on_host
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, gives_number, key, loss_names, read
+from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, loss_names
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
 from lockstep.lint.analysis.pace import every_so_often
 from lockstep.lint.analysis.project import unit_test
-from lockstep.lint.analysis.training import Training
+from lockstep.lint.analysis.training import LOSSES, Training
 from lockstep.lint.analysis.unmoved import from_loader, looped
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -21,8 +21,6 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-FINITE = {"isnan", "isinf", "isfinite"}
-TORCHS = {f"torch.{name}" for name in FINITE}
 # They make a text or a number of what they are given, at once.
 SHOWS = {"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description", "info", "warning", "write"}
 # What keeps numbers for a person to look at, and how it is given them.
@@ -52,6 +50,8 @@ def check(view: View) -> Iterator[Found]:
         yield from texts(view, training, losses, seen)
         for site in here:
             if site.stmt.lineno in seen:
+                continue
+            if in_model(site) and not reads_device(view, site):
                 continue
             what = syncs(view, site, losses) or passed_on(view, site, losses, beyond) or handed_over(view, site, afar)
             if what and not from_loader(view, site, training) and not elsewhere(view, site, training):
@@ -98,52 +98,6 @@ def tests(view: View, training: Training, here: list[Site], losses: set[str], se
                 seen.add(stmt.lineno)
                 text = "a test of a tensor waits for the device in every step: keep tensors, and test every n-th step"
                 yield Found(stmt, text)
-
-
-def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
-    """Whether a part of a test needs a loss's number."""
-    if isinstance(node, ast.Compare):
-        plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
-        plain = plain and not any(isinstance(constant(each), str) for each in (node.left, *node.comparators))
-        if plain and on_device(view, node, scope):
-            return True
-        values = [node.left, *node.comparators] if plain else []
-    elif isinstance(node, ast.Call) and last(node) in ("any", "all") and isinstance(node.func, ast.Attribute):
-        if on_device(view, node, scope):
-            return True
-        asks = node.func.value  # `assert not torch.isnan(flow).any()`
-        if not isinstance(asks, ast.Call) or view.names.qualify(asks.func, scope) not in TORCHS:
-            return False
-        root = base(asks.args[0]) if asks.args else None
-        binds = view.origins.binds(dotted(root) or "", scope, node.lineno)
-        return not any(bind.how == "for" for bind, _ in binds)  # the loader's, on the CPU
-    elif isinstance(node, ast.Call) and last(node) in FINITE:
-        values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-    else:
-        return asks_given(view, node, scope, losses) if isinstance(node, ast.Call) else False
-    finite = isinstance(node, ast.Call)
-    return any(on_losses(view, v, scope, losses) or (finite and on_device(view, v, scope)) for v in values)
-
-
-def asks_given(view: View, call: ast.Call, scope: Scope, losses: set[str]) -> bool:
-    """Whether a function of the project asks of the loss that it is given whether it is finite (`if is_bad(loss):`)."""
-    function = view.calls.target(call, scope)
-    if function is None or function.kind != "function":
-        return False
-    for value in (node for each in function.returns() for node in walk(each)):
-        if isinstance(value, ast.Call) and last(value) in FINITE and value.args:
-            name = dotted(value.args[0])
-            handed = given(call, function, name) if name in function.params else None
-            if handed is not None and (on_losses(view, handed, scope, losses) or on_device(view, handed, scope)):
-                return True
-    return False
-
-
-def on_losses(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
-    """Whether a name stands for a loss that was not read before (`loss = loss.item()`)."""
-    name = key(node)
-    binds = view.origins.binds(name, scope, getattr(node, "lineno", 0)) if name in losses else []
-    return name in losses and not any(read(b.value) or gives_number(view.calls, b.value, home) for b, home in binds)
 
 
 def texts(view: View, training: Training, losses: set[str], seen: set[int]) -> Iterator[Found]:
@@ -232,6 +186,12 @@ def handed_over(view: View, site: Site, afar: set[Scope]) -> str:
 def reads_device(view: View, site: Site) -> bool:
     """Whether a call certainly reads from the device."""
     return bool(syncs(view, site, set())) and site.receiver is not None and on_device(view, site.receiver, site.scope)
+
+
+def in_model(site: Site) -> bool:
+    """Whether a call stands in the forward of a model, of whose inputs little is known."""
+    owner = site.scope.owner
+    return site.scope.name == "forward" and owner is not None and not LOSSES.search(owner.name)
 
 
 def drawn(value: ast.expr, site: Site) -> Iterator[ast.expr]:
