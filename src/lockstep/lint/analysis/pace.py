@@ -18,6 +18,9 @@ APART = re.compile(r"freq|interval|every", re.IGNORECASE)
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
 # What a point in time is called.
 TIME = Words(r"(^|_)(time|clock|tic|toc)(_|$)|perf_counter|monotonic", re.IGNORECASE)
+# How often an agent acts at random, and what draws a number for that.
+EPSILON = Words(r"(^|_)eps(ilon)?(_|$)|explor", re.IGNORECASE)
+DRAWS = ("random", "rand", "uniform", "random_sample", "item")
 # What is there now and then only: something is wrong, an episode ends, or it was put aside for later.
 SELDOM = Words(
     r"nan|inf|finite|err|fail|bad|wrong|valid|over|done|term|trunc|skip|miss|new|best|buf|queue|memory|replay|log|"
@@ -74,7 +77,7 @@ def in_most_turns(guard: Guard) -> bool:
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
-    if something_there(test, when):
+    if something_there(test, when) or explores(test) is (not when):
         return True
     if isinstance(test, ast.BoolOp) and not when:
         return any(in_turn(value) for value in test.values)  # with the last turn besides, most often
@@ -84,6 +87,21 @@ def in_most_turns(guard: Guard) -> bool:
     if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
         return False
     return isinstance(test.ops[0], ast.NotEq | ast.Gt) if when else isinstance(test.ops[0], ast.Eq)
+
+
+def explores(test: ast.expr) -> bool | None:
+    """True if a test holds where an agent acts at random (`random.random() < epsilon`), which it does less and less;
+    False if it holds where the network chooses; None if it asks for something else.
+    """
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    drawn, bound = isinstance(test.left, ast.Call), test.comparators[0]
+    chance, rate = (test.left, bound) if drawn else (bound, test.left)
+    if not isinstance(chance, ast.Call) or last(chance) not in DRAWS or not any(map(EPSILON.search, idents(rate))):
+        return None
+    if not isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return None
+    return isinstance(test.ops[0], ast.Lt | ast.LtE) is drawn
 
 
 def something_there(test: ast.expr, when: bool) -> bool:

@@ -11,22 +11,29 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.view import View
 
-__all__ = ["handed_to_keep"]
+__all__ = ["handed_to_keep", "plainly"]
 
 # Where more is done with what is kept than adding it up: it may be differentiated, or thrown away.
 MAX_STMTS = 15
 
 
-def handed_to_keep(view: View, site: Site, live: set[str]) -> str | None:
+def handed_to_keep(view: View, site: Site, live: set[str], outs: set[str]) -> str | None:
     """The name that still has its graph and that a call hands to a method which keeps it (`metric.add(output, y)`)."""
     method = view.calls.target(site.call, site.scope)
     if method is None or method.owner is None or dotted(site.receiver) in (None, "self"):
         return None
     for name in taken(method):
         value = given(site.call, method, name)
-        if value is not None and holds(value, live):
+        if value is not None and (holds(value, live) or plainly(value, outs)):
             return chain(value) or "loss"
     return None
+
+
+def plainly(value: ast.expr, names: set[str]) -> bool:
+    """Whether a value is one of the names as it stands, or computed from one, and not a part of it."""
+    if isinstance(value, ast.BinOp):
+        return plainly(value.left, names) or plainly(value.right, names)
+    return chain(value) in names
 
 
 def taken(method: Scope) -> Iterator[str]:

@@ -21,7 +21,7 @@ from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import constant, dotted, idents, walk
 from lockstep.lint.analysis.sight import without_graph
-from lockstep.lint.analysis.takers import handed_to_keep
+from lockstep.lint.analysis.takers import handed_to_keep, plainly
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -37,10 +37,10 @@ def check(view: View) -> Iterator[Found]:
     for training in view.training:
         live = live_names(view, training)
         ran = forwards(view, training)
-        live |= {name for site in ran for name in evaluated(view, site, training.loop)}
-        yield from sums(view, training, live, ran)
-        yield from lists(view, training, live)
-        yield from meters(view, training, live)
+        outs = {name for site in ran for name in evaluated(view, site, training.loop) if whole(view, name, training)}
+        yield from sums(view, training, live, ran, outs)
+        yield from lists(view, training, live | outs)
+        yield from meters(view, training, live, outs)
         if training.backward.scope is not training.scope and training.backward.scope.module is view.module:
             loss = dotted(view.steps.loss_of(training.backward))
             yield from kept_by_object(training.backward.scope, {loss} if loss else set())
@@ -61,7 +61,7 @@ def in_evaluations(view: View) -> Iterator[Found]:
         done.add(nest[0])
         evaluation = Training(nest[0], site.scope, site, None)
         live = evaluated(view, site, nest[0])
-        yield from sums(view, evaluation, live, [site])
+        yield from sums(view, evaluation, live, [site], set())
         yield from lists(view, evaluation, live)
 
 
@@ -104,7 +104,7 @@ def holder(site: Site) -> str | None:
     return dotted(receiver.value if isinstance(receiver, ast.Subscript) else receiver)
 
 
-def sums(view: View, training: Training, live: set[str], ran: list[Site]) -> Iterator[Found]:
+def sums(view: View, training: Training, live: set[str], ran: list[Site], outs: set[str]) -> Iterator[Found]:
     """`total += loss`, and `total = total + loss`, also of a loss of what the given calls of the model gave."""
     scope = training.scope
     for name, binds in (*scope.binds.items(), *items(scope)):
@@ -113,7 +113,9 @@ def sums(view: View, training: Training, live: set[str], ran: list[Site]) -> Ite
             if value is None or name in live or shielded(bind.stmt, scope) or validates(view, bind.stmt, training):
                 continue
             left = live_at(live, bind.stmt, scope)
-            if not holds(value, left) and not any(computes_loss(view, value, call, left) for call in ran):
+            here = live_at(outs, bind.stmt, scope) - {name}
+            kept = holds(value, left) or plainly(value, here)
+            if not kept and not any(computes_loss(view, value, call, left | here) for call in ran):
                 continue
             if outlives(view, scope, name, training) and not flows_back(view, training, name):
                 simple = chain(value) is not None
@@ -219,12 +221,13 @@ def branch_of(bind: Bind, scope: Scope) -> ast.AST | None:
     return scope.module.up.get(bind.stmt, (None, ""))[0]
 
 
-def meters(view: View, training: Training, live: set[str]) -> Iterator[Found]:
+def meters(view: View, training: Training, live: set[str], outs: set[str]) -> Iterator[Found]:
     """`meter.update(loss)` where a class of the project adds up, or collects, what it is given."""
     for site in view.trainings.body(training.loop, training.scope):
         if site.receiver is None or shielded(site.stmt, training.scope) or validates(view, site.stmt, training):
             continue
-        name = handed_to_keep(view, site, live_at(live, site.stmt, training.scope))
+        left, here = (live_at(names, site.stmt, training.scope) for names in (live, outs))
+        name = handed_to_keep(view, site, left, here)
         if name is not None:
             values = [*site.call.args, *(item.value for item in site.call.keywords)]
             value = next((each for each in values if dotted(each) == name), None)
@@ -244,8 +247,17 @@ def validates(view: View, stmt: ast.stmt, training: Training) -> bool:
     return False
 
 
+def whole(view: View, name: str, training: Training) -> bool:
+    """Whether a name holds all that the model gave, or a part of it that the loss is computed from: another part may be
+    a number (`loss, accuracy = model(x)`).
+    """
+    return flows_back(view, training, name) or not any(bind.path for bind in training.scope.binds.get(name, []))
+
+
 def forwards(view: View, training: Training) -> list[Site]:
-    """The calls of the model in a loop that the loss is computed from."""
+    """The calls of the model in a loop that the loss is computed from, where that trains the model."""
+    if not view.trainings.steps_in(training.loop, training.scope):
+        return []
     return [
         site
         for site in view.trainings.body(training.loop, training.scope)

@@ -113,6 +113,10 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
         return False
     if key is None or set_here(view, key, node.attr):
         return False
+    if any(
+        comes_first(view, call, origin.scope, scope) for _, call, origin in view.wrappers.wrapped(node.value, scope)
+    ):
+        return False
     return not tested(stmt, scope) and not view.ranks.single(stmt, scope)
 
 
@@ -178,8 +182,13 @@ def unasked(view: View, call: ast.Call, home: Scope, stmt: ast.stmt, scope: Scop
     asked, here = words([*guards(site.stmt, home.module), *choices(site)]), words(guards(stmt, scope.module))
     if asked & here or any(SEVERAL.search(name) for name in here):
         return False
-    before = (other for other in home.sites if other.line < site.line)
-    return not any(scope in (run, *further(view, run)) for other in before for run in view.calls.runs(other))
+    return not comes_first(view, call, home, scope)
+
+
+def comes_first(view: View, call: ast.Call, home: Scope, scope: Scope) -> bool:
+    """Whether the function that wraps a model runs another one, or has it run, before that."""
+    before = (other for other in home.sites if other.line < call.lineno)
+    return any(scope in (run, *further(view, run)) for other in before for run in view.calls.runs(other))
 
 
 def further(view: View, function: Scope) -> Iterator[Scope]:

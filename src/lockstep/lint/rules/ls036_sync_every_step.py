@@ -51,7 +51,7 @@ def check(view: View) -> Iterator[Found]:
         for site in here:
             if site.stmt.lineno in seen:
                 continue
-            if in_model(site) and not reads_device(view, site):
+            if in_model(site) and not (LOSS.search(last(site.receiver)) or reads_device(view, site)):
                 continue
             what = syncs(view, site, losses) or passed_on(view, site, losses, beyond) or handed_over(view, site, afar)
             if what and not from_loader(view, site, training) and not elsewhere(view, site, training):
