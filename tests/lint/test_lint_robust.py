@@ -163,3 +163,27 @@ def test_binary_and_unreadable_files(tmp_path):
 def test_old_syntax_is_reported_with_its_line():
     (finding,) = check_text("import torch\nprint 'hello'\n")
     assert (finding.rule, finding.line) == ("LS000", 2)
+
+
+def test_a_name_whose_own_value_decides_whether_it_is_bound():
+    text = """
+import torch
+import torch.distributed as dist
+
+class Run:
+    def train(self, model, loader, optimizer):
+        dist.init_process_group("nccl")
+        model.cuda()
+        if self.opt.local_rank == 0:
+            losses = None
+        for x in loader:
+            loss = model(x.cuda())
+            loss.backward()
+            optimizer.step()
+            if self.opt.local_rank == 0:
+                if losses is None:
+                    losses = {"loss": float(loss)}
+                else:
+                    losses["loss"] += float(loss)
+"""
+    assert [found.rule for found in check_text(text, configure({}, "LS036", ""))] == ["LS036", "LS036"]

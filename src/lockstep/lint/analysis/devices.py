@@ -114,7 +114,7 @@ def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
     binds = view.origins.binds(key, scope, line)
     if binds:
         anew = [(bind, home) for bind, home in binds if not stays(bind)]
-        return bool(anew) and all(holds(view, bind, home, names - 1) for bind, home in anew)
+        return all(holds(view, bind, home, names - 1) for bind, home in anew or binds)
     if scope.kind != "function" or key not in scope.params or key in ("self", "cls"):
         return False
     values = [(passed(caller, scope, key), caller.scope) for caller in view.calls.callers(scope)[:MAX_CALLERS]]

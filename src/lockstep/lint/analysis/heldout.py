@@ -32,9 +32,12 @@ def apart(guard: Guard) -> bool:
 
 def serves_both(view: View, site: Site) -> bool:
     """Whether the function that makes a sampler makes those of the training and of held-out data alike: its callers
-    say whether it shuffles, and one asks for held-out data in order.
+    say whether it shuffles, and one asks for held-out data in order, or it shuffles where `split == "train"`.
     """
-    flag = dotted(keyword(site.call, "shuffle"))
+    asked = keyword(site.call, "shuffle")
+    if isinstance(asked, ast.Compare) and constant(asked.comparators[0]) == "train":
+        return True
+    flag = dotted(asked)
     return flag in site.scope.params and asked_in_order(view, site.scope, flag, 0)
 
 
