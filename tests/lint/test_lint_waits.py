@@ -8,6 +8,7 @@ from lockstep.lint.runner import check_text
 LOOP = """
 import argparse
 import logging
+import math
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,10 @@ READ = "total += loss.item()"
         ("logger.info(f'{i}: {loss:.3f}')", True),
         ("logger.info('%d %f', i, loss)", True),
         ("total += loss.detach().to('cpu')", True),
+        ("total += loss.detach().to(torch.device('cpu'))", True),
+        ("total += loss.detach().to(config.device)", False),
+        ("total += math.exp(loss)", True),
+        ("total += math.exp(y)", False),
         ("wandb.log({'i': i})", False),
         ("logger.info('%s', loss.shape)", False),
         ("if i % 10 == 0: wandb.log({'loss': loss})", False),

@@ -372,7 +372,8 @@ def train(model, loader, optimizer, criterion):
     remedy="Add loss.detach() instead",
     note=(
         "The terms of a loss count like the loss. So does what a function that runs in every step leaves in a list or "
-        "a sum of its object (`self.losses.append(loss)`), also in the `training_step` of a LightningModule. "
+        "a sum of its object (`self.losses.append(loss)`), also in the `training_step` of a LightningModule, and "
+        "what a class of the project's own keeps of a loss or of the model's output (`metric.add(output, y)`). "
         "And so does what an evaluation without `torch.no_grad()` adds up or collects of its outputs and losses."
     ),
 )

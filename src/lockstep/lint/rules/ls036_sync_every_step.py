@@ -135,13 +135,14 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
     """What in a call waits for the device."""
     if site.name in SYNCS and site.receiver is not None and not site.call.args and not site.call.keywords:
         return f".{site.name}()" if is_tensor(view, site) else ""
-    if site.name == "to" and site.receiver is not None and constant(argument(site.call, 0, "device")) == "cpu":
+    if site.name == "to" and site.receiver is not None and view.is_cpu(argument(site.call, 0, "device"), site.scope):
         return '.to("cpu")' if is_tensor(view, site) else ""
     if site.name in ("any", "all") and isinstance(site.call.func, ast.Attribute):
         asks = any(isinstance(node, ast.IfExp) and node.test is site.call for node in walk(site.stmt))
         return f".{site.name}()" if asks and on_device(view, site.call, site.scope) else ""
     plain = site.name in (*READS, "print") and isinstance(site.call.func, ast.Name)
     plain = plain or (site.name == "format" and isinstance(constant(site.receiver), str))
+    plain = plain or view.full(site).startswith("math.")
     tracks = site.name in TRACKS and last(site.receiver) in TRACKERS
     if plain or tracks or (site.name in SHOWS and site.receiver is not None):
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
@@ -350,8 +351,10 @@ def train(model, loader, optimizer, criterion):
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every n-th "
         "step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor what "
         "is read of a batch before it is moved. The function of an ignite `Engine` that trains is such a loop, and so "
-        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight. A "
+        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight. What "
+        "runs every n-th turn of a loop inside the step comes in every step. A "
         'function that the step calls is told where it reads, in its own file (`return loss, {"bce": '
-        "float(bce.detach())}`), and also where it is handed a loss, if that is another file."
+        "float(bce.detach())}`), and also where it is handed a loss, or a tensor on the device, if that is another "
+        "file."
     ),
 )
