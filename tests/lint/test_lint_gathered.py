@@ -1,4 +1,4 @@
-"""LS026: means of what a function of the project gathers, and samplers for held-out data that a flag or an arm makes."""
+"""LS026: means of what a function of the project gathers; samplers for held-out data that a flag or an arm makes."""
 
 import pytest
 
