@@ -27,6 +27,7 @@ SETS_UP |= {"add", "remove", "configure"}
 WANDB_OFF = ("WANDB_MODE", "WANDB_DISABLED")
 # The attributes of a logger that make it quiet.
 SILENCES = (".disabled", ".level", ".handlers")
+LOGGER = Words(r"^_?(logger|log)$")
 # What tells the main process; transformers' training arguments give the other ranks a level of their own.
 BY_RANK = Words(r"rank|is_main|master|^get_process_log_level$|^should_log$")
 
@@ -137,7 +138,7 @@ def by_rank(view: View, site: Site) -> bool:
     from, or in a test around it; a format that names the rank is not.
     """
     scope = site.scope
-    sites = [each for each in scope.sites if each is site or each.name in SETS_UP]
+    sites = [each for each in scope.sites if each is site or each.name in SETS_UP or takes_logger(each)]
     formats = {id(node) for each in sites for part in written(each) for node in walk(part)}
     asked: list[ast.AST] = [each.call for each in sites]
     asked += [guard.test for each in sites for guard in guards(each.stmt, scope.module)]
@@ -149,6 +150,11 @@ def by_rank(view: View, site: Site) -> bool:
     nodes = [node for node in nodes if not view.ranks.tests.numbers.left_out(node, scope)]
     words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
     return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
+
+
+def takes_logger(site: Site) -> bool:
+    """Whether a function of the project is given a logger (`keep_to_main(logger, is_main_process())`)."""
+    return any(LOGGER.search(last(value)) for value in site.call.args if isinstance(value, ast.Name))
 
 
 def written(site: Site) -> Iterator[ast.expr]:

@@ -17,6 +17,7 @@ STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
+SPAWN = "torch.multiprocessing.spawn"
 RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
 # What starts processes from a notebook.
 LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
@@ -24,6 +25,10 @@ LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
 LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
     r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
+)
+# How a script of the Trainer of transformers asks the arguments that it parses for the place of its process.
+TOLD_BY_TRAINER = re.compile(
+    r"\w*args?\w*\.(local_rank|(local_)?process_index|world_size|should_log|should_save|main_process_first)\b"
 )
 # How a file asks for the place of its process, which whoever asks has started.
 ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
@@ -46,7 +51,7 @@ class Programs:
         if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
-        if any(told) and not module.path.endswith(".ipynb"):
+        if (any(told) or asks_trainer(module)) and not module.path.endswith(".ipynb"):
             return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
@@ -109,6 +114,17 @@ class Programs:
             for function in (*self.calls.runs(site), *self.handed(site))
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
+
+    @kept
+    def again(self, module: Module) -> bool:
+        """Whether each process that the programs spawn imports a file anew, and so runs what stands outside functions:
+        `torch.multiprocessing.spawn` starts a new Python, which imports the script as well.
+        """
+        for member in self.project.users(module) if any("spawn" in m.text for m in self.project.users(module)) else ():
+            for site in member.sites("spawn"):
+                if self.calls.names.qualify(site.call.func, site.scope) == SPAWN and any(self.calls.runs(site)):
+                    return True
+        return False
 
     def spreads(self, site: Site) -> bool:
         """Whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
@@ -301,6 +317,13 @@ def launched(text: str) -> bool:
     if "subprocess" in text and "env=" in text and GIVES.search(text):
         return False
     return any(not AFTER.search(text[: found.start()][-80:]) for found in LAUNCHED.finditer(text))
+
+
+def asks_trainer(module: Module) -> bool:
+    """Whether a script parses the arguments of a Trainer of transformers and asks them for the place of the process."""
+    if "HfArgumentParser" not in module.text or not any(site.name.endswith("Trainer") for site in module.sites()):
+        return False
+    return any(module.sites("HfArgumentParser")) and TOLD_BY_TRAINER.search(module.text) is not None
 
 
 def for_several(site: Site) -> bool:

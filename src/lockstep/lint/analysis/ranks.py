@@ -8,7 +8,7 @@ from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
 from lockstep.lint.analysis.drivers import driven
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, is_none, last, walk
+from lockstep.lint.analysis.nodes import Words, is_none, last, strings, walk
 from lockstep.lint.analysis.programs import STARTS, Programs
 from lockstep.lint.analysis.ranktests import RankTests
 
@@ -179,9 +179,17 @@ class Ranks:
         """Whether every rank makes a call in a program that a file is of, Accelerate's among them."""
         apart = not (self.programs.accelerated(module) or self.programs.accelerated(site.module))
         if apart and not self.beneath(site.scope):
-            return self.every(site.stmt, site.scope)
+            return self.every(site.stmt, site.scope) or self.imported(site)
         kept = not self.in_turn(site) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
+
+    def imported(self, site: Site) -> bool:
+        """Whether every spawned process makes a call, as it imports the file."""
+        if site.scope.kind != "module" or not self.programs.again(site.module):
+            return False
+        tests = list(guards(site.stmt, site.module))
+        alone = any("__main__" in strings(guard.test) for guard in tests) or self.main_only(site.stmt, site.scope)
+        return not alone and not self.single(site.stmt, site.scope)
 
 
 @kept

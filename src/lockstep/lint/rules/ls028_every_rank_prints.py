@@ -1,6 +1,7 @@
 """LS028: print, log or W&B on every rank."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -36,11 +37,14 @@ LOGGERS = {
     "mlflow.log_metric",
     "mlflow.start_run",
 }
-LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment"}
+LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment", "comet_ml.start"}
+LOGGERS |= {"neptune.init_run", "neptune.init", "aim.Run", "clearml.Task.init", "trackio.init", "trackio.log"}
 WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
-PRINTERS |= {"torchsummary.summary", "print_trainable_parameters"}
+PRINTERS |= {"torchsummary.summary", "torchinfo.summary", "termcolor.cprint", "print_trainable_parameters"}
+# What a file may import as its `print`, which prints on every rank as well.
+AS_PRINT = ("rich.print", "pprint.pprint", "builtins.print")
 # A function of such a name in a file that is not here may set up logging by the rank.
 SETS_LOGS = Words(r"^(init|setup|prepare)_logg", re.IGNORECASE)
 # What a function that only shows something is called (`progress.display(i)`).
@@ -52,7 +56,8 @@ def check(view: View) -> Iterator[Found]:
     """Looks for output in the code that every rank runs."""
     if not (view.distributed or any(map(view.ranks.programs.accelerated, view.project.users(view.module)))):
         return
-    if "print" in view.module.top.defs or "print" in view.module.imports:
+    imported = view.module.imports.get("print")
+    if "print" in view.module.top.defs or (imported is not None and imported.full not in AS_PRINT):
         return
     setting = Setting(view)
     for site in view.sites():
@@ -63,6 +68,8 @@ def check(view: View) -> Iterator[Found]:
             continue
         if (what == "log" and not (loguru(view, site) or from_logging(site.module))) or borrowed(view, site, what):
             continue  # of Accelerate, which writes on the main process alone
+        if what == "log" and not (loguru(view, site) or setting.plain):
+            continue
         grouped = what == "tracker" and keyword(site.call, "group") is not None  # as W&B says to, with a run a rank
         if (prefixed(view, site) and (grouped or what != "tracker")) or (what == "log" and setting.prefixed):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
@@ -70,7 +77,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, "every rank prints this: print on rank 0 only")
         elif what == "tracker":
             yield at(site, "every rank starts or feeds its own tracker run: do this on rank 0 only")
-        elif loguru(view, site) or plain_logging(view):
+        else:
             yield at(site, "every rank logs this: log on rank 0 only")
 
 
@@ -87,6 +94,11 @@ class Setting:
         self.levelled = bool(self.hidden) or view.hidden(SETS_LOGS) or any(by_rank(view, site) for site in set_up)
         self.silenced = set(disabled(view))
         self.untracked = untracked(view)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether logging is certainly set up alike on all ranks."""
+        return plain_logging(self.view)
 
     def hushes(self, site: Site, what: str) -> bool:
         """Whether the output of a call is turned off on the other ranks."""
