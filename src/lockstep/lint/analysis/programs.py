@@ -26,9 +26,11 @@ LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
     r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
 )
-# How a script of the Trainer of transformers asks the arguments that it parses for the place of its process.
+# How a script of the Trainer of transformers asks the arguments that it parses for the place of its process: it keeps
+# or compares it. What the examples of transformers log of it, every script has that was copied from one.
 TOLD_BY_TRAINER = re.compile(
-    r"\w*args?\w*\.(local_rank|(local_)?process_index|world_size|should_log|should_save|main_process_first)\b"
+    r"args?\.local_rank\s*(==|<|>|(not )?in\b|!=\s*0)"
+    r"|=\s*\w*args?\.(local_rank|(local_)?process_index|world_size)\b(?!\s*!=)"
 )
 # How a file asks for the place of its process, which whoever asks has started.
 ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
