@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, loops, withs
-from lockstep.lint.analysis.forwards import is_forward, model_of, run_by, run_model, shields
+from lockstep.lint.analysis.forwards import given_held_out, is_forward, model_of, run_by, run_model, shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -37,8 +37,11 @@ def evaluates(view: View, site: Site) -> bool:
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and tests_by_name(view, scope, bool(nest)):
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
-    if not held_out and not scope.named("eval"):
+    by_data = not held_out and given_held_out(site) and (is_forward(view, site) or run_by(view, site) is not None)
+    if not held_out and not by_data and not scope.named("eval"):
         return False  # the cheap question first: most calls are neither
+    if by_data and not set_to_eval(site, run_model(site), nest):
+        return without_graph(view, site) is False and not trained_on(view, site)
     if runs_part(view, site):
         if not held_out and not set_to_eval(site, switched_model(site), nest):
             return False
@@ -56,6 +59,22 @@ def evaluates(view: View, site: Site) -> bool:
     if view.trainings.trains(region) or any(last(item) == "enable_grad" for item in withs(site.stmt, scope.module)):
         return False  # an attack on the model, say
     return without_graph(view, site) is True or not any(differentiates(view, s) for s in region)
+
+
+def trained_on(view: View, site: Site) -> bool:
+    """Whether what a call gives may be trained on: a gradient is computed of it, or its function gives it back."""
+    scope = site.scope
+    made = {bind.key for bind in scope.bound(site.stmt)}
+    if not made and not isinstance(site.stmt, ast.Expr):
+        return True
+    for stmt in sorted(scope.stmts, key=lambda each: each.lineno):
+        if stmt.lineno > site.line and not isinstance(stmt, Loop | ast.If | ast.With | ast.Try):
+            used = made & set(idents(stmt))
+            if used and isinstance(stmt, ast.Return):
+                return True
+            made |= {bind.key for bind in scope.bound(stmt)} if used else set()
+    sites = (s for s in scope.sites if s.line >= site.line)
+    return any((view.steps.backwards(s) or s.name == "grad") and bool(made & set(idents(s.call))) for s in sites)
 
 
 def differentiates(view: View, site: Site) -> bool:

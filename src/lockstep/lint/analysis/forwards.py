@@ -11,7 +11,7 @@ from lockstep.lint.analysis.kinds import OPTIMIZER
 from lockstep.lint.analysis.nodes import Words, dotted, last
 from lockstep.lint.analysis.view import View
 
-__all__ = ["is_forward", "model_of", "run_by", "run_model", "shields"]
+__all__ = ["given_held_out", "is_forward", "model_of", "run_by", "run_model", "shields"]
 
 MODELS = Words(
     r"^(model|net|netG|generator|encoder|classifier|ddp_model|network|unet|vae|detector|segmenter|student)$"
@@ -19,6 +19,13 @@ MODELS = Words(
 )
 # Methods of a model that run it.
 RUNS = Words(r"^forward|(^|_)loss(es)?$")
+
+# What held-out data is called that a model is given as a whole, without a loop.
+HELD_OUT = Words(
+    r"^([xX]|inputs?|data|features?|images?)_(val|valid|validation|test|eval|dev)(_tensor|_t|_torch)?$"
+    r"|^(val|valid|validation|test|eval|dev)_(x|X|inputs?|data|features?|images?)(_tensor|_t|_torch)?$"
+    r"|^[xX](val|valid|test)$"
+)
 
 
 def is_forward(view: View, site: Site) -> bool:
@@ -86,3 +93,9 @@ def model_of(site: Site, inner: Site) -> str | None:
 def shields(site: Site) -> bool:
     """Whether a call keeps no graph by the `with` around it or its function's decorators."""
     return any(map(turns_off_gradients, (*withs(site.stmt, site.module), *site.scope.decorators)))
+
+
+def given_held_out(site: Site) -> bool:
+    """Whether all that a call is given is held-out data by its name (`model(X_test)`)."""
+    names = [last(value) for value in site.call.args]
+    return bool(names) and not site.call.keywords and all(HELD_OUT.search(name) for name in names)

@@ -82,9 +82,13 @@ def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:
     return None if name in function.binds else site.receiver
 
 
+# What the model is called under its wrapper.
+INNER = Words(r"^(raw|unwrapped|bare)_(model|net)$|^(model|net|network)_(without|wo|no)_(ddp|dp|parallel)$")
+
+
 def trained(view: View, node: ast.expr | None, scope: Scope, training: Training) -> bool:
     """Whether a value is the trained model, by its name or because the training switches it to train mode."""
-    if last(node) in ("model", "net", "network", "ddp_model", "self"):
+    if last(node) in ("model", "net", "network", "ddp_model", "self") or INNER.search(last(node)):
         return True
     if node is None:
         return False

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import loops, withs
 from lockstep.lint.analysis.effects import turns_off_gradients
-from lockstep.lint.analysis.forwards import is_forward, run_by, shields
+from lockstep.lint.analysis.forwards import given_held_out, is_forward, run_by, shields
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -66,7 +66,7 @@ def without_graph(view: View, site: Site) -> bool | None:
         return True
     switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
     found = shielded(view, site.stmt, site.scope, site.line, 0, switched)
-    if found is None and switched and EVALUATION.search(site.scope.name):
+    if found is None and ((switched and EVALUATION.search(site.scope.name)) or given_held_out(site)):
         callers = view.calls.callers(site.scope)
         return False if any(view.trainings.trains(c.scope.sites) for c in callers) else None  # what trains keeps graphs
     return found

@@ -3,14 +3,14 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import guards
+from lockstep.lint.analysis.context import Loop, above, guards
 from lockstep.lint.analysis.evaluations import evaluations
 from lockstep.lint.analysis.forwards import is_forward, run_model, shields
 from lockstep.lint.analysis.idle import idle_calls
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.modes import lasting
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.phases import forward_of_phases
 from lockstep.lint.analysis.sight import foreign, without_graph
 from lockstep.lint.analysis.view import View
@@ -178,13 +178,39 @@ def not_restored(view: View) -> Iterator[Found]:
     for training in view.training:
         before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
         meant = any(s.receiver is not None for s in before)  # frozen statistics
-        for loop, scope, _ in list(view.trainings.epochs(training)) or [(training.loop, training.scope, training.loop)]:
+        steps = (training.loop, training.scope, training.loop)
+        for loop, scope, _ in (*view.trainings.epochs(training), steps):
             if scope.module is not view.module or meant:
                 continue
             sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
-            switch = next(lasting(view, sites, training), None)
+            found = (s for s in lasting(view, sites, training) if loop is not training.loop or between(s, loop))
+            switch = next(found, None)
             if switch is not None:
                 yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
+                break
+
+
+def between(site: Site, loop: Loop) -> bool:
+    """Whether more steps follow a call in a loop over steps: neither is it made in the last one only, nor does the
+    loop end after it.
+    """
+    if any(in_last(guard.test) for guard in guards(site.stmt, site.module, loop)):
+        return False
+    blocks = [node for node, _ in above(site.stmt, site.module)]
+    inner = blocks[: blocks.index(loop)] if loop in blocks else []
+    held = [stmt for node in (*inner, loop) for part in ("body", "orelse") for stmt in getattr(node, part, [])]
+    return not any(isinstance(stmt, ast.Break | ast.Return) and stmt.lineno > site.line for stmt in held)
+
+
+def in_last(test: ast.expr) -> bool:
+    """Whether a test compares with the number of batches, in each of its parts where one of them is enough."""
+    if isinstance(test, ast.BoolOp):
+        found = map(in_last, test.values)
+        return all(found) if isinstance(test.op, ast.Or) else any(found)
+    parts = list(walk(test)) if isinstance(test, ast.Compare) else []
+    counted = any(isinstance(part, ast.Call) and last(part) == "len" for part in parts)
+    often = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod | ast.FloorDiv) for part in parts)
+    return counted and not often  # `i % (len(loader) // 4) == 0`
 
 
 RULE = Rule(
@@ -255,6 +281,8 @@ if __name__ == "__main__":
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
     note=(
         "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
-        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode."
+        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
+        "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
+        "the graph and nothing is trained on it."
     ),
 )

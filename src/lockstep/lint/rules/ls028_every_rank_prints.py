@@ -346,6 +346,7 @@ def main(model, score, rank, report):
         "where it is configured alike on all ranks (by Hydra too), at a level that lets the line through, or is "
         "loguru's. The processes of Accelerate count, but not its own loggers, nor notebooks, which are one process "
         "unless they start others. What an `except` prints counts where it goes on without its error, and so does "
-        "what is printed before the program turns `print` off on the other ranks."
+        "what is printed before the program turns `print` off on the other ranks. Each process that "
+        "`torch.multiprocessing.spawn` starts imports the script anew, and runs what stands outside functions."
     ),
 )
