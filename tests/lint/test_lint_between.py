@@ -87,6 +87,7 @@ fit(torch.nn.Linear(4, 2), None, None, None, None, None, None)
         ({"given": "test"}, 0),  # which may be anything
         ({"use": "score.backward()"}, 0),
         ({"use": "torch.autograd.grad(score, model.parameters())"}, 0),
+        ({"use": "print(score.grad_fn)"}, 0),
         ({"end": "return score"}, 0),
     ],
 )

@@ -70,7 +70,7 @@ def trained_on(view: View, site: Site) -> bool:
     for stmt in sorted(scope.stmts, key=lambda each: each.lineno):
         if stmt.lineno > site.line and not isinstance(stmt, Loop | ast.If | ast.With | ast.Try):
             used = made & set(idents(stmt))
-            if used and isinstance(stmt, ast.Return):
+            if used and (isinstance(stmt, ast.Return) or "grad_fn" in idents(stmt)):  # given back, or its graph shown
                 return True
             made |= {bind.key for bind in scope.bound(stmt)} if used else set()
     sites = (s for s in scope.sites if s.line >= site.line)
