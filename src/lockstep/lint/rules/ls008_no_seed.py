@@ -99,11 +99,8 @@ def has_chosen_train(view: View) -> bool:
         if scope.kind == "function" and scope.owner is not None and scope.name != "__init__"
         if view.effects.find(scope.sites, view.steps.backwards) is not None
     }
-    return (
-        any(site.receiver is not None and last(site.receiver) != "self" for site in view.sites(*steps))
-        if steps
-        else False
-    )
+    called = view.sites(*steps) if steps else ()  # without a name, all of them
+    return any(site.receiver is not None and last(site.receiver) != "self" for site in called)
 
 
 def prepares(view: View) -> bool:
