@@ -35,7 +35,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 step,
                 "the gradients are cleared before the loop only, so every step adds to all earlier ones: call "
-                "optimizer.zero_grad() in each turn",
+                "optimizer.zero_grad() after each step",
             )
             continue
         wrong = between(view, training, step)
