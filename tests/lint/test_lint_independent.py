@@ -84,6 +84,53 @@ def test_importers_in_another_part_are_seen(tmp_path, monkeypatch, workers):
     assert check_paths(paths[:1], ALL) == []
 
 
+PLACES = ("", "a", "a/b", "a/b/c", "a/b/c/d/e/f/g", "vendor/kit", "vendor/kit/inner")
+MARKS = (".git/", "vendor/kit/.git/", "a/setup.py", "a/b/c/requirements.txt", "vendor/kit/pyproject.toml")
+
+
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    places=st.dictionaries(st.sampled_from(("train", "comm", "tools", "main")), st.sampled_from(PLACES), min_size=3),
+    marks=st.sets(st.sampled_from(MARKS)),
+    data=st.data(),
+)
+def test_projects_within_projects_and_deep_folders(places, marks, data, tmp_path_factory):
+    root = tmp_path_factory.mktemp("tree")
+    for mark in marks:
+        (root / mark).parent.mkdir(parents=True, exist_ok=True)
+        (root / mark).mkdir(exist_ok=True) if mark.endswith("/") else (root / mark).write_text("")
+    for name, place in places.items():
+        others = [other for other in places if other != name and data.draw(st.booleans())]
+        lines = ["import sys", "import torch.distributed as dist", f"sys.path.append('../{place}')"]
+        for other in others:
+            inner = data.draw(st.sampled_from(("", places[other].replace("/", "."), places[other].split("/")[-1])))
+            lines.append(f"from {inner}.{other} import start" if inner else f"from {other} import start")
+        lines.append("def start():\n    dist.init_process_group('nccl')\n    print('started')\n")
+        lines += data.draw(st.sampled_from((["start()"], ["dist.destroy_process_group()"], [])))
+        (root / place).mkdir(parents=True, exist_ok=True)
+        (root / place / f"{name}.py").write_text("\n".join(lines) + "\n")
+    paths = sorted(str(path) for path in root.rglob("*.py") if path.name != "setup.py")
+    together = check_paths(paths, ALL)
+    for path in paths:
+        assert shown(check_paths([path], ALL), path) == shown(together, path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_project_that_lies_deep_is_one_project(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(runner, "PART", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: workers)
+    (tmp_path / ".git").mkdir()
+    deep = tmp_path.joinpath(*"abcdefgh")
+    deep.mkdir(parents=True)
+    (deep / "comm.py").write_text("import torch.distributed as d\n\ndef go():\n    d.init_process_group()\n")
+    (deep / "run.py").write_text("import comm\n\nif __name__ == '__main__':\n    comm.go()\n")
+    (tmp_path / "end.py").write_text("import torch.distributed as d\nfrom a.b.c.d.e.f.g.h import comm, run\n")
+    paths = [str(tmp_path / "end.py"), str(deep / "comm.py"), str(deep / "run.py")]
+    assert [f.rule for f in check_paths(paths, ALL)] == ["LS019"]
+    (tmp_path / "end.py").write_text((tmp_path / "end.py").read_text() + "d.destroy_process_group()\n")
+    assert check_paths(paths, ALL) == check_paths(paths[1:2], ALL) == check_paths(paths[:2], ALL) == []
+
+
 def test_an_importer_outside_the_list_and_without_torch_is_seen(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / "src" / "lib").mkdir(parents=True)

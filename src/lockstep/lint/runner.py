@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from lockstep.lint.analysis.budget import WORK, TooIntricate
-from lockstep.lint.analysis.imports import Graph, draw
+from lockstep.lint.analysis.importers import Graph, Importers, draw
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.notebooks import place
 from lockstep.lint.analysis.project import Project
@@ -37,7 +37,7 @@ def check_paths(paths: list[str], config: Config) -> list[Finding]:
     workers = min(os.cpu_count() or 1, 8, len(parts))
     if workers < 2:
         return in_order(finding for part in parts for finding in _check_part(part, config, graph))
-    with ProcessPoolExecutor(workers, initializer=_share, initargs=(graph,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_share, initargs=(graph.projects, graph.added)) as pool:
         return in_order(finding for part in pool.map(_check_shared, parts, [config] * len(parts)) for finding in part)
 
 
@@ -57,9 +57,9 @@ def divide(groups: list[list[str]], size: int) -> list[list[str]]:
 _SHARED: dict[str, Graph] = {}
 
 
-def _share(graph: Graph) -> None:
-    """Gives a worker process the graph once, not with every part."""
-    _SHARED["graph"] = graph
+def _share(projects: dict[str, Importers], added: dict[str, tuple[str, ...]]) -> None:
+    """Gives a worker process what the graph knows once, not with every part."""
+    _SHARED["graph"] = Graph(projects, added)
 
 
 def _check_shared(paths: list[str], config: Config) -> list[Finding]:

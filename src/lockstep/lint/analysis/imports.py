@@ -1,17 +1,17 @@
-"""Which files of a project import which, found before any is parsed and whatever files are to be checked."""
+"""Which file an import means, which files a project has, and what their lines import, read without parsing any."""
 
 import functools
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.lint.analysis.source import MAX_BYTES
 
-__all__ = ["KNOWN", "ROOT_MARKS", "SKIPPED", "Graph", "Paths", "draw", "root_of"]
+__all__ = ["KNOWN", "ROOT_MARKS", "SKIPPED", "Lines", "Paths", "lines_of", "root_of", "scan", "stem"]
 
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
 EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
@@ -56,12 +56,12 @@ TEXT = re.compile(r"""["']([\w./ -]+)["']""")
 
 
 class Paths:
-    """Finds the file that an import means; reads no file. `added` are folders where the programs of a project look too:
-    those that they add to `sys.path`, by the root of the project.
+    """Finds the file that an import means; reads no file. `added` tells the folders where the programs of a project
+    look too, those that they add to `sys.path`, by the project's root.
     """
 
-    def __init__(self, added: dict[str, tuple[str, ...]] | None = None) -> None:
-        self.added = {} if added is None else added
+    def __init__(self, added: Callable[[str], tuple[str, ...]] | None = None) -> None:
+        self.added = added
         self.is_file = functools.cache(os.path.isfile)
         self.real = functools.cache(os.path.realpath)
         self.root = functools.cache(root_of)
@@ -81,7 +81,7 @@ class Paths:
             return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
         if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
             return None
-        more = self.added.get(self.root(folder), ()) if self.added else ()
+        more = self.added(self.root(folder)) if self.added is not None else ()
         found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0]), *more))
         return next((path for path in found if path is not None), None)
 
@@ -123,55 +123,6 @@ def above(folder: str, name: str) -> Iterator[str]:
         yield os.path.join(folder, *[".."] * (len(parents) - parents.index(name)))
 
 
-@dataclass(frozen=True)
-class Graph:
-    """For each file of the projects (real paths), the files of its project that seem to import it, sorted; and for each
-    project the folders that its programs add to those where Python looks.
-    """
-
-    importers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    added: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def together(self, paths: list[str]) -> list[list[str]]:
-        """The paths in groups that imports connect, in the order of their first members."""
-        parent: dict[str, str] = {}
-
-        def top(name: str) -> str:
-            while parent.setdefault(name, name) != name:
-                parent[name] = parent[parent[name]]
-                name = parent[name]
-            return name
-
-        for target, sources in self.importers.items():
-            for source in sources:
-                parent[top(source)] = top(target)
-        groups: dict[str, list[str]] = {}
-        for path in paths:
-            groups.setdefault(top(os.path.realpath(path)), []).append(path)
-        return list(groups.values())
-
-
-def draw(paths: Iterable[str]) -> Graph:
-    """The graph of all projects that the paths belong to: it depends on what lies there, not on what is named."""
-    roots = dict.fromkeys(root_of(folder) for folder in dict.fromkeys(os.path.dirname(path) or "." for path in paths))
-    found: dict[str, set[str]] = {}
-    added: dict[str, tuple[str, ...]] = {}
-    resolver = Paths(added)
-    homes: dict[str, str] = {}
-    for root in roots:
-        texts = {path: text for path in scan(root) if (text := contents(path))}
-        stems = {stem(path) for path in texts}
-        added[root] = tuple(dict.fromkeys(place for path, text in texts.items() for place in adds(path, text, root)))
-        for path, text in texts.items():
-            for target in imported(path, text, stems, resolver):
-                folder = os.path.dirname(target)
-                if folder not in homes:
-                    homes[folder] = root_of(folder)
-                if homes[folder] == root and target != path:
-                    found.setdefault(target, set()).add(path)
-    return Graph({target: tuple(sorted(sources)) for target, sources in found.items()}, added)
-
-
 @functools.cache
 def _places() -> tuple[Path, ...]:
     return (Path.home(), Path(tempfile.gettempdir()).resolve(), Path("/"))
@@ -184,13 +135,13 @@ def root_of(folder: str) -> str:
     """
     absolute = Path(os.path.realpath(folder))
     top: Path | None = None
-    for parent in [absolute, *absolute.parents][:MAX_UP]:
+    for count, parent in enumerate([absolute, *absolute.parents]):
         if parent in _places() and parent != absolute:
             break
-        if any((parent / mark).exists() for mark in ROOT_MARKS):
-            top = parent
         if (parent / ".git").exists():
-            break
+            return str(parent)
+        if count < MAX_UP and any((parent / mark).exists() for mark in ROOT_MARKS):
+            top = parent
     if top is not None:
         return str(top)
     top = absolute
@@ -232,29 +183,35 @@ def contents(path: str) -> str:
         return ""
 
 
-def adds(path: str, text: str, root: str) -> Iterator[str]:
-    """The folders of a project that a file adds to those where Python looks: each is told from the file's own folder,
-    or from one above it, where the program is started or which it names first.
+@dataclass(frozen=True)
+class Lines:
+    """What the lines of a file say of others: the dotted names that they may import, each with its number of leading
+    dots, and the texts in each call that adds a folder to those where Python looks.
     """
-    for match in ADDS.finditer(text) if "sys.path" in text else ():
-        words = [word for word in TEXT.findall(match[1]) if word.strip("./ ")]
-        start = os.path.dirname(path)
-        while words and start.startswith(root):
-            place = os.path.normpath(os.path.join(start, *words))
-            if place.startswith(root + os.sep) and os.path.isdir(place):
-                yield place
-                break
-            start = os.path.dirname(start)
+
+    mentioned: tuple[tuple[str, int], ...] = ()
+    added: tuple[tuple[str, ...], ...] = ()
+
+    def places(self, path: str, root: str) -> Iterator[str]:
+        """The folders of a project that the file at `path` adds: each is told from the file's own folder, or from one
+        above it, where the program is started or which it names first.
+        """
+        for texts in self.added:
+            start = os.path.dirname(path)
+            while start.startswith(root):
+                place = os.path.normpath(os.path.join(start, *texts))
+                if place.startswith(root + os.sep) and os.path.isdir(place):
+                    yield place
+                    break
+                start = os.path.dirname(start)
 
 
-def imported(path: str, text: str, stems: set[str], resolver: Paths) -> Iterator[str]:
-    """The real paths of the project files that a file's import lines mean."""
-    folder = os.path.dirname(path)
-    for name, level in mentioned(text):
-        if name.rpartition(".")[2] in stems:
-            target = resolver.where(folder, name, level)
-            if target is not None:
-                yield resolver.real(target)
+def lines_of(path: str) -> Lines:
+    """What the lines of the file at `path` say."""
+    text = contents(path)
+    calls = ADDS.finditer(text) if "sys.path" in text else ()
+    words = (tuple(word for word in TEXT.findall(call[1]) if word.strip("./ ")) for call in calls)
+    return Lines(tuple(mentioned(text)), tuple(filter(None, words)))
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:

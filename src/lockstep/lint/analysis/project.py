@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePath
 
-from lockstep.lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths
+from lockstep.lint.analysis.importers import Graph
+from lockstep.lint.analysis.imports import EXTERNAL, KNOWN, Paths
 from lockstep.lint.analysis.index import Module, index
 from lockstep.lint.analysis.kept import forget, kept
 from lockstep.lint.analysis.source import Source, read
@@ -31,8 +32,8 @@ class Project:
     """Loads files and resolves their imports."""
 
     def __init__(self, sources: Iterable[Source] = (), graph: Graph | None = None) -> None:
-        self.graph = graph or Graph()
-        self.paths = Paths(self.graph.added)
+        self.graph = graph
+        self.paths = graph.paths if graph is not None else Paths()
         self.modules: dict[str, Module | None] = {}
         self.checked: list[Module] = []
         self.real: dict[Module, str] = {}
@@ -69,7 +70,7 @@ class Project:
     def importers(self, module: Module) -> tuple[Module, ...]:
         """The files of the project that import a file."""
         real = self.real[module]
-        sources = (self.load(path) for path in self.graph.importers.get(real, ()))
+        sources = map(self.load, self.graph.importers(real) if self.graph is not None else ())
         return tuple(source for source in sources if source is not None and real in self.targets(source))
 
     @kept
