@@ -141,6 +141,9 @@ def main(args, rank):
         ("root = Path(args.data) / str(rank)", "root", False),
         ("root = f'data{dist.get_rank()}'", "root=root", False),
         ("pass", "os.path.join('data', str(rank))", False),
+        ("root = tempfile.mkdtemp()", "root", False),
+        ("root = args.template", "root", True),
+        ("root = f'data{os.getpid()}'", "root", False),
     ],
 )
 def test_a_download_into_a_place_of_its_own(first, place, found):

@@ -216,6 +216,39 @@ def test_an_autocast_that_is_half_by_default(given, found):
     assert told(UNDER.format(given=given), "LS023") is found
 
 
+NAMED_CONTEXT = """
+import torch
+from contextlib import nullcontext
+from torch.cuda import amp
+from torch.cuda.amp import autocast
+from torch.cuda.amp.grad_scaler import GradScaler
+
+def main(model, x, mixed):
+    {given}
+    with context():
+        return model(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        ("context = torch.cuda.amp.autocast if mixed else nullcontext", [9]),
+        ("context = nullcontext if not mixed else amp.autocast", [9]),
+        ("context = autocast if mixed else nullcontext", [9]),
+        ("context = partial(autocast, enabled=mixed)", [9]),
+        ("context = autocast", [9]),
+        ("autocast = context = torch.cuda.amp.autocast\n    autocast()", [9, 10]),
+        ("context = torch.autocast if mixed else nullcontext", []),
+        ("context = nullcontext", []),
+        ("context = lambda: autocast(enabled=mixed)", [9]),
+    ],
+)
+def test_an_autocast_that_is_called_by_another_name(given, lines):
+    found = check_text(NAMED_CONTEXT.format(given=given), configure({}, "LS023", ""))
+    assert [finding.line for finding in found] == lines
+
+
 CHOSEN = """
 def setup():
     if "RANK" in os.environ:

@@ -143,6 +143,24 @@ def test_the_last_switch_before_training_counts(end, first, second, last, expect
     assert told(ORDER.format(end=end, first=first, second=second, last=last)) is expected
 
 
+OTHER = """
+import torch
+
+def main(loader, engine):
+    {name} = engine.module
+    for x in loader:
+        {name}.eval()
+        loss = engine(x).mean()
+        engine.backward(loss)
+        engine.step()
+"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("semantic_branch", True), ("ema_branch", False), ("net_ema", False)])
+def test_an_average_of_the_weights_by_its_name(name, expected):
+    assert told(OTHER.format(name=name)) is expected
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("model.eval()", True), ("model.train()", False), ("pass", False)])
 def test_a_loop_of_a_notebook_after_a_switch(mode, expected):
     text = f"import torch\nmodel = make()\n{mode}\nfor i in range(0, len(rest), 8):\n    y = model(rest[i : i + 8])\n"

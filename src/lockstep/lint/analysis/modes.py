@@ -13,7 +13,7 @@ from lockstep.lint.analysis.view import View
 __all__ = ["lasting", "trains_object"]
 
 # A copy of the model, or another one, which stays in eval mode rightly.
-OTHERS = Words(r"teacher|ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
+OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
 
 
 def lasting(view: View, sites: list[Site], training: Training) -> Iterator[Site]:

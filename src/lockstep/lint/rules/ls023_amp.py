@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword
+from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Edit, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
@@ -28,6 +28,7 @@ def check(view: View) -> Iterator[Found]:
         elif full.startswith(OLD):
             new = f'torch.amp.{site.name}("{full.split(".")[1]}", ...)'
             yield at(site, f"torch.cuda.amp is deprecated: use {new}", edit=modern(view, site, full))
+    yield from handed_on(view)
     for scope in view.scopes:
         for decorator in scope.decorators:
             if not isinstance(decorator, ast.Call) and view.names.qualify(decorator, scope.parent or scope).startswith(
@@ -40,6 +41,21 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("autocast") if not scaled else ():
         if "float16" in kinds(view, site) and not by_device(view, site) and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
+
+
+def handed_on(view: View) -> Iterator[Found]:
+    """Where a name is given the old autocast itself, which is called by that name
+    (`context = torch.cuda.amp.autocast if mixed else nullcontext`).
+    """
+    called = {site.name for site in view.sites("autocast") if view.full(site).startswith(OLD)}
+    for scope in view.scopes if any(prefix[:-1] in view.module.text for prefix in OLD) else ():
+        for bind in (bind for key, binds in scope.binds.items() if key not in called for bind in binds):
+            values = list(walk(bind.value)) if bind.value is not None and bind.how == "assign" else []
+            calls = {node.func for node in values if isinstance(node, ast.Call)}
+            for node in values:
+                named = isinstance(node, ast.Name | ast.Attribute) and node not in calls
+                if named and view.names.qualify(node, scope) in (f"{prefix}autocast" for prefix in OLD):
+                    yield Found(node, "torch.cuda.amp is deprecated: use torch.amp")
 
 
 def half(view: View, site: Site) -> bool:

@@ -16,7 +16,7 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 # What says that a path is the process's own.
-OWN = Words(r"rank|te?mp|worker|pid|uuid", re.IGNORECASE)
+OWN = Words(r"rank|(?<![a-z])te?mp(?!lat)|worker|(?<![a-z])(get)?pid(?![a-z])|uuid", re.IGNORECASE)
 WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "all_reduce", "broadcast"}
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 # What processes hold one after the other (`with FileLock(path):`).
