@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -353,9 +354,11 @@ def test_two_sizes_are_really_measured(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_its_run_and_its_files(tmp_path, number):
     (tmp_path / "mine.py").write_text(TASK)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a test run in the background ignores
     with subprocess.Popen(
         [sys.executable, "-m", "lockstep", "scale", "--", "--task", "mine.py:Mine", "--device", "cpu"],
         env=environment(TMPDIR=str(tmp_path)), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heard,
     ) as scale:  # fmt: skip
         while not list(tmp_path.glob("lockstep-scale-*/output.txt")):
             assert scale.poll() is None
