@@ -43,6 +43,13 @@ def script(make, before="pass"):
         (script("optimizer_class(model.parameters(), weight_decay=0)"), False),
         (script("torch_optimizer.LARS(model.parameters(), weight_decay=0.1, weight_decay_filter=True)"), False),
         (script("scores(model.parameters(), weight_decay=0.1)"), False),
+        # options that are unpacked
+        (script("torch.optim.Adam(model.parameters(), rate, **{'eps': 1e-5, 'weight_decay': rate})"), True),
+        (script("torch.optim.Adam(model.parameters(), rate, **dict(weight_decay=0.1))"), True),
+        (script("torch.optim.Adam(model.parameters(), rate, **{'weight_decay': 0.0})"), False),
+        (script("torch.optim.AdamW(model.parameters(), rate, **{'weight_decay': 0})"), False),
+        (script("torch.optim.Adam(model.parameters(), rate, **{'eps': 1e-5})"), False),
+        (script("torch.optim.Adam(model.parameters(), rate, **options)"), False),
         # groups
         (script("torch.optim.SGD([{'params': backbone, 'lr': 0.1}, {'params': head}], weight_decay=rate)"), True),
         (script("torch.optim.AdamW([{'params': backbone, 'weight_decay': rate}, {'params': head}])"), True),

@@ -24,6 +24,7 @@ COMMON = {
 
 # A package that passes on what its files pass on.
 MAX_STARS = 3
+MAX_RENAMES = 4
 
 
 class Names:
@@ -117,13 +118,15 @@ class Names:
         owner = self.named(head, scope)
         return self.member(owner, rest) if owner is not None and owner.kind == "class" else None
 
-    def named(self, name: str, scope: Scope) -> Scope | None:
+    def named(self, name: str, scope: Scope, depth: int = 0) -> Scope | None:
         current: Scope | None = scope
         while current is not None:
             if name in current.defs and (current.kind != "class" or current is scope):
                 return current.defs[name]
-            if current.kind == "function" and name in current.binds and name not in current.params:
-                return None  # a variable of the function's own hides what the file calls so
+            if name in current.binds and name not in current.params and current.kind != "class":
+                other = self.renamed(name, current, depth)
+                if other is not None or current.kind == "function":
+                    return other  # a variable of the function's own hides what the file calls so
             current = current.parent
         imported = scope.module.imports.get(name)
         if imported is not None:
@@ -134,6 +137,14 @@ class Names:
             if found is not None:
                 return found
         return None
+
+    def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
+        """What the only assignment of a name just gives another name to (`Data = TrafficData`)."""
+        binds = scope.binds[name]
+        value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
+        if not isinstance(value, ast.Name) or value.id == name or depth >= MAX_RENAMES:
+            return None
+        return self.named(value.id, scope, depth + 1)
 
     def exported(self, module: Module, imported: Imported, rest: str, depth: int = 0) -> Scope | None:
         """What an imported name is, through packages that only pass it on."""
@@ -148,6 +159,8 @@ class Names:
 
     def attribute(self, module: Module, parts: list[str], depth: int) -> Scope | None:
         scope = module.top.defs.get(parts[0])
+        if scope is None and parts[0] in module.top.binds:
+            scope = self.renamed(parts[0], module.top, depth)
         if scope is not None:
             return self.member(scope, parts[1]) if len(parts) > 1 else scope
         if depth > 4:

@@ -56,10 +56,20 @@ def other_optimizer(view: View, site: Site) -> bool:
 def decays(view: View, site: Site, full: str) -> bool:
     """Whether the optimizer has a weight decay, given or by default (0 in the AdamW that transformers had)."""
     value = argument(site.call, 4, "weight_decay") if site.name in FIFTH else keyword(site.call, "weight_decay")
-    if value is not None:
-        return any(constant(origin.node) not in (0, 0.0) for origin in view.origins.of(value, site.scope))
+    given = [(value, site.scope)] if value is not None else list(unpacked(view, site))
+    if given:
+        return any(constant(o.node) not in (0, 0.0) for rate, scope in given for o in view.origins.of(rate, scope))
     own = site.name in DEFAULT and not full.startswith("transformers")
     return own or any(last(k.value) == "AdamW" for k in site.call.keywords)
+
+
+def unpacked(view: View, site: Site) -> Iterator[tuple[ast.expr, Scope]]:
+    """The decays in the dictionaries whose items a call is given (`options = {"weight_decay": 0.1}`, `**options`)."""
+    for item in site.call.keywords:
+        for origin in view.origins.of(item.value, site.scope) if item.arg is None else ():
+            rate = (pairs(origin.node) or {}).get("weight_decay")
+            if rate is not None:
+                yield rate, origin.scope
 
 
 def each_decays(view: View, node: ast.expr, site: Site) -> bool:
