@@ -1,9 +1,11 @@
-"""Parses Python, and where this Python is older than 3.12 also the f-strings that only 3.12 knows.
+"""Parses Python: what this Python knows, the f-strings that only 3.12 knows, and the `async=` of those before 3.7.
 
 tree = parsed(text)      # raises what compile() raises
 
 Since 3.12 (PEP 701) an expression within an f-string may hold the quotes that the f-string has itself:
 `f"{config["name"]}"`. Such inner strings are given the other quotes, by which nothing moves.
+
+Until 3.7 made it a keyword, `async` was what torch called `non_blocking` (`x.cuda(async=True)`).
 """
 
 import ast
@@ -17,6 +19,9 @@ __all__ = ["parsed"]
 BEGINS = re.compile(r"#[^\n]*|(?<![\w\"'])([A-Za-z]{0,2})(\"\"\"|'''|\"|')")
 OTHER = {'"': "'", "'": '"'}
 MAX_DEPTH = 8
+ASYNC = re.compile(r"(?<=[(,\s])async(?=\s*=[^=])")
+# A name as long as `async`, so that nothing moves.
+NO_KEYWORD = "asynq"
 
 
 def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
@@ -26,6 +31,8 @@ def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
         try:
             return _tree(text, flags)
         except SyntaxError as error:
+            if ASYNC.search(text):
+                return renamed(_tree(ASYNC.sub(NO_KEYWORD, text), flags))
             if sys.version_info >= (3, 12) or "f-string" not in str(error.msg):
                 raise
             older = requoted(text)
@@ -36,6 +43,14 @@ def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
 
 def _tree(text: str, flags: int) -> ast.Module:
     tree: ast.Module = compile(text, "file", "exec", flags, dont_inherit=True)
+    return tree
+
+
+def renamed(tree: ast.Module) -> ast.Module:
+    """The tree, with what was `async` as the argument that it is now."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == NO_KEYWORD:
+            node.arg = "non_blocking"
     return tree
 
 
