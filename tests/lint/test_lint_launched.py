@@ -242,3 +242,69 @@ def main(rank, loss):
 def test_a_collective_that_an_option_leaves_out(line, number):
     found = check_text(REPORT.format(line=line), configure({}, "LS018", ""))
     assert len(found) == number
+
+
+LAUNCHED = """
+import {imports}
+import torch
+
+def train(config):
+    print("in each process")
+
+print("in the one that starts them")
+{start}
+"""
+
+
+def printed(text, path="example.py"):
+    return [finding.line for finding in check_text(text, configure({}, "LS028", ""), path)]
+
+
+@pytest.mark.parametrize(
+    ("imports", "start", "told"),
+    [
+        ("ray.train.torch", "ray.train.torch.TorchTrainer(train, scaling_config=4).fit()", True),
+        ("ray.train.torch", "ray.train.torch.TorchTrainer(train_loop_per_worker=train).fit()", True),
+        ("accelerate", "accelerate.notebook_launcher(train, (1,), num_processes=2)", True),
+        ("accelerate", "accelerate.notebook_launcher(function=train, args=(1,))", True),
+        ("accelerate", "accelerate.notebook_launcher(train, (1,), num_processes=1)", False),
+        ("mine", "mine.TorchTrainer(train)", False),
+        ("mine", "TorchTrainer(train)", False),
+    ],
+)
+def test_functions_that_a_package_runs_in_several_processes(imports, start, told):
+    assert printed(LAUNCHED.format(imports=imports, start=start)) == ([6] if told else [])
+
+
+FABRIC = """
+import lightning as L
+import torch
+
+def main(model, loader):
+    fabric = L.Fabric({given})
+    fabric.launch()
+    print("starting")
+    fabric.print("starting")
+    if fabric.is_global_zero:
+        print("alone")
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("", True),
+        ("devices=2", True),
+        ("devices='auto', precision='16-mixed'", True),
+        ("devices=1", False),
+        ("devices='1'", False),
+        ("devices=1, num_nodes=4", True),
+        ("accelerator='cpu'", False),
+    ],
+)
+def test_a_fabric_of_several_devices(given, told):
+    assert printed(FABRIC.format(given=given)) == ([8] if told else [])
+    assert not lines(FABRIC.format(given=given), "LS019")
+    assert not lines(FABRIC.format(given=given), "LS031")

@@ -16,6 +16,11 @@ MAX_BINDS = 20
 MAX_CLASS_STEPS = 60
 RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch", "timeit"}
 RUNNERS |= {"step", "run"}  # an optimizer's, with a closure; a launcher's
+RUNNERS |= {"TorchTrainer"}
+# The arguments by which they are given it.
+HANDS = ("fn", "target", "function", "train_loop_per_worker")
+# Those of them that give it other arguments than they are given themselves.
+STARTERS = ("spawn", "Process", "start_processes", "notebook_launcher", "TorchTrainer")
 
 
 class Calls:
@@ -143,7 +148,7 @@ class Calls:
         if target is not None:
             yield target
         if site.name in RUNNERS:
-            candidates = [*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target")]
+            candidates = [*site.call.args[:1], *(keyword(site.call, name) for name in HANDS)]
             given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
             candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
             for value in candidates:
@@ -201,7 +206,7 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
 
 def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
     """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
-    if site.name in ("spawn", "Process", "start_processes"):
+    if site.name in STARTERS:
         return next((item.value for item in site.call.keywords if item.arg == name), None)
     return given(site.call, function, name)
 

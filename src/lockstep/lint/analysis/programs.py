@@ -21,6 +21,14 @@ SPAWN = "torch.multiprocessing.spawn"
 RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
 # What starts processes from a notebook.
 LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
+# Those of them that are given the function which the processes run, by their full names.
+FUNCTION_LAUNCHERS = (
+    "ray.train.torch.TorchTrainer",
+    "accelerate.notebook_launcher",
+    "accelerate.launchers.notebook_launcher",
+)
+# Lightning's Fabric, which takes all devices of the machine unless it is told how many.
+FABRICS = ("lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric")
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
     r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
@@ -52,6 +60,8 @@ class Programs:
         """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
         if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
+        if any(map(self.launches, module.sites("Fabric", *LAUNCHERS))):
+            return True
         told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
         if (any(told) or asks_trainer(module)) and not module.path.endswith(".ipynb"):
             return True
@@ -64,6 +74,20 @@ class Programs:
     def initiates(self, site: Site) -> bool:
         """Whether a call starts Horovod, or SageMaker's model parallelism."""
         return self.calls.names.qualify(site.call.func, site.scope) in INITS
+
+    def launches(self, site: Site) -> bool:
+        """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
+        full = self.calls.names.qualify(site.call.func, site.scope)
+        if full in FABRICS:
+            several = (
+                constant(keyword(site.call, "devices")) not in (1, "1") or keyword(site.call, "num_nodes") is not None
+            )
+            return (
+                several
+                and constant(keyword(site.call, "accelerator")) != "cpu"
+                and not site.module.path.endswith(".ipynb")
+            )
+        return full in FUNCTION_LAUNCHERS and constant(keyword(site.call, "num_processes")) != 1
 
     def deepspeed(self, site: Site) -> bool:
         """Whether a call hands the model to DeepSpeed."""
@@ -111,7 +135,11 @@ class Programs:
         starts = [
             function
             for member in self.project.family(module)
-            for site in (*member.sites(*SPAWNS), *filter(self.spreads, member.sites("run")))
+            for site in (
+                *member.sites(*SPAWNS),
+                *filter(self.spreads, member.sites("run")),
+                *(s for s in member.sites(*LAUNCHERS) if self.launches(s)),
+            )
             if not self.idle(site.scope)
             for function in (*self.calls.runs(site), *self.handed(site))
         ]

@@ -38,6 +38,7 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "horovod": ("init",),
     "fastai": ("Learner",),
     "ignite": ("Engine",),
+    "ray": ("TorchTrainer",),
     "mmengine": ("Runner",),
     "mmcv": ("Runner",),
     "fairseq": (),

@@ -324,6 +324,7 @@ def main(local_rank, model, optimizer, criterion):
             "trl",
             "ignite",
             "horovod",
+            "ray",
         }
     ),
 )

@@ -142,6 +142,7 @@ def main(model, loader, optimizer, criterion, local_rank):
             "lockstep",
             "trl",
             "horovod",
+            "ray",
             "transformers",
             "megatron",
             "colossalai",
