@@ -286,3 +286,30 @@ class Surface:
 )
 def test_gradients_that_train_nothing(name, line, told):
     assert found(GRADIENTS.format(name=name, line=line)) == told
+
+
+BEGUN = """
+import torch
+
+def train(model, loader, optimizer, steps):
+    batches = iter(loader)
+    for step in range(steps):
+        x = {first}
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [
+        ("next(iter(loader))", True),
+        ("next(enumerate(loader))[1]", True),
+        ("next(iter(enumerate(loader)))[1]", True),
+        ("next(batches)", False),
+        ("next(iter(model.layers))", False),
+    ],
+)
+def test_a_loader_that_is_begun_for_each_batch(first, found):
+    assert bool(check_text(BEGUN.format(first=first), configure({}, "LS038", ""))) is found

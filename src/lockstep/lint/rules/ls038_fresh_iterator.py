@@ -12,28 +12,36 @@ from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+BEGINS = ("iter", "enumerate")
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks in training loops for loaders that are begun anew in every turn."""
     steps = {id(loop) for t in view.trainings.near(view.module) for loop in (t.loop, t.micro) if loop is not None}
     for site in view.sites("next"):
-        given = site.call.args[0] if site.call.args and isinstance(site.call.func, ast.Name) else None
-        if (
-            not isinstance(given, ast.Call)
-            or not isinstance(given.func, ast.Name)
-            or given.func.id != "iter"
-            or not given.args
-        ):
+        loader = begun(site)
+        if loader is None:
             continue
         nest = loops(site.stmt, site.module)
         if not nest or id(nest[0]) not in steps or view.trainings.rare(site.stmt, site.scope, nest[0]):
             continue
-        if view.kinds.is_loader(given.args[0], site.scope) and not made_inside(site, given.args[0]):
+        if view.kinds.is_loader(loader, site.scope) and not made_inside(site, loader):
             yield at(
                 site,
                 "begins the loader anew for one batch: its workers start in every turn, and without shuffling it is "
                 "always the first batch, so keep one iterator",
             )
+
+
+def begun(site: Site) -> ast.expr | None:
+    """What `next(iter(loader))`, or `next(enumerate(loader))`, takes the first item of."""
+    taken = site.call.args[0] if site.call.args and isinstance(site.call.func, ast.Name) else None
+    loader = taken
+    while (
+        isinstance(loader, ast.Call) and isinstance(loader.func, ast.Name) and loader.func.id in BEGINS and loader.args
+    ):
+        loader = loader.args[0]
+    return loader if loader is not taken else None
 
 
 def made_inside(site: Site, loader: ast.expr) -> bool:
