@@ -302,6 +302,8 @@ main()
         ("devices='1'", False),
         ("devices=1, num_nodes=4", True),
         ("accelerator='cpu'", False),
+        ("'cuda', 'ddp', 2", True),
+        ("'cuda', 'auto', 1", False),
     ],
 )
 def test_a_fabric_of_several_devices(given, told):

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.fixed import never
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, constant, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -79,14 +79,9 @@ class Programs:
         """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
-            several = (
-                constant(keyword(site.call, "devices")) not in (1, "1") or keyword(site.call, "num_nodes") is not None
-            )
-            return (
-                several
-                and constant(keyword(site.call, "accelerator")) != "cpu"
-                and not site.module.path.endswith(".ipynb")
-            )
+            one = constant(argument(site.call, 2, "devices")) in (1, "1") and keyword(site.call, "num_nodes") is None
+            host = constant(argument(site.call, 0, "accelerator")) == "cpu"
+            return not one and not host and not site.module.path.endswith(".ipynb")
         return full in FUNCTION_LAUNCHERS and constant(keyword(site.call, "num_processes")) != 1
 
     def deepspeed(self, site: Site) -> bool:
