@@ -1,6 +1,7 @@
 """Tests of the rank, and tests that ask whether there are several processes at all."""
 
 import ast
+from collections.abc import Iterable
 
 from lockstep.lint.analysis.calls import Calls, passed
 from lockstep.lint.analysis.comparisons import bare, may_be_number
@@ -8,6 +9,7 @@ from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, is_none, is_true, last
 from lockstep.lint.analysis.ranknumbers import RankNumbers, attributes
+from lockstep.lint.analysis.rankparts import keyed, placed
 from lockstep.lint.analysis.rankwords import (
     COUNT,
     LAUNCHER,
@@ -62,6 +64,10 @@ class RankTests:
             )
         if isinstance(node, ast.IfExp):
             return self.choice(node, scope, when, depth)
+        if isinstance(node, ast.Subscript):
+            said = constant(node.slice)
+            told = isinstance(said, str) and (MAIN.search(said) or said in MAIN_EXACT)
+            return sign if told else self.alike(keyed(self.numbers, node, scope), when, depth)
         if not depth and may_be_number(node) and self.numbers.is_rank(node, scope):
             return -sign  # `if rank: return`
         name = last(node).lstrip("_")
@@ -89,11 +95,21 @@ class RankTests:
         """
         if function is None:
             return 0
+        if when and self.turned_away(function, depth):
+            return 1
         values = [value for value in function.returns() if not isinstance(value, ast.Constant)]
         if not values and self.false_on_others(function, depth):
             return 1 if when else -1
         found = {self.test(value, function, when, depth + 1) for value in values}
         return found.pop() if len(found) == 1 else 0
+
+    def turned_away(self, function: Scope, depth: int) -> bool:
+        """Whether a function says False to the other ranks before anything else (`if rank != 0: return False`)."""
+        first = next((stmt for stmt in function.stmts if isinstance(stmt, ast.Return)), None)
+        if first is None or constant(first.value) is not False:
+            return False
+        tests = list(guards(first, function.module))
+        return len(tests) == 1 and self.test(tests[0].test, function, tests[0].when, depth + 1) == -1
 
     def false_on_others(self, function: Scope, depth: int) -> bool:
         """Whether a function says True or False, and False on the other ranks alone (`if rank > 0: return False`)."""
@@ -163,7 +179,32 @@ class RankTests:
                 found = self.handed(value.id, home, when, depth + 1)  # `Logger(enable=rank == 0)`
                 if found:
                     return found
-        return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
+        return (
+            self.alike(placed(self.numbers, key, scope), when, depth)
+            or self.kept(key, scope, when, depth)
+            or self.switched(key, scope, when, depth)
+            or self.handed(key, scope, when, depth)
+        )
+
+    def alike(self, values: Iterable[tuple[ast.expr, Scope]], when: bool, depth: int) -> int:
+        """What a test of any of some values comes to, where that is the same for all."""
+        found = {self.test(value, home, when, depth + 1) for value, home in values} if depth < 3 else set()
+        return found.pop() if len(found) == 1 else 0
+
+    def switched(self, key: str, scope: Scope, when: bool, depth: int) -> int:
+        """A flag that the other ranks alone turn off, or on, after all have got it (`verbose = True`, then `if rank !=
+        0: verbose = False`): 1 if it comes out `when` on the main rank only.
+        """
+        binds = (self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope))[:MAX_BINDS]
+        off = [(bind, home) for bind, home in binds if turns(bind.value, not when) and self.others(bind, home, depth)]
+        rest = [(bind, home) for bind, home in binds if not any(bind is other for other, _ in off)]
+        return int(
+            bool(off) and all(home is off[0][1] and bind.stmt.lineno < off[0][0].stmt.lineno for bind, home in rest)
+        )
+
+    def others(self, bind: Bind, home: Scope, depth: int) -> bool:
+        """Whether only the other ranks make a binding."""
+        return any(self.test(g.test, home, g.when, depth + 1) == -1 for g in guards(bind.stmt, home.module))
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0 else
@@ -249,3 +290,8 @@ class RankTests:
         if SINGLE.search(name):
             return -1
         return 1 if MULTI.search(name) or name.endswith(("is_initialized", "and_initialized")) else 0
+
+
+def turns(value: ast.expr | None, on: bool) -> bool:
+    """Whether a value is the literal that turns a flag on, or off."""
+    return value is not None and (is_true(value) if on else is_empty(value))
