@@ -53,6 +53,9 @@ NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 # (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
 ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
 TEXT = re.compile(r"""["']([\w./ -]+)["']""")
+CALLED = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?!\w|\(|\s*=)")
+# How many names stand between such a call and a text.
+MAX_NAMES = 2
 
 
 class Paths:
@@ -210,8 +213,24 @@ def lines_of(path: str) -> Lines:
     """What the lines of the file at `path` say."""
     text = contents(path)
     calls = ADDS.finditer(text) if "sys.path" in text else ()
-    words = (tuple(word for word in TEXT.findall(call[1]) if word.strip("./ ")) for call in calls)
-    return Lines(tuple(mentioned(text)), tuple(filter(None, words)))
+    words = (found for call in calls for found in texts(call[1], text, 0))
+    return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(words)))
+
+
+def texts(value: str, text: str, depth: int) -> Iterator[tuple[str, ...]]:
+    """The texts that a folder is made of, in an expression or in what its names stand for (`lib = join(here, "lib")`,
+    also where a function is given it: `def add(path): sys.path.insert(0, path)`).
+    """
+    found = tuple(word for word in TEXT.findall(value) if word.strip("./ "))
+    if found:
+        yield found
+        return
+    for name in CALLED.findall(value) if depth < MAX_NAMES else ():
+        given = re.findall(rf"^[ \t]*{name}[ \t]*=(?!=)([^\n#]*)", text, re.MULTILINE)
+        for function in re.findall(rf"^def (\w+)\([ \t]*{name}\b", text, re.MULTILINE):
+            given += re.findall(rf"^{function}\(([^\n#]*)\)", text, re.MULTILINE)
+        for each in given:
+            yield from texts(each, text, depth + 1)
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
