@@ -9,7 +9,20 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import walk
 
-__all__ = ["Guard", "Loop", "above", "apart", "choices", "following", "guards", "inside", "loops", "parted", "withs"]
+__all__ = [
+    "Guard",
+    "Loop",
+    "above",
+    "apart",
+    "choices",
+    "dead",
+    "following",
+    "guards",
+    "inside",
+    "loops",
+    "parted",
+    "withs",
+]
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -106,6 +119,17 @@ def choices(site: Site) -> Iterator[Guard]:
         elif isinstance(node, ast.BoolOp):
             place = next((i for i, v in enumerate(node.values) if any(item is site.call for item in walk(v))), 0)
             yield from (Guard(value, isinstance(node.op, ast.And), site.stmt) for value in node.values[:place])
+
+
+@kept
+def dead(module: Module) -> tuple[tuple[int, int], ...]:
+    """The lines, first and last, of what a file never runs: blocks under `if False:`."""
+    found = []
+    for stmt in (stmt for scope in module.scopes for stmt in scope.stmts):
+        if isinstance(stmt, ast.If | ast.While) and isinstance(stmt.test, ast.Constant):
+            never = stmt.body if not stmt.test.value else stmt.orelse if isinstance(stmt, ast.If) else []
+            found += [(never[0].lineno, never[-1].end_lineno or 0)] if never else []
+    return tuple(found)
 
 
 def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
