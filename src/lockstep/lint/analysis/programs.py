@@ -193,9 +193,11 @@ class Programs:
         ):
             return False  # what runs it may be elsewhere
         callers = self.calls.callers(scope)
-        if scope.named("init_process_group") or len(callers) > 3 or depth > 3:
+        if len(callers) > 3 or depth > 3 or (not callers and self.overridden(scope)):
             return False
         if sum(member.words[name] for member in self.project.users(scope.module)) != 1 + len(callers):
+            return False
+        if self.makes_group(scope):
             return False
         return all(site.scope is not scope and self._idle(site.scope, depth + 1) for site in callers)
 
@@ -286,11 +288,19 @@ class Programs:
             current = queue.pop()
             if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
-            for site in self.calls.callers(current) or self.makers(current):
+            for site in self.calls.callers(current) or self.overridden(current) or self.makers(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
+
+    def overridden(self, method: Scope) -> list[Site]:
+        """The calls of the method of a parent class that a method stands for (`self.train_epoch(loader)` there)."""
+        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
+        parents = self.calls.names.parents(owner) if owner is not None and owner.kind == "class" else ()
+        return [
+            site for each in parents if method.name in each.defs for site in self.calls.callers(each.defs[method.name])
+        ]
 
     def makers(self, method: Scope) -> list[Site]:
         """The calls that make objects which have a method, where only calls of its name may run it: one of several
@@ -328,8 +338,12 @@ class Programs:
         """Whether what a file runs when it is started starts a process group or wraps a model for several processes."""
         if self.direct(top.module) or self.asks(top.module):
             return True
-        found = (site for below in self.reach([top]) for name in (*STARTS, *WRAPPERS) for site in below.named(name))
-        return any(map(for_several, found))
+        below = list(self.reach([top]))
+        found = (site for scope in below for name in (*STARTS, *WRAPPERS) for site in scope.named(name))
+        engines = ((self.deepspeed, "initialize"), (self.initiates, "init"))
+        return any(map(for_several, found)) or any(
+            ask(site) for ask, name in engines for scope in below for site in scope.named(name)
+        )
 
 
 def on_object(site: Site) -> bool:

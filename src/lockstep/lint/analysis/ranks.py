@@ -71,11 +71,17 @@ class Ranks:
         made = self.made(scope)
         if made and all(self.on_main(site) or self._reserved(site.scope, depth + 1) for site in made):
             return True
-        callers = self.calls.callers(scope) or self.calls.namesakes(scope)
+        callers = self.calls.callers(scope) or self.programs.overridden(scope) or self.calls.namesakes(scope)
         if not callers:
             return self.handed_by_rank(scope)
         shared = [s for s in callers[:MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
+        shared = [s for s in shared if not self.one_process(s.module)] or shared
         return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
+
+    @kept
+    def one_process(self, module: Module) -> bool:
+        """Whether a file is a script that starts no processes, nor asks which one it is."""
+        return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
     def handed_by_rank(self, function: Scope) -> bool:
         """Whether a function that nobody calls is only named where some ranks hand it on
@@ -134,7 +140,8 @@ class Ranks:
         return self._alone(scope, 0)
 
     def _alone(self, scope: Scope, depth: int) -> bool:
-        callers = self.calls.callers(scope)[:MAX_CALLERS] if scope.kind == "function" and depth < 5 else []
+        found = self.calls.callers(scope) or self.programs.overridden(scope)
+        callers = found[:MAX_CALLERS] if scope.kind == "function" and depth < 5 else []
         return bool(callers) and all(self.single(s.stmt, s.scope) or self._alone(s.scope, depth + 1) for s in callers)
 
     def several(self, stmt: ast.stmt, scope: Scope) -> bool:
