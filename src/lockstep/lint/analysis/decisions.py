@@ -1,18 +1,22 @@
 """What a test in a loop goes back to: the names, the calls and the tests that decide how it comes out."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.context import Loop, guards, inside
-from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, walk
+from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.nodes import Words, constant, dotted, last, walk
 
-__all__ = ["Slice", "made_of"]
+__all__ = ["Slice", "counts", "made_of"]
 
 # A test that goes back to more names than this decides on everything.
 MAX_NAMES = 60
+
+# Where a program keeps its options, which are the same on all ranks.
+OPTIONS = Words(r"^(self\.)?(args?|opts?|cfg|conf(ig)?|hparams|flags|params)\.", re.IGNORECASE)
 
 
 @dataclass
@@ -59,6 +63,38 @@ def _fed(name: str, sites: list[Site]) -> Iterator[ast.stmt]:
         receiver = site.receiver if site.receiver is not None else site.call.func
         if site.call.args and dotted(receiver) in (name, name.split(".")[0]):
             yield site.stmt
+
+
+def counts(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
+    """Whether a statement of a loop only counts (`step += 1`, `step = epoch * len(loader) + i`), alike on all ranks."""
+    given = scope.bound(stmt)
+    return bool(given) and all(_counting(bind, loop, scope, set()) for bind in given)
+
+
+def _counting(bind: Bind, loop: Loop, scope: Scope, seen: set[str]) -> bool:
+    """Whether a binding gives its name a number of turns."""
+    value = bind.value
+    if bind.how == "for":
+        over = last(value) if isinstance(value, ast.Call) else ""
+        return over in ("range", "trange") or (over == "enumerate" and bind.path[:1] == (0,))
+    return not bind.path and value is not None and _is_count(value, loop, scope, seen)
+
+
+def _is_count(value: ast.expr, loop: Loop, scope: Scope, seen: set[str]) -> bool:
+    if isinstance(value, ast.BinOp):
+        return _is_count(value.left, loop, scope, seen) and _is_count(value.right, loop, scope, seen)
+    if isinstance(value, ast.Call):
+        named = isinstance(value.func, ast.Name) and value.func.id
+        return named == "len" or (
+            named in ("int", "min", "max") and all(_is_count(v, loop, scope, seen) for v in value.args)
+        )
+    key = dotted(value)
+    if key is None:
+        return isinstance(constant(value), int)
+    inside_loop = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module) or b.stmt is loop]
+    if key in seen or not inside_loop:
+        return key in seen or "." not in key or OPTIONS.search(key)
+    return all(_counting(bind, loop, scope, seen | {key}) for bind in inside_loop)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

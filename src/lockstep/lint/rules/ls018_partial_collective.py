@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import choices, guards
-from lockstep.lint.analysis.engines import asks_for_deepspeed, saves_on_all
+from lockstep.lint.analysis.engines import asks_for_deepspeed, saves_on_all, waits_in_accelerate
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import dotted, last
@@ -15,8 +15,6 @@ from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
-
-HIDDEN = {"save_state", "wait_for_everyone"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -91,8 +89,8 @@ def same(one: ast.expr, other: ast.expr) -> bool:
 
 
 def waits_for_all(view: View, site: Site) -> bool:
-    """Whether a call ends when all ranks are in it: a collective, or DeepSpeed's engine that saves."""
-    return view.effects.is_collective(site) or saves_on_all(view, site)
+    """Whether a call ends when all ranks are in it: a collective, Accelerate's too, or a save of DeepSpeed's."""
+    return view.effects.is_collective(site) or saves_on_all(view, site) or waits_in_accelerate(view, site)
 
 
 def relevant(view: View, site: Site) -> bool:
@@ -170,9 +168,9 @@ RULE = Rule(
     code="LS018",
     name="collective on some ranks only",
     what=(
-        "A collective (`barrier`, `all_reduce`, ...) stands where only some ranks arrive, directly or in a "
-        "function called there; or only some ranks run a model that FSDP has wrapped, or wrap one, or have DeepSpeed's "
-        "engine save."
+        "A collective (`barrier`, `all_reduce`, ..., Accelerate's `wait_for_everyone`, Fabric's `save`) stands where "
+        "only some ranks arrive, directly or in a function called there; or only some ranks run a model that FSDP has "
+        "wrapped, or wrap one, or have DeepSpeed's engine save."
     ),
     why=(
         "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "

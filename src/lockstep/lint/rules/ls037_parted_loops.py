@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from lockstep.lint.analysis.context import Loop, above, guards, inside, loops
-from lockstep.lint.analysis.decisions import Slice, made_of
+from lockstep.lint.analysis.decisions import Slice, counts, made_of
+from lockstep.lint.analysis.engines import shared_out, waits_in_accelerate
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
@@ -15,9 +16,15 @@ from lockstep.lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 # Whatever may tell all ranks what one of them has found.
-TELLS = Words(r"reduce|gather|broadcast|sync|barrier|send|recv|store|agree|any_rank|all_ranks", re.IGNORECASE)
+TELLS = Words(
+    r"reduce|gather|broadcast(?!_param|_optim)|sync(?!_?(batch|bn))|barrier|send|recv|store|agree|any_rank|all_ranks",
+    re.IGNORECASE,
+)
 # The same without what only waits.
-EXCHANGES = Words(r"reduce|gather|broadcast|sync(?!hroni)|send|recv|(^|_)store|agree|any_rank|all_ranks", re.IGNORECASE)
+EXCHANGES = Words(
+    r"reduce|gather|broadcast(?!_param|_optim)|sync(?!hroni|_?(batch|bn))|send|recv|(^|_)store|agree|any_rank|all_ranks",
+    re.IGNORECASE,
+)
 
 
 def check(view: View) -> Iterator[Found]:
@@ -34,7 +41,8 @@ def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
     exchanges gradients.
     """
     found: dict[int, tuple[Loop, Scope]] = {}
-    if view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or "deepspeed" in view.frameworks:
+    wrapped = view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or {"deepspeed", "horovod"} & view.frameworks
+    if wrapped or view.ranks.programs.accelerated(view.module):
         for training in view.trainings.near(view.module):
             found[id(training.loop)] = training.loop, training.scope
             found.update({id(loop): (loop, scope) for loop, scope, _ in view.trainings.epochs(training)})
@@ -50,7 +58,10 @@ def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
 
 def certain(view: View) -> Callable[[Site], bool]:
     """The question whether a call is a collective that all ranks reach."""
-    return lambda site: view.effects.is_collective(site) and not view.ranks.side(site.stmt, site.scope)
+    return lambda site: (
+        (view.effects.is_collective(site) or waits_in_accelerate(view, site))
+        and not view.ranks.side(site.stmt, site.scope)
+    )
 
 
 def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
@@ -89,17 +100,22 @@ def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
     near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
     if any(EXCHANGES.search(site.name) for site in view.effects.below(near)):
         return False
-    for stmt in decided.stmts:
+    for stmt in (stmt for stmt in decided.stmts if not counts(stmt, loop, scope)):
         nest = loops(stmt, scope.module)
         inner = nest[: nest.index(loop)] if loop in nest else []
-        if any(isinstance(each, ast.For) and view.kinds.is_shard(each.iter, scope) for each in inner):
+        if any(isinstance(each, ast.For) and is_part(view, each.iter, scope) for each in inner):
             return True
     return any(
-        isinstance(stmt, ast.For) and view.kinds.is_shard(stmt.iter, function) and gives_back(stmt, function)
+        isinstance(stmt, ast.For) and is_part(view, stmt.iter, function) and gives_back(stmt, function)
         for site in decided.sites
         for function in view.calls.runs(site)
         for stmt in function.stmts
     )
+
+
+def is_part(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Whether a loop's header runs over a rank's own part of the data."""
+    return view.kinds.is_shard(header, scope) or shared_out(view, header, scope)
 
 
 def gives_back(loop: ast.For, function: Scope) -> bool:
