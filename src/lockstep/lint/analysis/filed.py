@@ -1,12 +1,14 @@
 """The files that a script writes and reads: models, checkpoints and data."""
 
 import ast
+from collections.abc import Callable
 
-from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import argument, base, constant, keyword, last
+from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 
-__all__ = ["makes_file", "reads_file", "same_path", "written"]
+__all__ = ["handed_path", "makes_file", "reads_file", "same_path", "written"]
 
 
 def written(view: View, site: Site) -> ast.expr | None:
@@ -51,6 +53,30 @@ def reads_file(view: View, site: Site) -> ast.expr | None:
     return site.call.args[0] if opens and reads and site.call.args else None
 
 
-def same_path(view: View, save: Site, load: Site) -> bool:
-    path, read = makes_file(view, save), reads_file(view, load)
-    return path is not None and read is not None and ast.dump(path) == ast.dump(read) and base(path) is not None
+def handed_path(view: View, site: Site, find: Callable[[View, Site], ast.expr | None], side: int) -> ast.expr | None:
+    """The path that a call hands to a function of the project, which writes or reads such a file on one side of a test
+    of the rank (1), or without any (0).
+    """
+    function = view.calls.target(site.call, site.scope)
+    for inner in function.sites if function is not None and function.owner is None else ():
+        if function is None or view.ranks.side(inner.stmt, function) != side:
+            continue
+        first = next(iter(inner.call.args), None)
+        if isinstance(first, ast.Starred) and view.full(inner) == "torch.save":  # `def save_on_master(*args)`
+            return argument(site.call, 1, "f")
+        path = find(view, inner)
+        if isinstance(path, ast.Name) and path.id in function.params and path.id not in function.binds:
+            return passed(site, function, path.id)
+    return None
+
+
+def same_path(view: View, path: ast.expr, read: ast.expr, scope: Scope) -> bool:
+    """Whether two paths are written alike, by themselves or by what the names for them were given last."""
+    return bool(forms(view, path, scope) & forms(view, read, scope))
+
+
+def forms(view: View, path: ast.expr, scope: Scope) -> set[str]:
+    """How a path is written, also where a name stands for it."""
+    found = view.origins.binds(dotted(path) or "", scope, path.lineno)
+    values = [bind.value for bind, _ in found if bind.value is not None and bind.how == "assign" and not bind.path]
+    return {ast.dump(each) for each in (path, *(values if len(found) == 1 else ()))}

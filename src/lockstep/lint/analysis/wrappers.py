@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names
-from lockstep.lint.analysis.nodes import dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.origins import Origin, Origins
 
 __all__ = ["Wrappers"]
@@ -80,6 +80,7 @@ class Wrappers:
 
     def held(self, node: ast.expr, stmt: ast.stmt, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
         """What an item of a list or a dictionary may be: `nets[name]`, or the variable of a loop or a comprehension."""
+        named = constant(node.slice) if isinstance(node, ast.Subscript) else None
         if isinstance(node, ast.Subscript):
             table: ast.expr | None = node.value
         else:
@@ -93,10 +94,12 @@ class Wrappers:
             )
         while isinstance(table, ast.Call) and (table.args or isinstance(table.func, ast.Attribute)):
             table = table.args[0] if table.args else table.func.value  # type: ignore[attr-defined]
-        yield from self.items(table, scope)
+        yield from self.items(table, scope, named)
 
-    def items(self, table: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What is put into a list or a dictionary of a name, where it is made or later."""
+    def items(self, table: ast.expr | None, scope: Scope, named: object = None) -> Iterator[tuple[ast.expr, Scope]]:
+        """What is put into a list or a dictionary of a name, where it is made or later; with `named` not what goes
+        under another key that is written out.
+        """
         key = dotted(table)
         if key is None:
             return
@@ -106,7 +109,10 @@ class Wrappers:
                 yield from ((value, home) for value in elements(bind.value))
             for other in home.stmts:
                 if isinstance(other, ast.Assign) and any(
-                    isinstance(target, ast.Subscript) and dotted(target.value) == key for target in other.targets
+                    isinstance(target, ast.Subscript)
+                    and dotted(target.value) == key
+                    and (named is None or constant(target.slice) in (None, named))
+                    for target in other.targets
                 ):
                     yield other.value, home
             yield from (

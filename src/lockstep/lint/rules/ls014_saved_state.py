@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.filed import makes_file, reads_file, same_path, written
+from lockstep.lint.analysis.effects import COLLECTIVES
+from lockstep.lint.analysis.filed import handed_path, makes_file, reads_file, same_path, written
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
@@ -19,6 +20,8 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ACCELERATE = "Accelerate"
+# What holds no rank back, but has it wait for the main one.
+TOGETHER = COLLECTIVES | {"backward", "allreduce", "allgather"}
 OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
 
 
@@ -50,10 +53,24 @@ def check(view: View) -> Iterator[Found]:
 
 def unguarded(view: View, site: Site) -> list[Site]:
     """Where to tell of a save by all ranks: at the calls of its function that forgot the test which others have."""
-    callers = view.calls.callers(site.scope)
+    every = view.calls.callers(site.scope)
+    callers = [call for call in every if not own_name(view, call)]
+    if every and not callers:
+        return []
     bare = [call for call in callers if not view.ranks.main_only(call.stmt, call.scope)]
     here = [call for call in bare if call.module is view.module]
     return here if here and len(bare) < len(callers) else [site]
+
+
+def own_name(view: View, site: Site) -> bool:
+    """Whether a call is given the rank for the name of a file."""
+    return any(names_rank(view, value, site.scope) for value in texts(site))
+
+
+def texts(site: Site) -> Iterator[ast.expr]:
+    """The texts with values in them that a call is given."""
+    given = (*site.call.args, *(item.value for item in site.call.keywords))
+    return (value for value in given if isinstance(value, ast.JoinedStr | ast.BinOp))
 
 
 def replicated(view: View) -> bool:
@@ -174,7 +191,11 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
-    named = {"horovod", "transformers"} & view.frameworks  # each process has the whole model that it hands on
+    named = {
+        "horovod",
+        "transformers",
+        "lightning_fabric",
+    } & view.frameworks  # each process has the whole model that it hands on
     shared = view.ranks.programs.accelerated(view.module) or named or replicated(view)
     return bool(shared) and view.ranks.everywhere(site, view.module)
 
@@ -218,21 +239,37 @@ def unwaited(view: View) -> Iterator[Found]:
     if not view.distributed:
         return
     for scope in view.scopes:
-        saves = [s for s in scope.sites if makes_file(view, s) is not None and view.ranks.side(s.stmt, scope) == 1]
-        for load in (s for s in scope.sites if reads_file(view, s) is not None) if saves else ():
-            earlier = [s for s in saves if s.line < load.line and same_path(view, s, load)]
-            if earlier and not view.ranks.side(load.stmt, scope) and not waits(view, scope, earlier[-1], load):
+        saves = [(s, path) for s in scope.sites if (path := saved_by_main(view, s)) is not None]
+        loads = [(s, path) for s in scope.sites if (path := read_by_all(view, s)) is not None] if saves else []
+        for load, path in loads:
+            earlier = [s for s, written in saves if s.line < load.line and same_path(view, written, path, scope)]
+            if earlier and not waits(view, scope, earlier[-1], load):
                 yield at(
                     load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
                 )
 
 
+def saved_by_main(view: View, site: Site) -> ast.expr | None:
+    """The path of a file that a call writes on rank 0 alone, by the test around it or in a helper."""
+    if view.ranks.side(site.stmt, site.scope) == 1:
+        return makes_file(view, site) or handed_path(view, site, makes_file, 0)
+    return handed_path(view, site, makes_file, 1)
+
+
+def read_by_all(view: View, site: Site) -> ast.expr | None:
+    """The path of a file that a call reads on all ranks, itself or in a helper."""
+    if view.ranks.side(site.stmt, site.scope):
+        return None
+    return reads_file(view, site) or handed_path(view, site, reads_file, 0)
+
+
 def waits(view: View, scope: Scope, save: Site, load: Site) -> bool:
-    """Whether a barrier, or something that may hold one, stands between."""
-    return any(
-        save.line < s.line < load.line and view.effects.does(s, {"barrier", "wait_for_everyone", "synchronize"})
-        for s in scope.sites
-    )
+    """Whether a barrier, or something that may hold one, stands between; where a helper writes or reads, whatever the
+    ranks do together.
+    """
+    helped = makes_file(view, save) is None or reads_file(view, load) is None
+    names = {"barrier", "wait_for_everyone", "synchronize"} | (TOGETHER if helped else set())
+    return any(save.line < s.line < load.line and view.effects.does(s, names) for s in scope.sites)
 
 
 RULE = Rule(
