@@ -115,6 +115,9 @@ def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
     )
     if any(EXCHANGE.search(site.name) and not seen(view, site) for site in view.effects.below(own)):
         return True
+    mapped = (name for site in own if site.name == "map" for value in site.call.args[:1] for name in idents(value))
+    if any(map(EXCHANGE.search, mapped)):
+        return True  # `map(reduce_meter if distributed else plain, meters)`
     return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
 
 
