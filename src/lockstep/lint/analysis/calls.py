@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.names import Names
+from lockstep.lint.analysis.names import Names, bound_locally
 from lockstep.lint.analysis.nodes import dotted, keyword, last
 
 __all__ = ["Calls", "given", "passed"]
@@ -100,7 +100,18 @@ class Calls:
                         stack.append((current, home, key))
                         stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
                         stack.extend((made, at, "") for made, at in self.items(key, home))
+                        stack.extend((made, at, "") for made, at in self.imported(key, home))
         return None
+
+    def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What another file of the project gives a name that it is imported by (`from utils.comm import comm`)."""
+        found = scope.module.imports.get(key)
+        if found is None or not found.name or bound_locally(key, scope):
+            return
+        target = self.project.find(scope.module, found.module, found.level)
+        for bind in target.top.binds.get(found.name, [])[:MAX_BINDS] if target is not None else ():
+            if target is not None and bind.value is not None and not bind.path and bind.how == "assign":
+                yield bind.value, target.top
 
     def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
         """The class that a call makes an object of; what a function returns is put on the stack."""

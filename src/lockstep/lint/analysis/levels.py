@@ -3,7 +3,7 @@
 import ast
 
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.logs import by_hydra
+from lockstep.lint.analysis.logs import by_hydra, too_late
 from lockstep.lint.analysis.nodes import argument, constant, dotted, has_star, is_none, keyword, last
 from lockstep.lint.analysis.view import View
 
@@ -33,7 +33,7 @@ def kept_back(view: View, site: Site) -> bool:
     if any(s.module is site.module and s.scope.kind == "module" and level(view, s) > least for s in own):
         return True  # the file's own word, whatever others of its programs say
     root = [s for s, names in sets if ROOT in names]
-    root += [s for member in members for s in member.sites("basicConfig")]
+    root += [s for member in members for s in member.sites("basicConfig") if not too_late(view, s)]
     later = [s for s in root if s.scope.kind == "function"]  # what is set on import comes first
     levels = [level(view, s) for s in later or root]
     if any(map(by_hydra, members)) and not later:

@@ -3,9 +3,11 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards
-from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.index import Imported, Module, Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.ranknumbers import attributes
 from lockstep.lint.analysis.view import View
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "loguru",
     "plain_logging",
     "silent",
+    "too_late",
     "untracked",
 ]
 
@@ -25,19 +28,59 @@ SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "Str
 SETS_UP |= {"add", "remove", "configure"}
 # The variables of the environment with which W&B is turned off.
 WANDB_OFF = ("WANDB_MODE", "WANDB_DISABLED")
-# The attributes of a logger that make it quiet.
+# The attributes of a logger that make it quiet, and those that do so where they are certainly a logger's.
 SILENCES = (".disabled", ".level", ".handlers")
+OF_LOGGERS = (".propagate", ".info", ".warning")
+# The calls that make a logger quiet, or all.
+HUSHES = ("disable", "clear", "removeHandler", "addFilter")
 LOGGER = Words(r"^_?(logger|log)$")
+# How many texts a format is followed through.
+MAX_TEXTS = 2
+MAX_CALLERS = 20
 # What tells the main process; transformers' training arguments give the other ranks a level of their own.
 BY_RANK = Words(r"rank|is_main|master|^get_process_log_level$|^should_log$")
 
 
 def disabled(view: View) -> Iterator[tuple[Scope, int]]:
-    """Where a rank's logger is turned off (`if rank != 0: logger.disabled = True`)."""
-    for scope in view.scopes:
-        for key, binds in scope.binds.items():
-            if key.endswith(SILENCES):
-                yield from ((scope, b.stmt.lineno) for b in binds if view.ranks.side(b.stmt, scope))
+    """Where a rank's logger is turned off (`if rank != 0: logger.disabled = True`), in another file one that both
+    import.
+    """
+    for member in view.project.family(view.module):
+        for scope, key, place in (*set_quiet(view, member), *made_quiet(view, member)):
+            name = key.partition(".")[0]
+            imported = member.imports.get(name)
+            if member is view.module or name == "logging" or (imported and same_name(imported, view.module, name)):
+                yield scope, place
+
+
+def set_quiet(view: View, module: Module) -> Iterator[tuple[Scope, str, int]]:
+    """The attributes of loggers that a file gives another value by the rank."""
+    for name in (*SILENCES, *OF_LOGGERS):
+        for bind, scope in attributes(module).get(name[1:], ()):
+            if name in SILENCES or LOGGER.search(bind.key.split(".")[-2]):
+                told = bind.value is not None and (
+                    chosen_by_rank(view, bind.value, scope)
+                    or (name == ".disabled" and view.ranks.tests.test(bind.value, scope) != 0)
+                )
+                if told or view.ranks.side(bind.stmt, scope):
+                    yield scope, bind.key, bind.stmt.lineno
+
+
+def made_quiet(view: View, module: Module) -> Iterator[tuple[Scope, str, int]]:
+    """The calls of loggers and of logging itself that make some ranks quiet."""
+    for site in module.sites(*HUSHES):
+        key = dotted(site.receiver) or ""
+        of_logger = any(LOGGER.search(part) for part in key.split("."))
+        wanted = of_logger if site.name != "disable" else of_logger or key == "logging"
+        wanted = wanted and (site.name != "clear" or key.endswith(".handlers"))
+        if wanted and (view.ranks.side(site.stmt, site.scope) == -1 or view.ranks.chosen(site)):
+            yield site.scope, key, site.line
+
+
+def same_name(imported: Imported, module: Module, name: str) -> bool:
+    """Whether a file imports the same by the same name, as far as the names tell."""
+    other = module.imports.get(name)
+    return other is not None and other.name == imported.name
 
 
 def silent(site: Site, silenced: set[tuple[Scope, int]]) -> bool:
@@ -54,8 +97,17 @@ def logs_with_rank(view: View) -> bool:
             rest = [k.value for k in site.call.keywords if k.value is not told]
             if any("rank" in ast.unparse(value).lower() for value in rest):
                 return False  # the level, most often: other ranks are quiet
-            named |= told is not None and "rank" in ast.unparse(told).lower()
+            named |= told is not None and says_rank(view, told, site.scope, 0)
     return named
+
+
+def says_rank(view: View, value: ast.expr, scope: Scope, depth: int) -> bool:
+    """Whether a text names the rank, itself or by the texts that it is made of (`head = comm.head + "%(message)s"`)."""
+    if "rank" in ast.unparse(value).lower():
+        return True
+    parts = [node for node in walk(value) if isinstance(node, ast.Name | ast.Attribute)] if depth < MAX_TEXTS else []
+    found = (origin for part in parts for origin in view.origins.of(part, scope) if origin.node is not part)
+    return any(says_rank(view, origin.node, origin.scope, depth + 1) for origin in found)
 
 
 def loguru(view: View, site: Site) -> bool:
@@ -96,20 +148,32 @@ def from_logging(module: Module) -> bool:
     }
 
 
+def too_late(view: View, site: Site) -> bool:
+    """Whether a `basicConfig` does nothing, as its file has called it on import already, and this is in a function."""
+    if site.name != "basicConfig" or site.scope.kind != "function" or keyword(site.call, "force") is not None:
+        return False
+    return any(s is not site and on_import(view, s) for s in site.module.sites("basicConfig"))
+
+
 def plain_logging(view: View) -> bool:
     """Whether the program certainly configures logging alike on every rank."""
     members = view.project.family(view.module)
-    found = [s for member in members for s in member.sites("basicConfig")]
+    found = [s for member in members for s in member.sites("basicConfig") if not too_late(view, s)]
     found += [s for member in members for s in member.sites("addHandler") if s.scope.named("StreamHandler")]
     if not found:
         return any(map(by_hydra, members))
-    levels = [s for member in members for s in member.sites("setLevel")]
+    levels = [s for member in members for s in member.sites("setLevel") if not to_file(view, s)]
     if any(view.ranks.side(s.stmt, s.scope) or by_rank(view, s) for s in levels):
         return False
     shared = (s for s in found if not by_rank(view, s) and asked_for(view, s.scope, members))
     alike = [s for s in shared if on_import(view, s) or view.ranks.everywhere(s, view.module)]
     rest = [s for s in found if s not in alike]
     return not rest or (any(s.name == "basicConfig" for s in alike) and all(view.ranks.reserved(s.scope) for s in rest))
+
+
+def to_file(view: View, site: Site) -> bool:
+    """Whether a method is of what writes to a file, which one rank alone may have."""
+    return any(full.endswith("FileHandler") for _, _, full in view.origins.calls_of(site.receiver, site.scope))
 
 
 def asked_for(view: View, scope: Scope, members: tuple[Module, ...]) -> bool:
@@ -148,8 +212,20 @@ def by_rank(view: View, site: Site) -> bool:
         asked += [bind.stmt, *(guard.test for guard in guards(bind.stmt, scope.module))]
     nodes = [node for part in asked for node in walk(part) if id(node) not in formats]
     nodes = [node for node in nodes if not view.ranks.tests.numbers.left_out(node, scope)]
+    known = {node.id for node in nodes if isinstance(node, ast.Name)}
+    nodes += [node for name in known for value in filled(view, name, scope) for node in walk(value)]
     words = [getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) for node in nodes]
     return any(isinstance(word, str) and BY_RANK.search(word) for word in words)
+
+
+def filled(view: View, name: str, function: Scope) -> Iterator[ast.AST]:
+    """What the callers of a function give for a parameter, and the statements that their names for it come from."""
+    callers = view.calls.callers(function) if name in function.params and name not in function.binds else []
+    for site in callers[:MAX_CALLERS]:
+        value = passed(site, function, name)
+        if value is not None:
+            yield value
+            yield from (bind.stmt for bind in site.scope.binds.get(dotted(value) or "", ()))
 
 
 def takes_logger(site: Site) -> bool:
@@ -158,12 +234,16 @@ def takes_logger(site: Site) -> bool:
 
 
 def written(site: Site) -> Iterator[ast.expr]:
-    """What a call that sets up logging says of the form of a line."""
+    """What a call that sets up logging says of the form of a line, and of the file beside the screen."""
     if site.name == "Formatter":
         yield from site.call.args
     for part in site.call.keywords if site.name in ("Formatter", "basicConfig") else ():
         if part.arg in ("format", "fmt", "datefmt"):
             yield part.value
+    if site.scope.named("StreamHandler"):  # a file of its own keeps no rank from the screen
+        if site.name == "FileHandler":
+            yield from site.call.args
+        yield from (k.value for k in site.call.keywords if k.arg == "filename")
 
 
 def untracked(view: View) -> bool:

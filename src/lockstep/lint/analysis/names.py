@@ -8,7 +8,7 @@ from lockstep.lint.analysis.index import Bind, Imported, Module, Scope
 from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.project import Project
 
-__all__ = ["Names"]
+__all__ = ["Names", "bound_locally"]
 
 # What a star import of a project file usually brings along.
 COMMON = {

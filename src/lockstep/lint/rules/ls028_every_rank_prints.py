@@ -17,10 +17,11 @@ from lockstep.lint.analysis.logs import (
     loguru,
     plain_logging,
     silent,
+    too_late,
     untracked,
 )
 from lockstep.lint.analysis.muting import HUSHES, muted, quietens
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, keyword, last, walk
 from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -39,6 +40,8 @@ LOGGERS = {
 }
 LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment", "comet_ml.start"}
 LOGGERS |= {"neptune.init_run", "neptune.init", "aim.Run", "clearml.Task.init", "trackio.init", "trackio.log"}
+# The methods of a run of W&B that feed it.
+RUNS = ("log", "watch")
 WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
@@ -70,7 +73,7 @@ def check(view: View) -> Iterator[Found]:
             continue  # of Accelerate, which writes on the main process alone
         if what == "log" and not (loguru(view, site) or setting.plain):
             continue
-        grouped = what == "tracker" and keyword(site.call, "group") is not None  # as W&B says to, with a run a rank
+        grouped = what == "tracker" and apart_run(site)
         if (prefixed(view, site) and (grouped or what != "tracker")) or (what == "log" and setting.prefixed):
             yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
         elif what == "print":
@@ -91,7 +94,11 @@ class Setting:
         self.quiet = any(quietens(view, member) for member in members)
         self.hidden = tuple(view.hidden_calls(HUSHES))
         set_up = (site for member in members for site in member.sites("basicConfig"))
-        self.levelled = bool(self.hidden) or view.hidden(SETS_LOGS) or any(by_rank(view, site) for site in set_up)
+        self.levelled = (
+            bool(self.hidden)
+            or view.hidden(SETS_LOGS)
+            or any(by_rank(view, site) for site in set_up if not too_late(view, site))
+        )
         self.silenced = set(disabled(view))
         self.untracked = untracked(view)
 
@@ -103,7 +110,7 @@ class Setting:
     def hushes(self, site: Site, what: str) -> bool:
         """Whether the output of a call is turned off on the other ranks."""
         if what == "tracker":
-            return self.untracked and self.view.full(site).startswith("wandb.")
+            return self.untracked and tracked(self.view, site).startswith("wandb.")
         if what == "log":
             if self.quiet or self.levelled or silent(site, self.silenced):
                 return True
@@ -117,7 +124,7 @@ def speaks(view: View, site: Site) -> str:
         if "print" in site.module.top.binds or "print" in site.scope.binds:
             return ""  # `print = accelerator.print`
         return "" if elsewhere(site.call) or site.scope.name in ("__str__", "__repr__") else "print"
-    full = view.full(site)
+    full = tracked(view, site)
     if full in PRINTERS or (site.name in PRINTERS and view.calls.target(site.call, site.scope) is None):
         return "" if elsewhere(site.call) or keyword(site.call, "stream") is not None else "print"
     if full in LOGGERS or (site.name in WRITERS and full.endswith(WRITERS)):
@@ -126,6 +133,32 @@ def speaks(view: View, site: Site) -> str:
         site.name == "debug" and (loguru(view, site) or debugs(view, site))
     )
     return "log" if shown and site.receiver is not None and is_logger(view, site, site.receiver) else ""
+
+
+def tracked(view: View, site: Site) -> str:
+    """The full name of what a call calls; that of a tracker also where a function is given its module, or imports it
+    where it is needed (`wandb = None`, then `if args.wandb: import wandb`), and for the methods of a W&B run.
+    """
+    full, name = view.full(site), dotted(site.call.func) or ""
+    if full or not name:
+        return full
+    if name in LOGGERS:
+        head = name.partition(".")[0]
+        binds = site.scope.binds.get(head, [])
+        none = bool(binds) and all(bind.value is not None and is_none(bind.value) for bind in binds)
+        if (none and head in site.module.imports) or (head in site.scope.params and not binds):
+            return name
+    if site.name in RUNS and view.project.says(view.module, "wandb.init"):
+        made = view.origins.calls_of(site.receiver, site.scope)
+        runs = [s for call, home, known in made if known == "wandb.init" for s in home.named("init") if s.call is call]
+        kept = all(view.ranks.main_only(s.stmt, s.scope) or view.ranks.chosen(s) for s in runs)
+        return "" if kept or any(map(apart_run, runs)) else f"wandb.{site.name}"
+    return ""
+
+
+def apart_run(site: Site) -> bool:
+    """Whether a tracker's run is one of a group, as W&B says to where each rank has a run."""
+    return keyword(site.call, "group") is not None
 
 
 def borrowed(view: View, site: Site, what: str) -> bool:
@@ -344,9 +377,9 @@ def main(model, score, rank, report):
         "torchrun) is none of them; a turn (`main_process_first`) is all of them. "
         "Progress bars (tqdm) are not looked at. Logging counts "
         "where it is configured alike on all ranks (by Hydra too), at a level that lets the line through, or is "
-        "loguru's. The processes of Accelerate count, but not its own loggers, nor notebooks, which are one process "
-        "unless they start others. What an `except` prints counts where it goes on without its error, and so does "
-        "what is printed before the program turns `print` off on the other ranks. Each process that "
+        "loguru's. The processes of Accelerate and Fabric count, but not their own loggers, nor notebooks, which are "
+        "one process unless they start others. What an `except` prints counts where it goes on without its error, and "
+        "so does what is printed before the program turns `print` off on the other ranks. Each process that "
         "`torch.multiprocessing.spawn` starts imports the script anew, and runs what stands outside functions."
     ),
 )
