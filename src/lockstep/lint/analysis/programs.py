@@ -9,7 +9,7 @@ from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.fixed import never
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, argument, constant, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -298,9 +298,8 @@ class Programs:
         """The calls of the method of a parent class that a method stands for (`self.train_epoch(loader)` there)."""
         owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
         parents = self.calls.names.parents(owner) if owner is not None and owner.kind == "class" else ()
-        return [
-            site for each in parents if method.name in each.defs for site in self.calls.callers(each.defs[method.name])
-        ]
+        meant = (each.defs[method.name] for each in parents if method.name in each.defs)
+        return [site for each in meant for site in self.calls.callers(each) if dotted(site.receiver) in ("self", "cls")]
 
     def makers(self, method: Scope) -> list[Site]:
         """The calls that make objects which have a method, where only calls of its name may run it: one of several
