@@ -186,4 +186,4 @@ class Run:
                 else:
                     losses["loss"] += float(loss)
 """
-    assert [found.rule for found in check_text(text, configure({}, "LS036", ""))] == ["LS036", "LS036"]
+    assert [found.line for found in check_text(text, configure({}, "LS036", ""))] == [19]  # the first turn is one

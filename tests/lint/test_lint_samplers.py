@@ -212,3 +212,23 @@ USUAL = {"split": "train, val = random_split(data, [0.9, 0.1])", "options": "bat
 )
 def test_options_that_are_written_out_and_parts_of_a_data_set(change, number):
     assert len(check_text(OPTIONS.format(**USUAL | change), configure({}, "LS003", ""))) == number
+
+
+CHOSEN = """
+from torch.utils.data import DistributedSampler, RandomSampler
+
+def make_sampler(data, shared):
+    if shared:
+        return DistributedSampler(data)
+    return RandomSampler(data)
+"""
+
+
+@pytest.mark.parametrize(("shared", "number"), [("True", 1), ("args.ranks > 1", 1), ("False", 0)])
+def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, number):
+    loaders = f"args.shared = {shared}\n    sampler = make_sampler(train_set, args.shared)\n"
+    loaders += "    loader = DataLoader(train_set, sampler=sampler)"
+    text = RUN.format(loaders=loaders, loop="loader", extra="pass").replace("import make", "import make_sampler")
+    (tmp_path / "data.py").write_text(CHOSEN)
+    (tmp_path / "run.py").write_text("from torch.utils.data import DataLoader\n" + text)
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.index import Bind, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names, bound_locally
 from lockstep.lint.analysis.nodes import dotted, keyword, last
@@ -134,13 +134,10 @@ class Calls:
             homes.append(current)
             current = current.parent
         for home in homes:
-            found = [
-                b
-                for b in home.binds.get(key, [])[:MAX_BINDS]
-                if b.value is not None and not b.path and b.how in ("assign", "with")
-            ]
+            binds = [b for b in home.binds.get(key, [])[:MAX_BINDS] if b.how in ("assign", "with")]
+            found = [value for value in map(_placed, binds) if value is not None]
             if found:
-                yield from ((b.value, home) for b in found if b.value is not None)
+                yield from ((value, home) for value in found)
                 return
 
     def items(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
@@ -202,6 +199,16 @@ class Calls:
         """The calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
+
+
+def _placed(bind: Bind) -> ast.expr | None:
+    """The value that a name is given, also by a tuple that is written out (`total, meter = 0.0, Meter()`)."""
+    value = bind.value
+    for place in bind.path:
+        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
+            return None
+        value = value.elts[place]
+    return value
 
 
 def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:

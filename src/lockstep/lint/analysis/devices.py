@@ -9,8 +9,9 @@ from lockstep.lint.analysis.hosts import MADE, moves
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.losses import READS, SYNCS
-from lockstep.lint.analysis.nodes import base, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, is_none, keyword, last, walk
 from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.pace import dead
 from lockstep.lint.analysis.training import LOSSES
 from lockstep.lint.analysis.view import View
 
@@ -23,6 +24,10 @@ ABOUT |= {"element_size", "is_contiguous", "type", "keys", "nelement", "is_float
 NORMS = {"clip_grad_norm_", "get_total_norm"}
 # What gives a model, or the parts of one.
 MAKES = re.compile(r"^(import|build|create|get|make|load|init|setup|prepare|wrap|unwrap|save|freeze|update|count)")
+# What is called after a model and is none: a class, its settings, the methods of a pydantic model.
+AFTER = Words(r"_(class|cls|type|factory|builder|constructor|from_\w+|config|cfg|validate\w*|dump\w*|copy|construct)$")
+# What a loss is given, which is where the model is.
+GIVEN = Words(r"logit|pred|output|^inputs?$|target|label|score|feat|prob|^gts?$", re.IGNORECASE)
 # How many names a value is followed back over.
 MAX_NAMES = 6
 MAX_CALLERS = 4
@@ -67,17 +72,18 @@ def given_by(view: View, call: ast.Call, scope: Scope, names: int) -> bool:
     name, full = last(call), view.names.qualify(call.func, scope)
     if name in SYNCS or name in ABOUT or name in READS - {"float", "int"} or name in ("len", "numpy"):
         return False
-    if name in NORMS:
+    if name in NORMS or full == "torch.autograd.grad":
         return True
     if full.startswith("torch."):
         device = keyword(call, "device")
         if device is not None:
             return not view.is_cpu(device, scope)
-        return full not in MADE and any(on_device(view, arg, scope, names) for arg in call.args)
+        values = (*call.args, *(item.value for item in call.keywords))
+        return full not in MADE and any(on_device(view, value, scope, names) for value in values)
     if not isinstance(call.func, ast.Attribute):
         return made(view, call, scope, (), names)
-    if moves(call) and (name == "cuda" or "dtype" not in ast.unparse(call)):
-        place = call.args[0] if call.args else None
+    if moves(call) and (name == "cuda" or keyword(call, "device") is not None or "dtype" not in ast.unparse(call)):
+        place = argument(call, 0, "device")
         return moves_data(view, call.func.value, scope) and not view.is_cpu(place, scope)
     return made(view, call, scope, (), names) or on_device(view, call.func.value, scope, names)
 
@@ -100,7 +106,7 @@ def made(view: View, call: ast.Call, scope: Scope, path: tuple[int, ...], names:
         runs = bool(call.args or call.keywords) and not name[:1].isupper() and not MAKES.search(name)
         if runs and LOSSES.search(name):
             return any(on_device(view, arg, scope, names) for arg in call.args)
-        return runs and view.kinds.is_model(call.func, scope)
+        return runs and not AFTER.search(name) and view.kinds.is_model(call.func, scope)
     if function.kind != "function" or function.name == "__init__":
         return False
     given = [value for each in function.returns() for value in element_of(each, path)] if names else []
@@ -113,12 +119,32 @@ def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
         return False
     binds = view.origins.binds(key, scope, line)
     if binds:
-        anew = [(bind, home) for bind, home in binds if not stays(bind)]
+        anew = [(b, home) for b, home in binds if not stays(b) and not starts(b) and not dead(b.stmt, home)]
+        if not anew and all(starts(bind) for bind, _ in binds):
+            return added_to(view, key, scope, names - 1)
         return all(holds(view, bind, home, names - 1) for bind, home in anew or binds)
     if scope.kind != "function" or key not in scope.params or key in ("self", "cls"):
         return False
+    if scope.name == "forward" and scope.owner is not None and LOSSES.search(scope.owner.name) and GIVEN.search(key):
+        return True
     values = [(passed(caller, scope, key), caller.scope) for caller in view.calls.callers(scope)[:MAX_CALLERS]]
     return any(value is not None and on_device(view, value, home, names - 1) for value, home in values)
+
+
+def starts(bind: Bind) -> bool:
+    """Whether a name is given a number or None, before a loop gives it something else (`norm = 0`)."""
+    return any(constant(value) is not None or is_none(value) for value in element_of(bind.value, bind.path))
+
+
+def added_to(view: View, key: str, scope: Scope, names: int) -> bool:
+    """Whether a sum that starts at a number takes in what is on the device (`self.tokens += mask.sum()`)."""
+    owner = scope.owner if key.startswith("self.") else None
+    homes = owner.defs.values() if owner is not None else [scope]
+    return any(
+        bind.how == "aug" and bind.value is not None and on_device(view, bind.value, home, names)
+        for home in homes
+        for bind in home.binds.get(key, [])
+    )
 
 
 def stays(bind: Bind) -> bool:

@@ -19,6 +19,8 @@ MODELS = Words(
 )
 # Methods of a model that run it.
 RUNS = Words(r"^forward|(^|_)loss(es)?$")
+# Methods of a model that do more than run it, which its name at their end does not make a model of.
+DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sample|score|check|set|apply|reset)_")
 
 # What held-out data is called that a model is given as a whole, without a loop.
 HELD_OUT = Words(
@@ -37,6 +39,8 @@ def is_forward(view: View, site: Site) -> bool:
         return runs_model(view, func.value, site.scope)
     if view.full(site) or view.names.definition(func, site.scope) is not None:
         return False
+    if isinstance(func, ast.Attribute) and DOES.search(func.attr) and dotted(func.value) != "self":
+        return False  # `model.eval_model(batch)`
     if MODELS.search(last(func)):
         return True
     modules = [*site.scope.named("eval"), *(s for s in site.scope.named("parameters") if optimized(s))]

@@ -10,6 +10,7 @@ from lockstep.lint.analysis.context import Loop, inside
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.flows import flows_through
 from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.literals import returned
 from lockstep.lint.analysis.nodes import Words, constant, dotted, is_true, last, walk
 from lockstep.lint.analysis.origins import element_of, reaching
 from lockstep.lint.analysis.training import Training
@@ -56,6 +57,8 @@ KEEPS = {
 # What computes a loss, and where a model of transformers has its outputs.
 LOSSES = Words(r"criterion|loss|^crit$|cross_entropy|kl_div", re.IGNORECASE)
 OUTPUTS = {"loss", "logits", "last_hidden_state"}
+# How many names a value is followed back over.
+MAX_NAMES = 3
 
 
 def live_names(view: View, training: Training) -> set[str]:
@@ -87,7 +90,35 @@ def computed_from(view: View, bind: Bind, forward: Site, names: set[str]) -> boo
         return not bind.path and dotted(value.value) in names and constant(value.slice) is not None
     if isinstance(value, ast.Attribute):
         return dotted(value.value) in names and value.attr in OUTPUTS
-    return start(value) is forward.call or (not bind.path and computes_loss(view, value, forward, names))
+    if start(value) is forward.call:
+        return not gives_arrays(view, bind, forward)
+    return not bind.path and computes_loss(view, value, forward, names)
+
+
+def gives_arrays(view: View, bind: Bind, forward: Site) -> bool:
+    """Whether a model whose class is the project's own gives numbers or arrays of numpy where a name is bound, by its
+    own method or by the `__call__` that it has in the place of torch's.
+    """
+    function = view.calls.target(forward.call, forward.scope)
+    if function is None:
+        owner = view.kinds.run_class(forward.call.func, forward.scope)
+        function = view.names.member(owner, "forward") if owner is not None else None
+    if function is None or function.kind != "function":
+        return False
+    given = [part for each in returned(function, (forward.call, forward.scope)) for part in element_of(each, bind.path)]
+    return bool(given) and all(is_array(view, part, function, MAX_NAMES) for part in given)
+
+
+def is_array(view: View, value: ast.expr, scope: Scope, names: int) -> bool:
+    """Whether a value is a number, an array of numpy or a list of these, by way of a few names at most."""
+    if isinstance(value, ast.Call) and last(value) in ("list", "map") and isinstance(value.func, ast.Name):
+        return any(is_array(view, arg, scope, names) for arg in value.args)
+    if not isinstance(value, ast.Name) or not names:
+        return severed(value)
+    binds = view.origins.binds(value.id, scope, value.lineno)
+    return bool(binds) and all(
+        bind.value is not None and not bind.path and is_array(view, bind.value, home, names - 1) for bind, home in binds
+    )
 
 
 def computes_loss(view: View, value: ast.expr, forward: Site, names: set[str]) -> bool:

@@ -5,7 +5,7 @@ import ast
 from lockstep.lint.analysis.context import above
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.losses import SYNCS
-from lockstep.lint.analysis.nodes import base, constant, dotted, last
+from lockstep.lint.analysis.nodes import argument, base, constant, dotted, last
 from lockstep.lint.analysis.origins import Origins
 
 __all__ = ["MADE", "asks_for_gpu", "made_on_host", "moves", "on_host"]
@@ -72,7 +72,8 @@ def brought(bind: Bind, scope: Scope) -> bool:
 def moves(call: ast.Call) -> bool:
     """Whether a call gives back its object on the device."""
     if last(call) == "to" and isinstance(call.func, ast.Attribute):
-        return bool(call.args) and constant(call.args[0]) != "cpu"
+        place = argument(call, 0, "device")
+        return place is not None and constant(place) != "cpu"
     return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
 
 

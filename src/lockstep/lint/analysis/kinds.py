@@ -119,6 +119,8 @@ class Kinds:
                     or (isinstance(bind.value, ast.Call) and within(bind.value) is not None)
                 )
             ]
+            if len(values) > 1:  # `bar = enumerate(loader)`, and on the first rank `bar = tqdm(bar)`
+                values = [value for value in values if dotted(within(value)) != key]
             if len(values) != 1 or last(values[0]) == "DataLoader":
                 return node
             node = values[0]

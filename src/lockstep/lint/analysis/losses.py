@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import Calls
-from lockstep.lint.analysis.context import inside
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.literals import returned
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.training import Training, Trainings
 
-__all__ = ["LOSS", "READS", "SYNCS", "bare", "gives_number", "key", "loss_names", "read"]
+__all__ = ["LOSS", "READS", "SYNCS", "bare", "is_number", "is_read", "key", "loss_names", "read"]
 
 SYNCS = {"item", "cpu", "tolist"}
 # They make a number or a text of what they are given.
@@ -48,12 +48,15 @@ def loss_names(trainings: Trainings, training: Training) -> set[str]:
 def called_losses(calls: Calls, training: Training) -> set[str]:
     """The names that say that they are a loss, without those that hold a number, or what is computed from numbers."""
     values: dict[str, list[ast.expr]] = {}
+    numbers: set[str] = set()
     for name, binds in training.scope.binds.items():
-        inner = [b.value for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
-        if "loss" in name.lower() and inner and not FACTOR.search(name):
-            values[name] = inner
-    scope = training.scope
-    numbers = {name for name, inner in values.items() if any(read(v) or gives_number(calls, v, scope) for v in inner)}
+        found = [b for b in binds if b.value is not None and b.stmt.lineno > training.loop.lineno]
+        if "loss" in name.lower() and found and not FACTOR.search(name):
+            values[name] = [bind.value for bind in found if bind.value is not None]
+            if any(is_read(calls, bind, training.scope) for bind in found) or all(
+                bind.how == "assign" and constant(bind.value) is not None for bind in found
+            ):
+                numbers.add(name)
     for name, inner in values.items():
         if name not in numbers and any(numbers & set(idents(value)) for value in inner):
             numbers.add(name)  # `mean_loss = total_loss / count`, after `total_loss += loss.item()`
@@ -68,7 +71,7 @@ def given_back(trainings: Trainings, training: Training) -> Iterator[str]:
     for name, binds in training.scope.binds.items():
         for bind in binds:
             call = bind.value
-            if not isinstance(call, ast.Call) or not inside(bind.stmt, training.loop, training.module):
+            if not isinstance(call, ast.Call) or not training.holds(bind.stmt):
                 continue
             function = trainings.calls.target(call, training.scope)
             if function is None or not trainings.trains(function.sites):
@@ -96,15 +99,16 @@ def still(found: tuple[ast.expr, Scope]) -> bool:
 def dictionaries(training: Training, names: set[str]) -> Iterator[str]:
     """The dictionaries that the loop puts a loss into, as `logs{}`: they may hold numbers too."""
     for stmt in training.scope.stmts:
-        if not isinstance(stmt, ast.Assign) or not inside(stmt, training.loop, training.module):
+        if not isinstance(stmt, ast.Assign) or not training.holds(stmt):
             continue
         target, value = stmt.targets[0], stmt.value
         name = dotted(target.value if isinstance(target, ast.Subscript) else target)
         put: list[ast.expr] = [value] if isinstance(target, ast.Subscript) else []
         if isinstance(value, ast.Dict):
             put = value.values
-        elif isinstance(value, ast.Call) and last(value) == "dict":
+        elif isinstance(value, ast.Call) and last(value).lower().endswith("dict"):
             put = [item.value for item in value.keywords]
+            put += [each for table in value.args[:1] if isinstance(table, ast.Dict) for each in table.values]
         if name is not None and any(key(node) in names for each in put for node in bare(each)):
             yield f"{name}{{}}"
 
@@ -149,7 +153,7 @@ def summed(loss: ast.expr | None, training: Training) -> Iterator[str]:
     while queue and len(seen) < 20:
         name = queue.pop()
         seen.add(name)
-        here = [bind for bind in scope.binds.get(name, []) if inside(bind.stmt, training.loop, scope.module)]
+        here = [bind for bind in scope.binds.get(name, []) if training.holds(bind.stmt)]
         if name != dotted(loss) and here and not WEIGHT.search(name) and all(computes(bind.value) for bind in here):
             yield name
         parts = [part for bind in here if bind.value is not None and not bind.path for part in terms(bind.value)]
@@ -171,14 +175,81 @@ def computes(value: ast.expr | None) -> bool:
 
 def read(value: ast.expr | None) -> bool:
     """Whether a value was read from the device where it was bound."""
-    return value is not None and any(last(node) in (*SYNCS, "numpy", "float") for node in walk(value))
+    return value is not None and any(
+        last(node) in (*SYNCS, "numpy", "float") or (isinstance(node, ast.Subscript) and first_of_data(node))
+        for node in walk(value)
+    )
 
 
-def gives_number(calls: Calls, value: ast.expr | None, scope: Scope) -> bool:
-    """Whether a value is what a function of the project has read (`loss = step(x)`, which returns `loss.item()`)."""
-    function = calls.target(value, scope) if isinstance(value, ast.Call) else None
-    given = list(function.returns()) if function is not None and function.kind == "function" else []
-    return bool(given) and all(read(each) for each in given)
+def first_of_data(node: ast.Subscript) -> bool:
+    """Whether an expression is the `loss.item()` of the first versions of torch (`loss.data[0]`)."""
+    held = node.value
+    return isinstance(held, ast.Attribute) and held.attr == "data" and constant(node.slice) == 0 and named(held.value)
+
+
+def named(node: ast.expr) -> bool:
+    """Whether the name of a value says that it is a loss."""
+    return LOSS.search(last(node))
+
+
+def is_read(calls: Calls, bind: Bind, scope: Scope) -> bool:
+    """Whether a name is given what was read from the device, there or in the function of the project that gives it, or
+    a part of that (`losses = step(x)`, then `losses["total"]`, `losses.pop("total")`).
+    """
+    value = bind.value
+    if read(value) or gives_number(calls, value, bind.path, scope):
+        return True
+    if isinstance(value, ast.Call) and last(value) in ("pop", "get") and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    elif isinstance(value, ast.Subscript):
+        put = put_under(value, scope)
+        if put and all(map(read, put)):
+            return True
+        value = value.value
+    if value is bind.value or not isinstance(value, ast.Name):
+        return value is not bind.value and gives_number(calls, value, (), scope)
+    whole = scope.binds.get(value.id, [])
+    return bool(whole) and all(gives_number(calls, each.value, each.path, scope) for each in whole)
+
+
+def put_under(item: ast.Subscript, scope: Scope) -> list[ast.expr]:
+    """What a function puts into a dictionary under the key of one of its items (`logs["loss"] = loss.item()`)."""
+    held, name = dotted(item.value), constant(item.slice)
+    return [
+        stmt.value
+        for stmt in (scope.stmts if isinstance(name, str) else ())
+        if isinstance(stmt, ast.Assign)
+        for target in stmt.targets
+        if isinstance(target, ast.Subscript) and dotted(target.value) == held and constant(target.slice) == name
+    ]
+
+
+def gives_number(calls: Calls, call: ast.expr | None, path: tuple[int, ...], scope: Scope) -> bool:
+    """Whether a value is what a function of the project has read (`step(x)`, which returns `loss.item()`), also one of
+    several, or a dictionary of numbers.
+    """
+    while isinstance(call, ast.BinOp) and isinstance(call.left, ast.Call | ast.BinOp):
+        call = call.left  # `step(x) / world_size`
+    function = calls.target(call, scope) if isinstance(call, ast.Call) else None
+    if function is None or not isinstance(call, ast.Call) or function.kind != "function":
+        return False
+    given = [part for each in returned(function, (call, scope)) for part in element_of(each, path)]
+    return bool(given) and all(is_number(part, function) for part in given)
+
+
+def is_number(value: ast.expr, scope: Scope) -> bool:
+    """Whether a value is read from the device where it stands, or all that its name was given is."""
+    if isinstance(value, ast.Dict):
+        return bool(value.values) and all(map(read, value.values))
+    if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name):
+        value = value.left  # `total / world_size`
+    if not isinstance(value, ast.Name):
+        return read(value)
+    binds = scope.binds.get(value.id, [])
+    return bool(binds) and all(
+        bind.how in ("assign", "aug") and not bind.path and (read(bind.value) or constant(bind.value) is not None)
+        for bind in binds
+    )
 
 
 def key(node: ast.AST) -> str:

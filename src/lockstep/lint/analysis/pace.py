@@ -3,10 +3,22 @@
 import ast
 import re
 
-from lockstep.lint.analysis.context import Guard
-from lockstep.lint.analysis.nodes import Words, constant, idents, last, walk
+from lockstep.lint.analysis.context import Guard, above
+from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
-__all__ = ["each_update", "every_so_often", "in_most_turns", "in_turn", "never", "now_and_then"]
+__all__ = [
+    "dead",
+    "each_update",
+    "every_so_often",
+    "far_apart",
+    "first_time",
+    "in_most_turns",
+    "in_turn",
+    "meant",
+    "never",
+    "now_and_then",
+]
 
 # What counts the turns of a loop.
 TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
@@ -14,6 +26,8 @@ TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.I
 ACCUMULATES = Words(r"accum", re.IGNORECASE)
 # How far apart the turns are in which something is done.
 APART = re.compile(r"freq|interval|every", re.IGNORECASE)
+# A critic or a generator may be trained in fewer turns, but in more than one of so many.
+FAR = 10
 # What somebody turns on to look at a run.
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
 # What a point in time is called.
@@ -34,6 +48,28 @@ ASKS = ("every", "should_log", "is_last_step")
 def never(guard: Guard) -> bool:
     """Whether a statement stands where no run comes (`if False:`)."""
     return isinstance(guard.test, ast.Constant) and bool(guard.test.value) is not guard.when
+
+
+def dead(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a statement stands in an arm that no run takes, as its test is written out or named before
+    (`regularize = False`).
+    """
+    return any(
+        isinstance(node, ast.If) and place == "body" and constant(meant(node.test, scope)) is False
+        for node, place in above(stmt, scope.module)
+    )
+
+
+def first_time(guard: Guard) -> bool:
+    """Whether a test asks whether a name is still None, which its arm sets (`if mask is None: mask = make()`)."""
+    test = guard.test
+    if not isinstance(test, ast.Compare) or not isinstance(guard.stmt, ast.If) or not is_none(test.comparators[0]):
+        return False
+    name, arm = dotted(test.left), guard.stmt.body if guard.when else guard.stmt.orelse
+    if name is None or isinstance(test.ops[0], ast.Is | ast.Eq) is not guard.when:
+        return False
+    bound = (target for stmt in arm if isinstance(stmt, ast.Assign) for target in stmt.targets)
+    return any(key == name for target in bound for key, _ in targets(target))
 
 
 def every_so_often(test: ast.expr) -> bool:
@@ -132,6 +168,28 @@ def each_update(guard: Guard) -> bool:
         and any(ACCUMULATES.search(last(by)) for node in walk(test) if (by := turns_left(node)) is not None)
         for test in tests
     )
+
+
+def meant(test: ast.expr, scope: Scope) -> ast.expr:
+    """A test by what its names were given before, once, of which turns it holds in (`regularize = i % n == 0`, then
+    `if regularize and rank == 0:`), or whether it holds at all.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = meant(test.operand, scope)
+        return test if inner is test.operand else ast.copy_location(ast.UnaryOp(ast.Not(), inner), test)
+    if isinstance(test, ast.BoolOp):
+        values = [meant(value, scope) for value in test.values]
+        return test if values == test.values else ast.copy_location(ast.BoolOp(test.op, values), test)
+    binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) else []
+    value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
+    counts = value is not None and any(turns_left(node) is not None for node in walk(value))
+    return value if value is not None and (counts or isinstance(constant(value), bool)) else test
+
+
+def far_apart(test: ast.expr) -> bool:
+    """Whether a test says by a number that it holds in every tenth turn at most."""
+    every = [constant(by) for node in walk(test) if (by := turns_left(node)) is not None]
+    return any(isinstance(n, int) and n >= FAR for n in every)
 
 
 def in_turn(test: ast.expr) -> bool | None:

@@ -5,7 +5,7 @@ import re
 
 from lockstep.lint.analysis.index import Bind, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, last, strings
+from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, last, strings, walk
 from lockstep.lint.analysis.origins import Origins
 
 __all__ = ["never_pins", "pins_memory"]
@@ -13,6 +13,10 @@ __all__ = ["never_pins", "pins_memory"]
 PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
 # Calls that give an option's default, each with the place where it stands.
 DEFAULTS = {"add_argument": 99, "get": 1, "getattr": 2, "setdefault": 1}
+# They read the environment.
+ENVIRONMENT = ("getenv", "get")
+# What a Trainer of transformers keeps under this name: True, unless its TrainingArguments are told otherwise.
+TRAINERS = "dataloader_pin_memory"
 # What says that there is a GPU, and that it is used.
 GPU = ("cuda", "usecuda", "usegpu", "hascuda", "hasgpu", "iscuda", "cudaavailable")
 
@@ -85,6 +89,8 @@ def _is_pinning(value: ast.expr | None, scope: Scope | None = None) -> bool:
         return all(found) if isinstance(value.op, ast.And) else any(found)
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
         return last(value.operand) in ("cpu", "use_cpu", "no_cuda", "no_gpu")
+    if isinstance(value, ast.Attribute) and value.attr == TRAINERS:
+        return scope is None or f"{TRAINERS}=False" not in scope.module.text.replace(" ", "")
     if isinstance(value, ast.Name | ast.Attribute):
         return last(value).lower().replace("_", "") in GPU or (isinstance(value, ast.Name) and _told(value.id, scope))
     if isinstance(value, ast.Compare):
@@ -107,8 +113,9 @@ def _compares(value: ast.Compare) -> bool:
     """Whether a comparison is true where there is a GPU (`device.type == "cuda"`, `"cuda" in str(device)`)."""
     other = constant(value.comparators[0])
     match value.ops[0]:
-        case ast.Eq():
-            return other == "cuda"
+        case ast.Eq():  # `str(os.getenv("PIN_MEMORY", True)).lower() == "true"`
+            asked = [node for node in walk(value.left) if isinstance(node, ast.Call) and last(node) in ENVIRONMENT]
+            return other == "cuda" or (other == "true" and any(is_true(argument(c, 1, "default")) for c in asked))
         case ast.NotEq():
             return other in ("cpu", "mps")
         case ast.In():

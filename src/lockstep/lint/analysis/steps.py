@@ -50,7 +50,15 @@ class Steps:
 
     def backwards(self, site: Site) -> bool:
         """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
-        return (site.name in ("backward", "manual_backward") and site.receiver is not None) or self.helps(site)
+        named = site.name in ("backward", "manual_backward") and site.receiver is not None
+        return named or self.helps(site) or self.steps_on(site)
+
+    def steps_on(self, site: Site) -> bool:
+        """Whether a call hands a loss to an optimizer's step, which computes the gradients itself."""
+        loss = site.call.args[0] if site.name == "step" and len(site.call.args) == 1 else None
+        if not isinstance(loss, ast.Name) or not loss.id.lower().endswith("loss") or not self.steps_optimizer(site):
+            return False
+        return self.kinds.names.definition(loss, site.scope) is None  # a closure
 
     def helps(self, site: Site) -> bool:
         """Whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that cannot
@@ -68,6 +76,8 @@ class Steps:
         receiver = site.receiver
         if self.helps(site):
             return argument(site.call, 0, "loss")
+        if site.name == "step":
+            return site.call.args[0]
         if isinstance(receiver, ast.Call) and last(receiver) == "scale" and receiver.args:
             return receiver.args[0]
         if site.call.args and not isinstance(receiver, ast.Call) and "loss" not in last(receiver).lower():

@@ -3,16 +3,28 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from lockstep.lint.analysis.context import Guard, Loop, above, following, guards, loops
+from lockstep.lint.analysis.arms import chooses, evaluates, given_by, leaves, once, sites_in
+from lockstep.lint.analysis.context import Guard, Loop, above, following, guards, inside, loops
 from lockstep.lint.analysis.effects import Effects
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
-from lockstep.lint.analysis.pace import each_update, every_so_often, in_most_turns, in_turn, never, now_and_then
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, walk
+from lockstep.lint.analysis.pace import (
+    dead,
+    each_update,
+    every_so_often,
+    far_apart,
+    first_time,
+    in_most_turns,
+    in_turn,
+    meant,
+    never,
+    now_and_then,
+)
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
 from lockstep.lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
@@ -28,19 +40,18 @@ STEADY = re.compile(
 )
 
 EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
-TRAINS = Words(r"^(is_)?train(ing)?$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
 
-# What names a part of the data or of the training.
-NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.IGNORECASE)
 
 # What a loss is called.
-LOSSES = Words(r"criterion|loss|^crit$", re.IGNORECASE)
+LOSSES = Words(r"criterion|loss|^crit$|^criteria(_|\d|$)", re.IGNORECASE)
 # What may step an optimizer out of sight.
 UPDATES = Words(r"(^|_)(steps?|updates?|optimi[sz]er?|learn|fit|gradients)(_|$)", re.IGNORECASE)
 # What a step by hand is made with.
 RATES = {"lr", "learning_rate", "alpha", "eta"}
+# What a loop over the micro-batches of one step is about.
+MICRO = Words(r"accum|micro", re.IGNORECASE)
 # A file with more training loops than this is generated.
 MAX_TRAININGS = 40
 
@@ -59,6 +70,10 @@ class Training:
         """The file of the loop."""
         return self.scope.module
 
+    def holds(self, stmt: ast.stmt) -> bool:
+        """Whether a statement of its scope stands in the loop, or in the function that is taken for one."""
+        return self.loop is self.scope.node or inside(stmt, self.loop, self.module)
+
 
 class Trainings:
     """Finds training loops and answers what belongs to them."""
@@ -75,7 +90,7 @@ class Trainings:
         """The training loops whose backward call stands in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
         helpers = [s for name, sites in module.by_name.items() if SCALER.search(name) for s in sites]
-        for site in (*module.sites("backward", "manual_backward"), *helpers):
+        for site in (*module.sites("backward", "manual_backward", "step"), *helpers):
             if len(found) < MAX_TRAININGS and self.steps.backwards(site):
                 for training in self.around(site):
                     found.setdefault((training.loop, None), training)
@@ -104,21 +119,32 @@ class Trainings:
     @kept
     def lone(self, module: Module) -> tuple[Training, ...]:
         """The methods of a file, and the functions that another one makes, that make one whole step of a training whose
-        loop is out of sight, each as if its body were a loop's.
+        loop is out of sight, or around a loop over micro-batches in them, each as if its body were a loop's.
         """
         found: dict[Scope, Training] = {}
         for site in filter(self.steps.backwards, () if unit_test(module) else module.sites("backward")):
-            method = site.scope
-            if method.kind != "function" or loops(site.stmt, module):
+            method, nest = site.scope, loops(site.stmt, module)
+            if method.kind != "function" or any(map(once, self.calls.callers(method))):
                 continue
-            if method.owner is None and not given_by(method):
+            if nest and not self.accumulates(nest, method):
                 continue
-            if not any(map(self.steps.steps_optimizer, method.sites)) or any(map(once, self.calls.callers(method))):
+            if not nest and (
+                (method.owner is None and not given_by(method))
+                or not any(map(self.steps.steps_optimizer, method.sites))
+                or next(self.around(site), None) is not None
+            ):
                 continue
-            if next(self.around(site), None) is not None:
-                continue
-            found.setdefault(method, Training(cast(Loop, method.node), method, site, None))
+            found.setdefault(method, Training(cast(Loop, method.node), method, site, nest[0] if nest else None))
         return tuple(found.values())
+
+    def accumulates(self, nest: list[Loop], function: Scope) -> bool:
+        """Whether a function makes one step of several micro-batches, by a loop that says so, for a loop of others."""
+        inner = nest[0]
+        header = inner.test if isinstance(inner, ast.While) else ast.Tuple([inner.target, inner.iter], ast.Load())
+        if len(nest) > 1 or not any(map(MICRO.search, idents(header))) or self.steps_in(inner, function):
+            return False
+        turns = function.owner is not None or any(loops(c.stmt, c.module) for c in self.calls.callers(function))
+        return turns and any(map(self.steps.steps_optimizer, function.sites))
 
     def around(self, site: Site) -> Iterator[Training]:
         """The step loops that run a backward call: around it, or around a call of its function."""
@@ -226,17 +252,20 @@ class Trainings:
                 break
             if place == "handlers":
                 return True
-        for guard in guards(stmt, scope.module, within):
-            if self.steps_when(guard.stmt, guard.when, scope) or each_update(guard) or self.waits(guard, scope):
+        for found in guards(stmt, scope.module, within):
+            test = meant(found.test, scope)
+            guard = found if test is found.test else replace(found, test=test)
+            if self.steps_when(guard.stmt, guard.when, scope) and not self.once_more(guard, scope, within):
                 continue  # what stands beside the optimizer's step is done in every step of the training
+            if self.each_update(guard, scope, within) or self.waits(guard, scope):
+                continue
             if self.within_step(guard, scope, within):
                 continue
-            if never(guard) or self.apart(guard.stmt, guard.when, scope):
+            if never(guard) or dead(stmt, scope) or first_time(guard) or self.apart(guard.stmt, guard.when, scope):
                 return True
-            if now_and_then(guard.test, guard.when) or _evaluates(guard) or self.seldom(guard.test, scope):
+            if now_and_then(guard.test, guard.when) or evaluates(guard) or self.seldom(guard.test, scope):
                 return True
-            leaves = guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno
-            if not leaves and not in_most_turns(guard) and not self.steady(guard.test, scope, within):
+            if not leaves(guard, stmt) and not in_most_turns(guard) and not self.steady(guard.test, scope, within):
                 return True
         return False
 
@@ -278,6 +307,34 @@ class Trainings:
             for function in self.calls.runs(call)
             for site in function.sites
         )
+
+    def once_more(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether an arm that runs in every n-th turn steps an optimizer once more that steps in every turn (`if i % n
+        == 0: path_loss.backward(); g_optim.step()`), or other ones far more seldom than the loop's own.
+        """
+        if not guard.when or not isinstance(within, Loop) or not now_and_then(guard.test, True):
+            return False
+        steps = [site for site in self.body(within, scope) if self.steps.steps_optimizer(site)]
+        arm = [site for site in steps if inside(site.stmt, guard.stmt, scope.module)]
+        every = {
+            self.steps.stepped(site)
+            for site in steps
+            if site not in arm
+            and all(
+                leaves(g, site.stmt) or self.steady(g.test, scope, within) or self.each_update(g, scope, within)
+                for g in guards(site.stmt, site.module, within)
+            )
+        }
+        return bool(arm and every) and (far_apart(guard.test) or {self.steps.stepped(site) for site in arm} <= every)
+
+    def each_update(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a statement runs once for each step of the optimizer, also where something besides is asked that is
+        the same in every turn (`if step % accumulation_steps == 0 and rank == 0:`).
+        """
+        if not isinstance(guard.test, ast.BoolOp) or not isinstance(guard.test.op, ast.And) or not guard.when:
+            return each_update(guard)
+        parts = [(part, each_update(replace(guard, test=part))) for part in guard.test.values]
+        return any(each for _, each in parts) and all(each or self.steady(part, scope, within) for part, each in parts)
 
     def waits(self, guard: Guard, scope: Scope) -> bool:
         """Whether an arm computes gradients that another arm's step of the optimizer waits for
@@ -340,43 +397,3 @@ class Trainings:
     def trains(self, sites: list[Site]) -> bool:
         """Whether a block computes gradients, itself or by what it calls."""
         return self.effects.find(sites, self.steps.backwards) is not None
-
-
-def once(caller: Site) -> bool:
-    """Whether a call runs once, as far as can be seen: in a script's own lines, its `main`, or a unit test."""
-    return caller.scope.kind != "function" or caller.scope.name == "main" or unit_test(caller.module)
-
-
-def given_by(function: Scope) -> bool:
-    """Whether a function is what the one around it gives back (`def make(model): def step(x): ... return step`)."""
-    maker = function.parent
-    if maker is None or maker.kind != "function":
-        return False
-    return any(dotted(value) == function.name for value in maker.returns())
-
-
-def chooses(test: ast.Compare, scope: Scope) -> bool:
-    """Whether a parameter that nothing changes is compared with the name of a way to compute (`kind == "focal"`)."""
-    name = dotted(test.left)
-    words = (name or "", str(constant(test.comparators[0])))
-    return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
-
-
-def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
-    """The calls in some statements of a function."""
-    start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
-    return [site for site in scope.sites if start <= site.stmt.lineno <= end]
-
-
-def _evaluates(guard: Guard) -> bool:
-    """Whether a statement stands in the arm where a flag like `is_train` does not hold, or where there is no
-    optimizer.
-    """
-    test, when = guard.test, guard.when
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, when = test.operand, not when
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and when else [test]
-    for part in parts:
-        if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
-            return isinstance(part.ops[0], ast.Is | ast.Eq) is when
-    return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")

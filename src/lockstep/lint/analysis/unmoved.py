@@ -3,10 +3,11 @@
 import ast
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import inside
+from lockstep.lint.analysis.context import guards, inside
 from lockstep.lint.analysis.hosts import moves, on_host
 from lockstep.lint.analysis.index import Bind, Scope, Site
-from lockstep.lint.analysis.nodes import base, dotted, last, targets, walk
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.nodes import base, constant, dotted, last, strings, targets, walk
 from lockstep.lint.analysis.origins import element_of
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -17,6 +18,8 @@ __all__ = ["from_loader", "looped"]
 MAX_NAMES = 6
 # They give the batches where the model is.
 PREPARES = {"accelerate", "lightning_fabric", "lightning", "ignite"}
+# What is called of a tensor itself.
+METHODS = {"item", "cpu", "tolist", "numpy", "sum", "mean", "size", "shape", "max", "min", "any", "all", "detach"}
 
 
 def looped(name: str, site: Site) -> ast.expr | None:
@@ -33,13 +36,66 @@ def from_loader(view: View, site: Site, training: Training) -> bool:
         return False
     root = base(site.receiver)
     rows = looped(root.id, site) if isinstance(root, ast.Name) else None
-    root = base(rows) if rows is not None else root
-    if isinstance(root, ast.Name) and site.scope is training.scope and drawn(root.id, site, training):
-        return True
+    whole = rows or site.receiver
+    root = base(whole)
     header = view.kinds.iterated(training.loop.iter, training.scope)
+    if hands_out_moved(view, header, training.scope):
+        return False
+    if isinstance(root, ast.Name) and site.scope is training.scope and drawn(root.id, site, training):
+        return not moved_in_place(whole, root, training)
     if view.frameworks & PREPARES or not view.kinds.is_loader(header, training.scope) or not moved(training):
         return False
-    return Unmoved(view, training).holds(rows or site.receiver, site.scope, MAX_NAMES)
+    return Unmoved(view, training).holds(whole, site.scope, MAX_NAMES)
+
+
+@kept
+def hands_out_moved(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Whether the loader is of a class of the project's own that moves the batches itself (`PrefetchLoader`)."""
+    if "__iter__" not in view.calls.method_names(scope.module):
+        return False
+    made = [view.names.definition(call.func, home) for call, home, _ in view.origins.calls_of(header, scope)]
+    steps = [view.names.member(owner, "__iter__") for owner in made if owner is not None and owner.kind == "class"]
+    return bool(steps) and all(
+        step is not None and any(moves(site.call) for site in view.effects.below(step.sites)) for step in steps
+    )
+
+
+def moved_in_place(value: ast.expr, root: ast.Name, training: Training) -> bool:
+    """Whether a step moves the part of the batch that a value reads before it reads it: by a graph's own `to`, which
+    changes the graph (`batch.to(device)`, then `batch.y`), or part by part (`batch[k] = batch[k].to(device)`).
+    """
+    part = part_of(value, root)
+    for stmt in training.scope.stmts:
+        if not training.loop.lineno < stmt.lineno < root.lineno or not inside(stmt, training.loop, training.module):
+            continue
+        if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Call) and moves(stmt.value):
+            if part is not None and dotted(stmt.value.func) in (f"{root.id}.to", f"{root.id}.cuda"):
+                return True
+        elif isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):
+            target = stmt.targets[0]
+            if dotted(target.value) != root.id or not any(
+                isinstance(node, ast.Call) and moves(node) for node in walk(stmt.value)
+            ):
+                continue
+            key = constant(target.slice)
+            some = any(any(strings(guard.test)) for guard in guards(stmt, training.module, training.loop))
+            if (key is None and not some) or (isinstance(part, ast.Subscript) and key == constant(part.slice)):
+                return True
+    return False
+
+
+def part_of(value: ast.expr, root: ast.Name) -> ast.expr | None:
+    """The attribute or the item of the batch that a chain of methods begins with."""
+    return next(
+        (
+            node
+            for node in walk(value)
+            if isinstance(node, ast.Attribute | ast.Subscript)
+            and node.value is root
+            and getattr(node, "attr", "") not in METHODS
+        ),
+        None,
+    )
 
 
 def moved(training: Training) -> bool:
@@ -67,6 +123,7 @@ class Unmoved:
 
     def holds(self, value: ast.expr, scope: Scope, names: int) -> bool:
         """Whether a value is certainly a part of the batch, or computed of one, and was not moved."""
+        whole = value
         while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
             if isinstance(value, ast.Call):
                 if moves(value) or last(value) == "to":
@@ -80,7 +137,7 @@ class Unmoved:
         if isinstance(value, ast.Compare | ast.BinOp):
             sides = (value.left, *value.comparators) if isinstance(value, ast.Compare) else (value.left, value.right)
             return self.all_of([side for side in sides if not isinstance(side, ast.Constant)], scope, names)
-        return isinstance(value, ast.Name) and self.named(value, scope, names)
+        return isinstance(value, ast.Name) and self.named(value, whole, scope, names)
 
     def computed(self, call: ast.Call, scope: Scope, names: int) -> bool:
         """Whether a function of torch is given parts of the batch and nothing else that may be on the device."""
@@ -93,25 +150,28 @@ class Unmoved:
             on_host(self.view.origins, value, scope, 1) or self.holds(value, scope, names) for value in values
         )
 
-    def named(self, node: ast.Name, scope: Scope, names: int) -> bool:
-        """Whether all that a name may stand for is a part of the batch."""
+    def named(self, node: ast.Name, value: ast.expr, scope: Scope, names: int) -> bool:
+        """Whether all that a name which a value begins with may stand for is a part of the batch."""
         if not names:
             return False
         binds = self.view.origins.binds(node.id, scope, node.lineno)
         if binds:
-            return all(self.bound(bind, home, names - 1) for bind, home in binds)
+            return all(
+                not moved_in_place(value, node, self.training)
+                if bind.stmt is self.training.loop
+                else self.bound(bind, home, names - 1)
+                for bind, home in binds
+            )
         if scope is self.training.scope or node.id not in scope.params:
             return False
         callers = [site for site in self.view.calls.callers(scope) if site.scope is self.training.scope]
         given = [passed(s, scope, node.id) for s in callers if inside(s.stmt, self.training.loop, s.module)]
         return bool(given) and all(
-            value is not None and self.holds(value, self.training.scope, names - 1) for value in given
+            each is not None and self.holds(each, self.training.scope, names - 1) for each in given
         )
 
     def bound(self, bind: Bind, scope: Scope, names: int) -> bool:
         """Whether a name is bound to a part of the batch."""
-        if bind.stmt is self.training.loop:
-            return True
         if bind.value is None or bind.how not in ("assign", "for"):
             return False
         value: ast.expr | None = bind.value

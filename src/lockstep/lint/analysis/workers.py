@@ -2,8 +2,9 @@
 
 import ast
 
+from lockstep.lint.analysis.devices import on_device
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 
 __all__ = ["no_workers", "own_loader"]
@@ -11,7 +12,7 @@ __all__ = ["no_workers", "own_loader"]
 
 def no_workers(view: View, site: Site) -> bool:
     """Whether a loader certainly has no workers, and gives more than a first batch."""
-    if one_batch(site):
+    if one_batch(site) or moved_before(view, site):
         return False
     value = keyword(site.call, "num_workers")
     if value is not None:
@@ -20,6 +21,16 @@ def no_workers(view: View, site: Site) -> bool:
     if len(site.call.args) > 5 or any(isinstance(arg, ast.Starred) for arg in site.call.args):
         return False
     return all(leaves_out(view, item.value, site) for item in site.call.keywords if item.arg is None)
+
+
+def moved_before(view: View, site: Site) -> bool:
+    """Whether a data set is made of tensors that are on the device already, which its workers could not hand out."""
+    data = argument(site.call, 0, "dataset")
+    return any(
+        last(call).endswith(("Dataset", "set", "sets", "Data"))
+        and any(on_device(view, value, home) for value in call.args)
+        for call, home, _ in view.origins.calls_of(data, site.scope)
+    )
 
 
 def own_loader(view: View, site: Site) -> bool:

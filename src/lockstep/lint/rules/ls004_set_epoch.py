@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import above, inside, loops
+from lockstep.lint.analysis.context import above, guards, inside, loops
 from lockstep.lint.analysis.drafts import epoch_set
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
@@ -110,11 +110,22 @@ def from_helper(view: View, site: Site) -> bool:
         return False
     if constant(keyword(site.call, "shuffle")) is False or not trains(view, site):
         return False
-    made = [s for s in function.named("DistributedSampler") if trains(view, s)]
+    made = [s for s in function.named("DistributedSampler") if trains(view, s) and not switched_off(view, site, s)]
     if "sampler" in site.name:
         return any(s.call is value for value in function.returns() for s in made)
     loads = [s for s in function.named("DataLoader") if view.full(s).endswith("DataLoader")]
     return bool(made and loads) and view.ranks.every(site.stmt, site.scope)
+
+
+def switched_off(view: View, site: Site, made: Site) -> bool:
+    """Whether a call gives its function a flag that is False, under which a sampler is made."""
+    around = guards(made.stmt, made.module)
+    flags = {guard.test.id for guard in around if guard.when and isinstance(guard.test, ast.Name)}
+    for flag in flags & set(made.scope.params):
+        found = view.origins.of(passed(site, made.scope, flag), site.scope)
+        if found and all(constant(origin.node) is False for origin in found):
+            return True
+    return False
 
 
 def trains(view: View, site: Site) -> bool:

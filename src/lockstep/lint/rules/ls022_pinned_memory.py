@@ -1,13 +1,24 @@
 """LS022: pin_memory without non_blocking; no workers (an opinion)."""
 
 import ast
-import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.batches import (
+    asked,
+    comprehension_names,
+    moved,
+    moves_device,
+    placed,
+    replaced,
+    surely_replaced,
+    taken,
+    unpacked,
+    unwrapped,
+)
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.forwards import shields
-from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import (
     base,
@@ -15,7 +26,6 @@ from lockstep.lint.analysis.nodes import (
     idents,
     keyword,
     last,
-    strings,
     targets,
     walk,
 )
@@ -29,9 +39,6 @@ from lockstep.lint.rules.base import Found, Rule, at, edit
 __all__ = ["RULE"]
 
 MOVES = ("to", "cuda")
-# What gives the parts of a batch.
-PARTS = ("items", "values", "chunk", "split")
-TYPE = re.compile(r"^b?(float|u?int)\d*$")
 # These move the batches.
 MOVERS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}
 
@@ -85,11 +92,6 @@ def blocking(view: View, site: Site) -> bool:
     return False
 
 
-def unwrapped(node: ast.expr) -> ast.expr:
-    """What stands in a `Variable(...)`."""
-    return node.args[0] if isinstance(node, ast.Call) and last(node) == "Variable" and node.args else node
-
-
 def drawn(view: View, site: Site) -> set[str]:
     """The names of batches that `next(iterator)` gives, and the variables of comprehensions over them."""
     scope = site.scope
@@ -131,14 +133,6 @@ def stepping(view: View, site: Site) -> bool:
         for training in (*trainings.near(site.module), *trainings.lone(site.module))
         for other in trainings.each_step(training)
     )
-
-
-def asked(value: ast.expr | None) -> ast.expr | None:
-    """The iterator that `next(iterator)` or `iterator.__next__()` asks."""
-    if isinstance(value, ast.Call) and last(value) in ("next", "__next__"):
-        method = isinstance(value.func, ast.Attribute) and not value.args
-        return value.func.value if method else next(iter(value.args), None)  # type: ignore[attr-defined]
-    return None
 
 
 def gives_batches(view: View, node: ast.expr, site: Site) -> bool:
@@ -185,15 +179,6 @@ def callers_of(view: View, scope: Scope) -> list[Site]:
     return [site for each in (scope, *replaced_ones) if each is not None for site in view.calls.callers(each)]
 
 
-def taken(value: ast.expr, own: set[str]) -> bool:
-    """Whether a value is a part of a batch (`batch["x"]`, `batch.items()`, `enumerate(batch)`)."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("enumerate", "zip"):
-        return any(taken(arg, own) for arg in value.args)
-    plain = isinstance(value, ast.Name | ast.Subscript) or (isinstance(value, ast.Call) and last(value) in PARTS)
-    root = base(value)
-    return plain and isinstance(root, ast.Name) and root.id in own
-
-
 def maps(view: View, scope: Scope) -> bool:
     """Whether a function is handed, with a training loader, to a class of the project that is run over in its place
     (`Prepared(train_loader, prepare)`).
@@ -224,7 +209,7 @@ def gives_batch(view: View, caller: Site, scope: Scope, param: str, depth: int) 
     names = [value.id for value in values if isinstance(value, ast.Name)]
     return any(
         isinstance(loop, ast.For)
-        and {key for key, _ in targets(loop.target)} & set(names)
+        and any(key in names and not surely_replaced(caller, key, loop) for key, _ in targets(loop.target))
         and over_batches(view, loop, caller)
         and not held_out(loop)
         and not EVALUATION.search(caller.scope.name)
@@ -234,15 +219,6 @@ def gives_batch(view: View, caller: Site, scope: Scope, param: str, depth: int) 
 
 def held_out(loop: ast.For) -> bool:
     return any(EVALUATION.search(name) for name in idents(loop.iter))
-
-
-def moves_device(call: ast.Call) -> bool:
-    """Whether `.to(...)` names a device and not only a type."""
-    first = call.args[0] if call.args else keyword(call, "device")
-    if first is None:
-        return False
-    words = [*idents(first), *(text for text in strings(first))]
-    return not any(word in ("cpu", "dtype", "half", "long", "double", "bool") or TYPE.match(word) for word in words)
 
 
 def over_batches(view: View, loop: ast.For, site: Site) -> bool:
@@ -273,58 +249,6 @@ def carried(site: Site, name: str, loop: ast.For) -> bool:
             if isinstance(root, ast.Name) and root.id in own and not moved(value):
                 return True
     return name in comprehension_names(site, own)
-
-
-def moved(value: ast.expr) -> bool:
-    """Whether a value was moved to a device already (`batch["x"].to(device).float()`)."""
-    return any(
-        isinstance(node, ast.Call) and (last(node) == "cuda" or (last(node) == "to" and moves_device(node)))
-        for node in walk(value)
-    )
-
-
-def unpacked(site: Site, own: set[str], start: int) -> set[str]:
-    """The names that get parts of a batch, as they are, between a line and a call (`graph, atoms = batch`)."""
-    return {
-        key
-        for key, binds in site.scope.binds.items()
-        for bind in binds
-        if start <= bind.stmt.lineno < site.line and bind.how == "assign" and taken(placed(bind), own)
-    }
-
-
-def placed(bind: Bind) -> ast.expr:
-    """What a binding takes its value from: what stands at its place in a tuple that is written out."""
-    value = bind.value or ast.Constant(None)
-    for place in bind.path:
-        if isinstance(value, ast.Tuple | ast.List) and place < len(value.elts):
-            value = value.elts[place]
-    return value
-
-
-def replaced(site: Site, name: str, own: set[str], start: int = 0) -> bool:
-    """Whether a batch's name was given something else, by a function, before a call (`batch = data.get(batch)`)."""
-    binds = [b for b in site.scope.binds.get(name, []) if start < b.stmt.lineno < site.line and b.how == "assign"]
-    value = unwrapped(binds[-1].value) if binds and binds[-1].value is not None else None
-    root = base(value) if isinstance(value, ast.Call) and asked(value) is None else None
-    return isinstance(root, ast.Name) and root.id not in (name, *own)
-
-
-def comprehension_names(site: Site, own: set[str]) -> set[str]:
-    """The variables of comprehensions in the statement that run over the loop's variable, and the parameters of
-    lambdas that are handed on with it (`tree_map(lambda x: x.to(device), batch)`).
-    """
-    found: set[str] = set()
-    for node in walk(site.stmt):
-        if isinstance(node, ast.Call) and any(
-            isinstance(root := base(arg), ast.Name) and root.id in own for arg in node.args
-        ):
-            found.update(p.arg for arg in node.args if isinstance(arg, ast.Lambda) for p in arg.args.args)
-        if isinstance(node, ast.comprehension):
-            root = base(node.iter)
-            if isinstance(root, ast.Name) and root.id in own:
-                found.update(key for key, _ in targets(node.target))
-    return found
 
 
 RULE = Rule(
@@ -388,8 +312,10 @@ def train(model, data, optimizer, criterion):
     note=(
         "It is told at the move, whichever file of the program makes the loader, unless that loader is in sight and "
         "pins nothing; held-out data counts only in a loop that trains, and Apple's GPUs not at all, for which no "
-        "memory is pinned. The opinion is told at a "
+        "memory is pinned. What a comparison picks out of a batch (`batch[keep > 0]`) is a copy that is not pinned, "
+        "and what was moved before is on the GPU. The opinion is told at a "
         "`DataLoader(...)` without `num_workers`, or with 0, in a program that knows of GPUs, such as "
-        "`DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` of a class that derives from DataLoader."
+        "`DataLoader(data, batch_size=8)`, and at the `super().__init__(...)` of a class that derives from DataLoader; "
+        "not for a data set of tensors that are on the GPU already, which workers could not hand out."
     ),
 )

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.asked import asked, on_losses
-from lockstep.lint.analysis.context import Loop, inside, loops, withs
+from lockstep.lint.analysis.context import Loop, loops, withs
 from lockstep.lint.analysis.devices import on_device
 from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.hosts import made_on_host, on_host
@@ -44,6 +44,7 @@ def check(view: View) -> Iterator[Found]:
         other = [site for site in steps if site.module is not view.module] if here else []
         beyond = {site.scope for site in other if reads_given(view, site)}
         afar = {site.scope for site in other if site.name in SYNCS and reads_device(view, site)}
+        afar |= {scope for scope in dict.fromkeys(site.scope for site in other) if tests_device(view, scope)}
         losses = loss_names(trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
@@ -72,7 +73,7 @@ def old_reads(view: View, training: Training, here: list[Site], losses: set[str]
         for node, stmt in scope.reads:
             if node.attr != "data" or not (LOSS.search(last(node.value)) or dotted(node.value) in losses):
                 continue
-            if within is not None and not inside(stmt, within, scope.module):
+            if within is not None and not training.holds(stmt):
                 continue
             if first_of(node, stmt) and stmt.lineno not in seen and not view.trainings.rare(stmt, scope, within):
                 seen.add(stmt.lineno)
@@ -90,7 +91,7 @@ def tests(view: View, training: Training, here: list[Site], losses: set[str], se
                 continue
             if every_so_often(stmt.test):
                 continue
-            if scope.module is not view.module or (within is not None and not inside(stmt, within, scope.module)):
+            if scope.module is not view.module or (within is not None and not training.holds(stmt)):
                 continue
             if any(asked(view, node, scope, losses) for node in walk(stmt.test)) and not view.trainings.rare(
                 stmt, scope, within
@@ -100,14 +101,27 @@ def tests(view: View, training: Training, here: list[Site], losses: set[str], se
                 yield Found(stmt, text)
 
 
+def tests_device(view: View, scope: Scope) -> bool:
+    """Whether a function decides, each time it runs, by a tensor on the device."""
+    return scope.kind == "function" and any(
+        isinstance(stmt, ast.If | ast.While | ast.Assert)
+        and not every_so_often(stmt.test)
+        and any(asked(view, node, scope, set()) for node in walk(stmt.test))
+        and not view.trainings.rare(stmt, scope, None)
+        for stmt in scope.stmts
+    )
+
+
 def texts(view: View, training: Training, losses: set[str], seen: set[int]) -> Iterator[Found]:
     """`line = f"loss {loss:.3f}"`: a text is made of what stands on the device."""
     scope, loop = training.scope, training.loop
     for stmt in scope.stmts if losses and scope.module is view.module else ():
         if not isinstance(stmt, ast.Assign | ast.AugAssign) or stmt.lineno in seen:
             continue
-        if not inside(stmt, loop, scope.module) or not any(
-            on_losses(view, node, scope, losses) for part in written(stmt.value) for node in bare(part)
+        if not training.holds(stmt) or not any(
+            on_losses(view, node, scope, losses) or (isinstance(node, ast.Name) and on_device(view, node, scope))
+            for part in written(stmt.value)
+            for node in bare(part)
         ):
             continue
         if not view.trainings.rare(stmt, scope, loop):
@@ -148,15 +162,20 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
         for value in (*site.call.args, *(k.value for k in site.call.keywords)):
             shown = [node for node in bare(value) if on_losses(view, node, site.scope, losses)]
             whole = isinstance(value, ast.Name) and f"{value.id}{{}}" in losses
-            if shown or whole or (plain and any(on_device(view, node, site.scope) for node in said(value))):
+            if shown or whole or any(on_device(view, node, site.scope) for node in said(value, plain)):
                 return f"{site.name}({ast.unparse(value)[:30]})"
     return ""
 
 
-def said(value: ast.expr) -> Iterator[ast.expr]:
-    """What a call that makes a number or a text is given: the value, or what the text is made of."""
-    yield value
-    if isinstance(value, ast.BinOp | ast.JoinedStr):
+def said(value: ast.expr, plain: bool) -> Iterator[ast.expr]:
+    """What a call that makes a number or a text is given: the value, or what the text is made of; of what is handed to
+    a tracker the names alone, also those in a dictionary, where nothing beside them is told by itself (`.item()`).
+    """
+    if plain:
+        yield value
+    elif any(isinstance(node, ast.Call) and last(node) in SYNCS for node in walk(value)):
+        return
+    if not plain or isinstance(value, ast.BinOp | ast.JoinedStr):
         yield from (node for node in bare(value) if isinstance(node, ast.Name))
 
 
@@ -176,8 +195,8 @@ def handed_over(view: View, site: Site, afar: set[Scope]) -> str:
     """What is told where a tensor of the device is handed to a function of another file that reads what it computes of
     such ones (`accuracy(output, target)`).
     """
-    function = view.calls.target(site.call, site.scope) if afar else None
-    if function not in afar:
+    runs = (view.calls.target(site.call, site.scope), *view.trainings.forwards(site)) if afar else ()
+    if not afar.intersection(runs):
         return ""
     values = (*site.call.args, *(item.value for item in site.call.keywords))
     given = next((value for value in values if on_device(view, value, site.scope)), None)
@@ -205,8 +224,11 @@ def drawn(value: ast.expr, site: Site) -> Iterator[ast.expr]:
 
 
 def reads_given(view: View, site: Site) -> bool:
-    """Whether a call reads what its function was given (`value.item()`, also for each value of a dictionary)."""
-    if site.scope.kind != "function" or site.name not in SYNCS or not syncs(view, site, set()):
+    """Whether a call reads what its function was given (`value.item()`, also for each value of a dictionary), itself or
+    by a writer (`writer.add_scalar(name, value)`).
+    """
+    writes = site.name == "add_scalar" and site.receiver is not None
+    if site.scope.kind != "function" or not (writes or (site.name in SYNCS and syncs(view, site, set()))):
         return False
     node = site.scope.node
     arguments = getattr(node, "args", None)
@@ -214,10 +236,12 @@ def reads_given(view: View, site: Site) -> bool:
         *site.scope.params,
         *(a.arg for a in (getattr(arguments, "vararg", None), getattr(arguments, "kwarg", None)) if a),
     }
-    root: ast.AST | None = base(site.receiver) if site.receiver is not None else None
+    value = argument(site.call, 1, "scalar_value") if writes else site.receiver
+    root: ast.AST | None = base(value) if value is not None else None
     for bind in site.scope.binds.get(dotted(root) or "", []):
         if bind.how == "for" and bind.value is not None:
-            root = base(bind.value)
+            keys = bind.path == (0,) and last(bind.value) == "items"
+            root = base(bind.value) if not keys else None
     return isinstance(root, ast.Name) and root.id in given and root.id != "self"
 
 
@@ -350,11 +374,12 @@ def train(model, loader, optimizer, criterion):
     note=(
         "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every n-th "
         "step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor what "
-        "is read of a batch before it is moved. The function of an ignite `Engine` that trains is such a loop, and so "
-        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight. What "
-        "runs every n-th turn of a loop inside the step comes in every step. A "
-        'function that the step calls is told where it reads, in its own file (`return loss, {"bce": '
-        "float(bce.detach())}`), and also where it is handed a loss, or a tensor on the device, if that is another "
-        "file."
+        "is read of a batch before it is moved, nor an arm where an optimizer that steps in every turn steps once more "
+        "now and then. The function of an ignite `Engine` that trains is such a loop, and so "
+        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight, and a "
+        "function that makes one of micro-batches. What runs every n-th turn of a loop inside the step comes in every "
+        'step. A function that the step calls is told where it reads, in its own file (`return loss, {"bce": '
+        "float(bce.detach())}`), and also where it is handed a loss, or a tensor on the device that it reads or tests, "
+        "if that is another file."
     ),
 )
