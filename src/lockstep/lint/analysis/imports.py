@@ -53,6 +53,9 @@ NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 # (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
 ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
 TEXT = re.compile(r"""["']([\w./ -]+)["']""")
+# A name for such a folder (`lib_path = os.path.join(here, "..", "lib")`), and a function that adds what it is given.
+GIVEN = re.compile(r"^[ \t]*(\w+)[ \t]*=[ \t]*([^\n#=][^\n#]*)", re.MULTILINE)
+ADDER = re.compile(r"^def (\w+)\(\w+\):\n(?:[ \t][^\n]*\n|\n)*?[ \t]+sys\.path\.", re.MULTILINE)
 
 
 class Paths:
@@ -209,9 +212,22 @@ class Lines:
 def lines_of(path: str) -> Lines:
     """What the lines of the file at `path` say."""
     text = contents(path)
-    calls = ADDS.finditer(text) if "sys.path" in text else ()
-    words = (tuple(word for word in TEXT.findall(call[1]) if word.strip("./ ")) for call in calls)
-    return Lines(tuple(mentioned(text)), tuple(filter(None, words)))
+    return Lines(tuple(mentioned(text)), tuple(filter(None, adds(text))) if "sys.path" in text else ())
+
+
+def adds(text: str) -> Iterator[tuple[str, ...]]:
+    """The texts in each call that adds a folder to those where Python looks, or those of the name that it is given."""
+    names = {match[1]: words(match[2]) for match in GIVEN.finditer(text)}
+    given = [call[1] for call in ADDS.finditer(text)]
+    for name in {match[1] for match in ADDER.finditer(text)}:
+        given += re.findall(rf"^[ \t]*{name}\(([^\n#]*)", text, re.MULTILINE)
+    for value in given:
+        yield words(value) or next((names[name] for name in re.findall(r"\w+", value) if names.get(name)), ())
+
+
+def words(value: str) -> tuple[str, ...]:
+    """The texts in an expression that name a folder."""
+    return tuple(word for word in TEXT.findall(value) if word.strip("./ "))
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
