@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import Loop, guards, loops
+from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.training import Training
@@ -170,7 +170,7 @@ def early(view: View, site: Site) -> str:
     if not nest:
         return HEAD if begins_epoch(site.scope) or heads_epoch(view, site) else ""
     block = nest[0].body
-    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))]:
+    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))] and not flagged(site, nest[0]):
         return ""
     for item in view.trainings.near(site.module):
         if item.loop is nest[0]:
@@ -221,6 +221,21 @@ def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
 def inner(stmt: ast.stmt) -> list[ast.stmt]:
     """The statements of an `if` without loops."""
     return [*stmt.body, *stmt.orelse] if isinstance(stmt, ast.If) else []
+
+
+def flagged(site: Site, loop: Loop) -> bool:
+    """Whether nothing but `with` blocks and tests of flags, which are no counts, stand between a step and its loop
+    (`if accelerator.sync_gradients: if not accelerator.optimizer_step_was_skipped:`).
+    """
+    for node, place in above(site.stmt, site.module):
+        if node is loop:
+            return place == "body"
+        if not isinstance(node, ast.With | ast.If) or place != "body":
+            return False
+        test = node.test if isinstance(node, ast.If) else None
+        if test is not None and any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(test)):
+            return False
+    return False
 
 
 def trained_before(view: View, site: Site, loop: Loop) -> bool:
