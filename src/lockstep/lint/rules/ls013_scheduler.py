@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -65,6 +65,8 @@ def plain(kind: str) -> str:
 def misplaced(view: View, site: Site, made: list[Made]) -> str:
     """A horizon counted in steps with a step an epoch, or the other way round."""
     where = place(view, site)
+    if where == "epoch" and leftover(view, site):
+        return ""
     for name, call, scope in made:
         if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(call):
             return "OneCycleLR counts batches, but is stepped once an epoch: step it after every optimizer.step()"
@@ -85,6 +87,15 @@ def misplaced(view: View, site: Site, made: list[Made]) -> str:
         ):
             return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
     return ""
+
+
+def leftover(view: View, site: Site) -> bool:
+    """Whether a step under a test, around a loop over batches, is one more of a scheduler that is stepped in that loop
+    too: for the last incomplete group of an accumulation.
+    """
+    key = dotted(site.receiver)
+    others = (s for s in site.scope.named("step") if s is not site and dotted(s.receiver) == key)
+    return any(True for _ in guards(site.stmt, site.module)) and any(place(view, s) == "batch" for s in others)
 
 
 def length(name: str, call: ast.Call) -> ast.expr | None:
