@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.drafts import wrapped
 from lockstep.lint.analysis.exchanges import around, outside
 from lockstep.lint.analysis.index import Module
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
@@ -37,15 +38,16 @@ WRAPS = Words(
 
 def check(view: View) -> Iterator[Found]:
     """Looks at programs with a group and a training loop for anything that could exchange gradients."""
-    if not view.effects.mentioned(view.module, "init_process_group", "init_distributed"):
+    starts = any(True for _ in view.sites("init_process_group"))
+    if not starts and not (".module" in view.module.text and view.training and view.distributed):
         return
     family = view.project.family(view.module)
-    others = any(OTHERS.search(member.bare) for member in family) or by_hand(family)
-    if any(EXCHANGES.search(member.bare) or renamed(member) for member in family):
-        if not others:
-            yield from unheard(view)
+    if any(says(member, OTHERS) for member in family) or by_hand(family):
         return
-    if others or view.hidden(WRAPS):
+    if any(says(member, EXCHANGES) or renamed(member) for member in family):
+        yield from unheard(view)
+        return
+    if not starts or view.hidden(WRAPS):
         return
     if not trainings(view):
         return
@@ -82,7 +84,13 @@ def unheard(view: View) -> Iterator[Found]:
 
 def by_hand(family: tuple[Module, ...]) -> bool:
     """Whether the files of a program may exchange gradients by themselves."""
-    return any(GRADIENTS.search(m.bare) for m in family) and any(COLLECTIVES.search(m.bare) for m in family)
+    return any(says(m, GRADIENTS) for m in family) and any(says(m, COLLECTIVES) for m in family)
+
+
+@kept
+def says(module: Module, pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern occurs in a file, beside its comments."""
+    return pattern.search(module.bare) is not None
 
 
 def trainings(view: View) -> list[Training]:
