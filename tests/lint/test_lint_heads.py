@@ -46,6 +46,25 @@ def test_a_schedule_at_the_head_of_an_epochs_function(tmp_path, head, tail, call
     assert len(check_paths([str(path)], configure({}, "LS013", ""))) == number
 
 
+@pytest.mark.parametrize(
+    ("test", "number"),
+    [
+        ("if accelerator.sync_gradients:\n            if not accelerator.skipped:", 1),
+        ("if ready:\n            with quiet():", 1),
+        ("if ready:\n            if i > 0:", 0),
+        ("if ready:\n            if i % 4 == 0:", 0),
+        ("if ready:\n            for _ in range(3):", 0),
+    ],
+)
+def test_a_schedule_stepped_first_under_flags(tmp_path, test, number):
+    path = tmp_path / "run.py"
+    text = "from torch.optim.lr_scheduler import StepLR\n\ndef train(accelerator, model, optimizer, loader, ready):\n"
+    text += "    scheduler = StepLR(optimizer, 30)\n    for i, x in enumerate(loader):\n        model(x).backward()\n"
+    text += f"        {test}\n                scheduler.step()\n"
+    path.write_text(f"{text}        optimizer.step()\n        optimizer.zero_grad()\n")
+    assert len(check_paths([str(path)], configure({}, "LS013", ""))) == number
+
+
 @pytest.mark.parametrize(("event", "number"), [("EPOCH_STARTED", 1), ("EPOCH_COMPLETED", 0), ("STARTED", 0)])
 def test_a_schedule_stepped_by_an_event_of_ignite(tmp_path, event, number):
     path = tmp_path / "run.py"

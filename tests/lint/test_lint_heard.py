@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.lint.analysis.imports import adds
 from lockstep.lint.config import configure
 from lockstep.lint.runner import check_paths
 
@@ -123,6 +124,12 @@ def test_a_turn_keeps_nobody_out(tmp_path, call, lines):
         ('sys.path.insert(0, os.path.join(HERE, "parts"))', [9]),
         ('sys.path.append("../elsewhere")', []),
         ("sys.path.append(HERE)", []),
+        ('PARTS = os.path.join(HERE, "..", "parts")\nsys.path.insert(0, PARTS)', [9]),
+        ('ROOT = "../parts"\nsys.path.insert(0, str(ROOT))', [9]),
+        ('PARTS = "../elsewhere"\nsys.path.insert(0, PARTS)', []),
+        ('def add(path):\n    if path not in sys.path:\n        sys.path.insert(0, path)\n\nadd("../parts")', [9]),
+        ('def add(path):\n    sys.path.insert(0, path)\n\nPARTS = "../parts"\nadd(PARTS)', [9]),
+        ('def add(path):\n    print(path)\n\nadd("../parts")\nsys.path.append(HERE)', []),
     ],
 )
 def test_a_folder_that_a_program_adds_to_the_path(tmp_path, line, lines):
@@ -173,3 +180,8 @@ def test_a_function_that_is_not_here_may_turn_print_off_by_its_name(tmp_path, na
     text = f"import torch.distributed as dist\nfrom far.away import {name}\n\ndef main(args):\n"
     text += f"    dist.init_process_group()\n    {name}(args)\n    print('ready')\n    dist.destroy_process_group()\n"
     assert told(tmp_path, "main.py", {"main.py": text}) == lines
+
+
+def test_a_long_function_of_blank_lines_is_read_fast():
+    text = "import sys\n\ndef add(path):\n" + "                \n" * 3000 + "x = 1\n"
+    assert list(adds(text)) == []

@@ -42,6 +42,13 @@ JOINED = "SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimi
         ("OneCycleLR(optimizer, 0.1, total_steps=epochs)", "pass", "scheduler.step()", False),
         ("OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=1)", "pass", "scheduler.step()", False),
         ("StepLR(optimizer, step_size=total)", "pass", "scheduler.step()", False),
+        ("CosineAnnealingLR(optimizer, T_max=total)", "pass", "if len(loader) % 4:\n        scheduler.step()", True),
+        (  # one more for the last group
+            "CosineAnnealingLR(optimizer, T_max=total)",
+            "scheduler.step()",
+            "if len(loader) % 4:\n        scheduler.step()",
+            False,
+        ),
     ],
 )
 def test_a_length_and_where_it_is_counted(made, batch, epoch, expected):

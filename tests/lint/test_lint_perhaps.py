@@ -49,6 +49,8 @@ TRIED = "try:\n                self.model.encode(x)\n            except Attribut
         ({}, 2),
         ({"early": "self.warm_up()"}, 1),  # runs before the model is wrapped
         ({"late": "self.warm_up()"}, 2),
+        ({"early": "self.model.encode(0)"}, 2),  # before the wrapping
+        ({"late": "self.model.encode(0)"}, 3),
         ({"read": SINGLE}, 1),
         ({"read": OTHER}, 2),
         ({"read": TRIED}, 1),
@@ -95,3 +97,40 @@ WRAP = "model = DistributedDataParallel(model)"
 def test_a_name_of_the_function_around(before, after, told):
     text = INNER.format(before=before, after=after)
     assert bool(check_text(text, configure({}, "LS027", ""))) is told
+
+
+METHOD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def encode(self, x):
+        return x
+
+def shared(model):
+    return nn.DataParallel(model)
+
+class Trainer:
+    def __init__(self, config):
+        self.model = {made}
+
+    def train(self, loader):
+        {first}
+        self.model = shared(self.model)
+        for x in loader:
+            self.model(x)
+
+Trainer(None).train([])
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "first", "number"),
+    [
+        ("Net()", "self.model.encode(0)", 0),
+        ("shared(Net())", "self.model.encode(0)", 1),
+        ("Net()", "pass", 0),
+    ],
+)
+def test_a_read_before_the_method_wraps(made, first, number):
+    assert len(check_text(METHOD.format(made=made, first=first), configure({}, "LS027", ""))) == number

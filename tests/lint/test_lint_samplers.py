@@ -232,3 +232,46 @@ def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, 
     (tmp_path / "data.py").write_text(CHOSEN)
     (tmp_path / "run.py").write_text("from torch.utils.data import DataLoader\n" + text)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+
+
+TWICE = """
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, optimizer, train_set, val_set, keep):
+    sampler = DistributedSampler(train_set)
+    loader = DataLoader(train_set, sampler=sampler)
+    {between}
+    {other}
+    for epoch in range(9):
+        {call}
+        for x in loader:
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "other", "call", "number"),
+    [
+        ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "sampler.set_epoch(epoch)", 1),
+        ("pass", "val_sampler = DistributedSampler(val_set, shuffle=False)", "sampler.set_epoch(epoch)", 0),
+        ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "loader.sampler.set_epoch(epoch)", 0),
+        ("keep.append(sampler)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
+        ("first = sampler", "sampler = DistributedSampler(val_set)", "first.set_epoch(epoch)", 0),
+        (
+            "pass",
+            "if keep:\n        sampler = DistributedSampler(train_set, shuffle=True)",
+            "sampler.set_epoch(epoch)",
+            0,
+        ),
+    ],
+)
+def test_a_sampler_whose_name_is_another_ones(between, other, call, number):
+    text = TWICE.format(between=between, other=other, call=call) + STEP
+    assert len(check_text(text, configure({}, "LS004", ""))) == number
+
+
+@pytest.mark.parametrize(("call", "number"), [("pass", 1), ("sampler.set_epoch(epoch)", 0), ("begin(sampler)", 0)])
+def test_a_method_of_that_name_that_nothing_calls(call, number):
+    own = "class Even(DistributedSampler):\n    def set_epoch(self, epoch):\n        super().set_epoch(epoch)\n\n"
+    own += "def begin(sampler):\n    getattr(sampler, 'set_epoch')(1)\n" if "begin" in call else ""
+    text = TWICE.format(between="pass", other="pass", call=call) + STEP
+    assert len(check_text(text.replace("def main", own + "def main"), configure({}, "LS004", ""))) == number

@@ -305,3 +305,50 @@ class Trainer:
 def test_the_parts_of_a_batch_in_a_function_and_the_step_after_it(loop, parts, here, after, expected):
     text = APART.format(parts=parts, here=here, after=after, loop=loop, loss="(self.model(part).mean() / 4)")
     assert bool(check_text(text, configure({}, "LS009", ""))) == (expected and loop.startswith("for"))
+
+
+OWN = """
+def train(model, agent, loader, optimizer, other, criterion, args):
+    {steps}
+    for i, x in enumerate(loader):
+        loss = criterion(model(x)){divided}
+        if torch.isnan(loss):
+            quit()
+        loss.backward()
+        if i != 0 and i % 50 == 0:
+            agent(x).backward()
+            other.step()
+        if {test}:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "test", "told"),
+    [
+        ("every = 1", "(i + 1) % every == 0", False),
+        ("every = 4", "(i + 1) % every == 0", True),
+        ("every = args.every", "(i + 1) % every == 0", True),
+        ("args.every = 1", "(i + 1) % args.every == 0", True),  # an option
+        ("every = 4 if args.big else 1", "(i + 1) % every == 0", True),
+        ("every = 4", "(i + 1) % every == 0 or i + 1 == len(loader)", False),
+    ],
+)
+def test_a_step_for_gradients_of_its_own(steps, test, told):
+    text = HEAD + OWN.format(steps=steps, test=test, divided=" / every")
+    line = text.split("\n").index(f"        if {test}:") + 1
+    assert [finding.line for finding in check_text(text, configure({}, "LS012", ""))] == [line] * told
+
+
+@pytest.mark.parametrize(("steps", "number"), [("1", 0), ("2", 1)])
+def test_micro_batches_of_which_there_is_one(steps, number):
+    text = HEAD + "def train(model, optimizer, batches):\n    model = wrap(model, 0)\n"
+    text += f"    accum = {steps}\n    for x in batches:\n        for micro in range(accum):\n"
+    text += "            (model(x) / accum).backward()\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    assert len(check_text(text, configure({}, "LS009", ""))) == number
+
+
+def test_a_loss_of_the_accumulation_that_is_asked_whether_it_is_finite():
+    text = HEAD + OWN.format(steps="every = 4", test="(i + 1) % every == 0", divided=" / every")
+    assert len(check_text(text.replace("loss", "accum_loss"), configure({}, "LS012", ""))) == 1

@@ -90,6 +90,8 @@ def is_micro(view: View, training: Training) -> bool:
     if not isinstance(loop, ast.For):
         return False
     if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
+        if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], training.scope):
+            return False
         text = ast.unparse(loop).lower()
         return any(word in text for word in ("accum", "micro", "grad_acc"))
     if any(isinstance(node, ast.Call) and last(node) in CUTS and not is_text(node) for node in walk(loop.iter)):
@@ -119,18 +121,44 @@ def guarded_step(view: View, training: Training) -> Accumulation | None:
         steps = [s for s in outside if steps_by(view, s)]
         tests = [
             next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None)
-            or (told_when(s) if view.steps.helps(s) else None)
+            or (told_when(view, s) if view.steps.helps(s) else None)
             for s in steps
         ]
         if tests and tests[0] is not None and all(tests):
-            return Accumulation(replace(training, backward=backward), steps[0], tests[0])
+            pairs = [(s, g) for s, g in zip(steps, tests, strict=True) if g is not None]
+            shared = [(s, g) for s, g in pairs if not has_own(view, g, backward, sites)]
+            step, test = (shared or pairs)[0]
+            return Accumulation(replace(training, backward=backward), step, test)
     return None
 
 
-def told_when(site: Site) -> Guard | None:
+def has_own(view: View, guard: Guard, backward: Site, sites: list[Site]) -> bool:
+    """Whether the arm of a test computes gradients of its own, beside those of a backward that stands outside: its step
+    is for them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
+    """
+    arm = "body" if guard.when else "orelse"
+    held = [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
+    return backward not in held and any(map(view.steps.backwards, held))
+
+
+def told_when(view: View, site: Site) -> Guard | None:
     """The test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
-    tests = (part.value for part in site.call.keywords if modulo(part.value, site.scope) is not None)
+    tests = (part.value for part in site.call.keywords if rarely(view, part.value, site.scope))
     return next((Guard(test, True, site.stmt) for test in tests), None)
+
+
+def rarely(view: View, test: ast.expr, scope: Scope) -> bool:
+    """Whether a test asks for the remainder of a count, by another number than 1."""
+    found = modulo(test, scope)
+    return found is not None and not is_one(view, found[0].right, scope)
+
+
+def is_one(view: View, count: ast.expr, scope: Scope) -> bool:
+    """Whether a number of micro-batches certainly is 1, so that nothing is accumulated (`accum_steps = 1`): no option
+    of another object, which is there to be changed.
+    """
+    option = isinstance(count, ast.Attribute) and last(count.value) != "self"
+    return not option and all(constant(origin.node) == 1 for origin in view.origins.of(count, scope))
 
 
 def steps_by(view: View, site: Site) -> bool:
@@ -156,9 +184,12 @@ def divides(view: View, guard: Guard, sites: list[Site]) -> bool:
 
 def periodic(view: View, guard: Guard, scope: Scope) -> bool:
     """Whether a test holds in every n-th turn; a name that was given such a test counts, here or by every caller."""
-    if modulo(guard.test, scope) is not None or handed(view, guard.test, scope):
+    if modulo(guard.test, scope) is not None:
+        return rarely(view, guard.test, scope)
+    if handed(view, guard.test, scope):
         return True
-    return not asks_whether(guard.test) and any("accum" in name for name in idents(guard.test))
+    counts = any("accum" in name and "loss" not in name for name in idents(guard.test))
+    return counts and not asks_whether(guard.test)  # an `accum_loss` is asked whether it is finite
 
 
 def handed(view: View, test: ast.expr, scope: Scope) -> bool:
@@ -166,7 +197,7 @@ def handed(view: View, test: ast.expr, scope: Scope) -> bool:
     if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
         return False
     given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
-    return any(value is not None and modulo(value, home) is not None for value, home in given)
+    return any(value is not None and rarely(view, value, home) for value, home in given)
 
 
 def asks_whether(test: ast.expr) -> bool:

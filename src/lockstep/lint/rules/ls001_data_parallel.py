@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import idents, last
+from lockstep.lint.analysis.nodes import constant, idents, keyword, last
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -13,19 +13,36 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 MESSAGE = "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
+NAMES = ("DataParallel", "data_parallel")
+# Where a Trainer of Lightning is told how to run on several devices, and what makes it DataParallel.
+TOLD = ("strategy", "accelerator", "distributed_backend", "plugins")
+STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Finds calls of DataParallel, the class or the function."""
-    for site in view.sites("DataParallel", "data_parallel"):
+    """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
+    for site in view.module.sites() if any(name in view.module.text for name in NAMES) else ():
         full = view.full(site)
-        torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) or (not full and site.name == "DataParallel")
-        if torchs and not again(site):
+        torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
+        if (torchs or (not full and site.name == "DataParallel")) and not again(site):
+            yield at(site, MESSAGE)
+    for site in view.sites("Trainer", "from_argparse_args"):
+        if view.full(site).startswith(("pytorch_lightning.", "lightning.")) and told(view, site):
             yield at(site, MESSAGE)
     for site in view.module.sites() if "Parallel" in view.module.text else ():
         owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
         if owner is not None and owner.kind == "class" and any(map(is_torchs, view.names.bases_of(owner))):
             yield at(site, MESSAGE)
+
+
+def told(view: View, site: Site) -> bool:
+    """Whether a Trainer of Lightning is told to run a model by DataParallel (`strategy="dp"`), always or by a test."""
+    values = (value for name in TOLD if (value := keyword(site.call, name)) is not None)
+    return any(
+        constant(origin.node) == "dp" or (origin.call is not None and last(origin.call) in STRATEGIES)
+        for value in values
+        for origin in view.origins.of(value, site.scope)
+    )
 
 
 def again(site: Site) -> bool:
@@ -49,7 +66,10 @@ def is_torchs(name: str) -> bool:
 RULE = Rule(
     code="LS001",
     name="nn.DataParallel",
-    what="A model is wrapped in `nn.DataParallel` (or run by `data_parallel`).",
+    what=(
+        "A model is wrapped in `nn.DataParallel` (or run by `data_parallel`), or Lightning's Trainer is told to do so "
+        '(`strategy="dp"`).'
+    ),
     why=(
         "One Python process drives all GPUs: the interpreter's lock serialises them, the model is copied in every "
         "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
@@ -67,6 +87,12 @@ import torch.nn.parallel as parallel
 
 def forward(model, batch):
     return parallel.data_parallel(model, batch)
+""",
+        """
+import pytorch_lightning as pl
+
+def fit(module, loader):
+    pl.Trainer(devices=2, strategy="dp").fit(module, loader)
 """,
     ),
     good=(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import above, guards, inside, loops
 from lockstep.lint.analysis.drafts import epoch_set
-from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, keyword, last
+from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, strings, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -23,7 +24,8 @@ def check(view: View) -> Iterator[Found]:
         fixed = isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module)
         if (fixed and not set_elsewhere(view, site)) or (value is not None and stays(view, site, value)):
             yield at(site, "set_epoch always gets the same number: pass the epoch, or every epoch has the same order")
-    if view.effects.mentioned(view.module, "set_epoch"):
+    if any(map(sets_epoch, view.project.family(view.module))):
+        yield from renamed(view)
         return
     near = view.trainings.near(view.module)
     if not any(list(view.trainings.epochs(t)) for t in near) and not (near and endless(view)):
@@ -37,6 +39,52 @@ def check(view: View) -> Iterator[Found]:
                 "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
                 proposal=epoch_set(view, site),
             )
+
+
+@kept
+def sets_epoch(module: Module) -> bool:
+    """Whether a file calls `set_epoch`, or hands it on: more than that a class of samplers has such a method."""
+    if "'set_epoch'" in module.text or '"set_epoch"' in module.text:
+        return True  # by its name (`getattr(sampler, "set_epoch")`)
+    own = [scope for scope in module.scopes if scope.name == "set_epoch"]
+    inner = sum(len(scope.named("set_epoch")) for scope in own)  # super().set_epoch(epoch)
+    return module.words["set_epoch"] > len(own) + inner
+
+
+def renamed(view: View) -> Iterator[Found]:
+    """Looks for samplers whose name is another sampler's before any epoch: `set_epoch` is called on the other one."""
+    calls = [site for member in view.project.family(view.module) for site in member.sites("set_epoch")]
+    if not calls or not all(by_name(view, site) for site in calls):
+        return
+    for site in view.sites():
+        makes, names = site.name == "DistributedSampler", [bind.key for bind in site.scope.bound(site.stmt)]
+        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, (*names, *strings(site.call)))):
+            continue
+        if lost(site) and (trains(view, site) if makes else from_helper(view, site)):
+            yield at(site, "its name is given to another sampler before set_epoch is called on it: keep both")
+
+
+def by_name(view: View, site: Site) -> bool:
+    """Whether set_epoch is called on a sampler by a name of its own, not on that of a loader."""
+    receiver = site.receiver
+    if not isinstance(receiver, ast.Name | ast.Attribute) or "sampler" not in last(receiver):
+        return False
+    return isinstance(receiver, ast.Name) or dotted(receiver.value) == "self"
+
+
+def lost(site: Site) -> bool:
+    """Whether the name that a sampler is given gets another one for certain, where nothing but a loader has read it."""
+    scope, stmt = site.scope, site.stmt
+    key = next((bind.key for bind in scope.bound(stmt) if "sampler" in bind.key), "")
+    later = [bind.stmt for bind in scope.binds.get(key, []) if bind.stmt.lineno > stmt.lineno]
+    if not later or "." in key or above(later[0], site.module)[:1] != above(stmt, site.module)[:1]:
+        return False
+    start, end = stmt.end_lineno or stmt.lineno, later[0].end_lineno or later[0].lineno
+    loads = {id(keyword(call.call, "sampler")) for call in scope.named("DataLoader")}
+    reads = (node for node in walk(scope.node) if isinstance(node, ast.Name) and node.id == key)
+    return not any(
+        isinstance(node.ctx, ast.Load) and start < node.lineno <= end and id(node) not in loads for node in reads
+    )
 
 
 def set_elsewhere(view: View, site: Site) -> bool:

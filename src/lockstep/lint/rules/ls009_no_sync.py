@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.accumulation import accumulations
 from lockstep.lint.analysis.drafts import synced_last
+from lockstep.lint.analysis.exchanges import outside
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -27,6 +28,8 @@ def check(view: View) -> Iterator[Found]:
         return
     for found in accumulations(view):
         programs, training = view.ranks.programs, found.training
+        if outside(view, training):
+            continue  # what is wrapped is not what is trained
         if programs.apart(training.scope) or programs.elsewhere(training.backward.scope):
             continue  # trains without the group, or is run by scripts of one process
         yield at(

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import Loop, guards, loops
+from lockstep.lint.analysis.context import Loop, above, guards, loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -65,6 +65,8 @@ def plain(kind: str) -> str:
 def misplaced(view: View, site: Site, made: list[Made]) -> str:
     """A horizon counted in steps with a step an epoch, or the other way round."""
     where = place(view, site)
+    if where == "epoch" and leftover(view, site):
+        return ""
     for name, call, scope in made:
         if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(call):
             return "OneCycleLR counts batches, but is stepped once an epoch: step it after every optimizer.step()"
@@ -85,6 +87,15 @@ def misplaced(view: View, site: Site, made: list[Made]) -> str:
         ):
             return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
     return ""
+
+
+def leftover(view: View, site: Site) -> bool:
+    """Whether a step under a test, around a loop over batches, is one more of a scheduler that is stepped in that loop
+    too: for the last incomplete group of an accumulation.
+    """
+    key = dotted(site.receiver)
+    others = (s for s in site.scope.named("step") if s is not site and dotted(s.receiver) == key)
+    return any(True for _ in guards(site.stmt, site.module)) and any(place(view, s) == "batch" for s in others)
 
 
 def length(name: str, call: ast.Call) -> ast.expr | None:
@@ -170,7 +181,7 @@ def early(view: View, site: Site) -> str:
     if not nest:
         return HEAD if begins_epoch(site.scope) or heads_epoch(view, site) else ""
     block = nest[0].body
-    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))]:
+    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))] and not flagged(site, nest[0]):
         return ""
     for item in view.trainings.near(site.module):
         if item.loop is nest[0]:
@@ -221,6 +232,21 @@ def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
 def inner(stmt: ast.stmt) -> list[ast.stmt]:
     """The statements of an `if` without loops."""
     return [*stmt.body, *stmt.orelse] if isinstance(stmt, ast.If) else []
+
+
+def flagged(site: Site, loop: Loop) -> bool:
+    """Whether nothing but `with` blocks and tests of flags, which are no counts, stand between a step and its loop
+    (`if accelerator.sync_gradients: if not accelerator.optimizer_step_was_skipped:`).
+    """
+    for node, place in above(site.stmt, site.module):
+        if node is loop:
+            return place == "body"
+        if not isinstance(node, ast.With | ast.If) or place != "body":
+            return False
+        test = node.test if isinstance(node, ast.If) else None
+        if test is not None and any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(test)):
+            return False
+    return False
 
 
 def trained_before(view: View, site: Site, loop: Loop) -> bool:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from lockstep.lint.analysis.context import Guard, above, choices, guards
+from lockstep.lint.analysis.context import Guard, above, choices, guards, loops
 from lockstep.lint.analysis.index import Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.view import View
@@ -117,6 +117,8 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
         comes_first(view, call, origin.scope, scope) for _, call, origin in view.wrappers.wrapped(node.value, scope)
     ):
         return False
+    if comes_later(view, node.value, stmt, scope):
+        return False
     return not tested(stmt, scope) and not view.ranks.single(stmt, scope)
 
 
@@ -131,6 +133,8 @@ def perhaps(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
     if any(origin.call is None or UNCLEAR.search(last(origin.call)) for origin in found if origin not in wraps):
         return False  # what is no new model may be the one inside the wrapper
     if set_here(view, key, node.attr) or tested(stmt, scope) or view.ranks.single(stmt, scope):
+        return False
+    if comes_later(view, node.value, stmt, scope):
         return False
     return all(unasked(view, call, origin.scope, stmt, scope) for origin, (_, call) in wraps.items())
 
@@ -189,6 +193,18 @@ def comes_first(view: View, call: ast.Call, home: Scope, scope: Scope) -> bool:
     """Whether the function that wraps a model runs another one, or has it run, before that."""
     before = (other for other in home.sites if other.line < call.lineno)
     return any(scope in (run, *further(view, run)) for other in before for run in view.calls.runs(other))
+
+
+def comes_later(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether an attribute of the method's object is wrapped only after a statement of the same method, which no loop
+    brings back to that: what other methods give it is no wrapper.
+    """
+    key, end = dotted(node) or "", stmt.end_lineno or stmt.lineno
+    own = [bind.stmt.lineno > end for bind in scope.binds.get(key, [])]
+    if not key.startswith("self.") or not own or not all(own) or loops(stmt, scope.module):
+        return False
+    others = [(bind.value, home) for bind, home in view.origins.binds(key, scope, stmt.lineno) if home is not scope]
+    return not any(True for value, home in others if value is not None for _ in view.wrappers.wrapped(value, home))
 
 
 def further(view: View, function: Scope) -> Iterator[Scope]:

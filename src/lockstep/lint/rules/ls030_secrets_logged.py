@@ -4,9 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings, targets, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -22,7 +23,12 @@ SERVICE = re.compile(r"^(wandb|comet|neptune|openai|hub|hf|huggingface)_(key|tok
 TRACKS = {"init_trackers", "add_hparams", "add_text"}
 MAX_HELPERS = 3
 # What gives back all that is in its argument.
-SHOWS = {"vars", "str", "repr", "dict", "pformat", "dumps", "join", "sorted", "format", "items", "asdict"}
+SHOWS = {"vars", "str", "repr", "dict", "pformat", "dumps", "join", "sorted", "format", "items", "asdict", "deepcopy"}
+SHOWS |= {"copy", "list", "to_container"}
+# Where a program keeps its options.
+OPTIONS = Words(r"(^|_)(args|opts?|params|cfg|conf|config|configs|hparams|FLAGS)$")
+# What makes an object of the options of a file.
+LOADS = {"SimpleNamespace", "Namespace", "safe_load", "full_load", "load", "AttrDict", "EasyDict", "edict", "create"}
 METHODS = {"debug", "info", "warning", "error", "critical", "log", "write", "print"}
 LOGGING = re.compile(r"log|wandb|writer|console|accelerator", re.IGNORECASE)
 
@@ -52,7 +58,7 @@ def speaks(view: View, site: Site) -> bool:
 
 def leaked(view: View, value: ast.expr, site: Site) -> str:
     """What an argument gives away."""
-    inside = {id(part) for node in walk(value) if isinstance(node, ast.Subscript | ast.Call) for part in covered(node)}
+    inside = {id(part) for node in walk(value) for part in covered(node)}
     for node in walk(value):
         if id(node) in inside:
             continue
@@ -68,13 +74,47 @@ def leaked(view: View, value: ast.expr, site: Site) -> str:
 
 
 def all_options(view: View, value: ast.expr, site: Site) -> str:
-    """What a program's options give away where they are all written (`print(args)`, `config=vars(args)`)."""
-    for node in shown(value):
-        for module in parsers(view, node, site.scope):
-            for name in secret_options(module):
+    """What a program's options give away where they are all written (`print(args)`, `config=vars(args)`), be it one by
+    one in a loop.
+    """
+    for node in (*shown(value), *one_by_one(value, site)):
+        for module, names in options(view, node, site.scope):
+            for name in names:
                 if not any(spared(member, name) for member in (module, view.module)):
                     return f"all options, '{name}' among them,"
     return ""
+
+
+def options(view: View, node: ast.expr, scope: Scope) -> Iterator[tuple[Module, tuple[str, ...]]]:
+    """The keys and tokens among the options that a name holds, with the file that says so: the one that parses them, or
+    this one, which reads them from options that come from a file (`args.hf_token`).
+    """
+    for module in parsers(view, node, scope):
+        yield module, secret_options(module)
+    key = dotted(node) or ""
+    if OPTIONS.search(key.rpartition(".")[2]) and any(last(c) in LOADS for c, *_ in view.origins.calls_of(node, scope)):
+        yield view.module, secret_reads(view.module, key)
+
+
+def one_by_one(value: ast.expr, site: Site) -> Iterator[ast.expr]:
+    """The options of which a call in a loop over all of them shows one a turn (`for k in vars(args): print(k,
+    getattr(args, k))`), where no test picks some of them.
+    """
+    shows = [part for part in walk(value) if isinstance(part, ast.Name)]
+    looks = {
+        last(part.args[1])
+        for part in walk(value)
+        if isinstance(part, ast.Call) and last(part) == "getattr" and len(part.args) == 2
+    }
+    looks |= {last(part.slice) for part in walk(value) if isinstance(part, ast.Subscript)}
+    for loop in loops(site.stmt, site.module):
+        if not isinstance(loop, ast.For) or any(guards(site.stmt, site.module, loop)):
+            continue
+        pairs = "items" in idents(loop.iter)
+        names = {name for name, path in targets(loop.target) if path == ((0,) if pairs else ())}
+        values = {name for name, path in targets(loop.target) if pairs and path == (1,)}
+        given = any(part.id in values for part in shows) or bool(looks & names)
+        yield from (part for part in shown(loop.iter) if given)
 
 
 def parsers(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> Iterator[Module]:
@@ -85,6 +125,7 @@ def parsers(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> Iterato
         if last(call) in ("parse_args", "parse_known_args"):
             yield home.module
         same = [value for value in call.args if dotted(value) is not None and dotted(value) == dotted(node)]
+        same += [part for part in shown(call) if last(call) in SHOWS]
         for value in same if depth < MAX_HELPERS else ():
             yield from parsers(view, value, home, depth + 1)
 
@@ -119,6 +160,14 @@ def secret_options(module: Module) -> tuple[str, ...]:
 
 
 @kept
+def secret_reads(module: Module, key: str) -> tuple[str, ...]:
+    """The keys, tokens and passwords that a file reads from an object of options."""
+    reads = (node for scope in module.scopes for node, _ in scope.reads if isinstance(node.ctx, ast.Load))
+    names = dict.fromkeys(node.attr for node in reads if dotted(node.value) == key)
+    return tuple(name for name in names if SECRET.search(name) or SERVICE.search(name))
+
+
+@kept
 def spared(module: Module, option: str) -> bool:
     """Whether a file takes an option out before it shows all, or stops where it is given."""
     for node in walk(module.top.node):
@@ -135,10 +184,18 @@ def spared(module: Module, option: str) -> bool:
     return False
 
 
-def covered(node: ast.Subscript | ast.Call) -> Iterator[ast.AST]:
-    """What a look-up or a call only uses: `os.environ` in `os.environ["HOME"]`, `len(token)`."""
-    if isinstance(node, ast.Subscript):
+def covered(node: ast.AST) -> Iterator[ast.AST]:
+    """What a look-up, a call or a test only uses: `os.environ` in `os.environ["HOME"]`, `len(token)`, `"RANK" in
+    os.environ`.
+    """
+    if isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+        yield from walk(node)
+    elif isinstance(node, ast.IfExp):
+        yield from walk(node.test)
+    elif isinstance(node, ast.Subscript):
         yield node.value
+    elif not isinstance(node, ast.Call):
+        return
     elif isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "keys", "pop"):
         yield node.func.value
     elif isinstance(node.func, ast.Name) and node.func.id in ("len", "bool", "sorted", "mask", "type"):

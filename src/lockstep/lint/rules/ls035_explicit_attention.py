@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import argument, base, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -15,6 +15,8 @@ PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 # Methods of a mask that leave it the mask that it is.
 SHAPES = {"view", "unsqueeze", "squeeze", "to", "bool", "expand", "type", "type_as", "contiguous", "float", "cuda"}
 SHAPES |= {"reshape", "repeat", "logical_not", "detach"}
+# Methods that give the weights on.
+COPIES = ("detach", "clone", "cpu", "numpy", "float", "mean", "sum", "squeeze", "view", "reshape", "tolist")
 TURNS = {"transpose", "permute", "mT", "T", "swapaxes", "einsum", "rearrange", "t", "transpose_key"}
 
 
@@ -34,7 +36,7 @@ def check(view: View) -> Iterator[Found]:
                 site.name == "softmax"
                 and from_product(site, scope)
                 and into_product(site, scope)
-                and not returned(site, scope)
+                and not kept_for_others(site, scope)
             ):
                 yield at(site, "writes out the attention matrix: use F.scaled_dot_product_attention")
                 break
@@ -142,22 +144,57 @@ def into_product(site: Site, scope: Scope) -> bool:
     return False
 
 
-def returned(site: Site, scope: Scope) -> bool:
-    """Whether the function gives the weights away, which the fused kernel never makes."""
+def kept_for_others(site: Site, scope: Scope) -> bool:
+    """Whether the function gives the weights away or keeps them, which the fused kernel never makes."""
     names = {bind.key for bind in scope.bound(site.stmt)}
     for binds in scope.binds.values():
         for bind in binds:
             if (
                 bind.value is not None
                 and bind.stmt.lineno > site.line
-                and last(bind.value) in ("dropout", "attn_dropout", "attn_drop")
+                and (last(bind.value) in ("dropout", "attn_dropout", "attn_drop") or whole(bind.value, names))
             ) and any(dotted(n) in names for n in walk(bind.value) if isinstance(n, ast.Name)):
                 names.add(bind.key)
-    for value in scope.returns():
-        parts = value.elts if isinstance(value, ast.Tuple) else [value]
-        if any(dotted(part) in names for part in parts):
-            return True
-    return any(name.startswith("self.") for name in names)
+    if any(name.startswith("self.") for name in names):
+        return True
+    after = (stmt for stmt in scope.stmts if stmt.lineno >= site.line and isinstance(stmt, ast.Assign | ast.Expr))
+    given = (part for value in scope.returns() for part in parts(value))
+    return any(whole(part, names) for part in given) or any(stores(stmt, names) for stmt in after)
+
+
+def parts(value: ast.expr) -> list[ast.expr]:
+    """What is given away with a value: the elements of a tuple, a list or a dictionary, what an object is made of."""
+    if isinstance(value, ast.Tuple | ast.List):
+        return value.elts
+    if isinstance(value, ast.Dict):
+        return value.values
+    if isinstance(value, ast.Call) and value.keywords and not is_product(value):
+        return [value, *(item.value for item in value.keywords)]  # Output(hidden, attentions=weights)
+    return [value]
+
+
+def stores(stmt: ast.Assign | ast.Expr, names: set[str]) -> bool:
+    """Whether a statement puts the weights into a list, a table or an object, or hands them to something for that alone
+    (`maps[i] = weights`, `self.maps.append(weights)`, `self.save(weights)`).
+    """
+    if isinstance(stmt, ast.Assign):
+        places = [target for target in stmt.targets if isinstance(target, ast.Subscript | ast.Attribute)]
+        own = any(dotted(base(place)) in names for place in places)
+        return bool(places) and not own and any(whole(part, names) for part in parts(stmt.value))
+    call = stmt.value
+    given = [*call.args, *(item.value for item in call.keywords)] if isinstance(call, ast.Call) else []
+    return any(whole(part, names) for item in given for part in parts(item))
+
+
+def whole(value: ast.expr, names: set[str]) -> bool:
+    """Whether a value is the weights, or a copy of them (`weights.detach().cpu()`)."""
+    while True:
+        if isinstance(value, ast.Subscript) or (isinstance(value, ast.Attribute) and value.attr == "data"):
+            value = value.value
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in COPIES:
+            value = value.func.value
+        else:
+            return dotted(value) in names
 
 
 RULE = Rule(

@@ -1,0 +1,42 @@
+"""LS035: attention weights that are needed beside the product."""
+
+import pytest
+
+from lockstep.lint.config import configure
+from lockstep.lint.runner import check_text
+
+TEXT = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def forward(self, q, k, v, maps):
+        weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
+        {line}
+        out = self.drop(weights) @ v
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "end", "number"),
+    [
+        ("pass", "return out", 1),
+        ("maps[0] = weights", "return out", 0),
+        ("maps[0] = weights.detach().cpu()", "return out", 0),
+        ("self.maps = weights", "return out", 0),
+        ("self.maps.append(weights.data[0])", "return out", 0),
+        ("copy = weights.mean(1)", "self.log(copy)\n        return out", 0),
+        ("self.save(attention=weights)", "return out", 0),
+        ("pass", "return {'out': out, 'weights': weights}", 0),
+        ("pass", "return Output(out, weights=weights)", 0),
+        ("pass", "return [out, weights[0]]", 0),
+        ("weights[maps] = 0", "return out", 1),
+        ("self.size = weights.shape[-1]", "return out", 1),
+        ("maps[0] = q", "return out", 1),
+        ("pass", "self.maps.append(out.view(1, -1))\n        return out", 1),
+        ("pass", "return {'out': torch.matmul(weights, v)}", 1),
+    ],
+)
+def test_weights_that_are_kept(line, end, number):
+    assert len(check_text(TEXT.format(line=line, end=end), configure({}, "LS035", ""))) == number
