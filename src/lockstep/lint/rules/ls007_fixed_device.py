@@ -9,7 +9,16 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
-from lockstep.lint.analysis.placing import after_cuda, is_default, is_global, numbered, plain, same_for_all
+from lockstep.lint.analysis.placing import (
+    after_cuda,
+    chosen_by_test,
+    is_default,
+    is_global,
+    numbered,
+    placed_before,
+    plain,
+    same_for_all,
+)
 from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -121,7 +130,12 @@ def batches(view: View, done: set[ast.AST]) -> Iterator[Found]:
         if not goes_to_plain(view, site) or view.full(site) or site.scope.name == "forward":
             continue
         often = site in steps or bool(loops(site.stmt, view.module))
-        if often and view.ranks.every(site.stmt, site.scope) and not view.on_cpu(site):
+        if (
+            often
+            and view.ranks.every(site.stmt, site.scope)
+            and not view.on_cpu(site)
+            and not placed_before(view, site)
+        ):
             place = made_at(view, site)
             told = site.scope.node if place is site.call else place
             if told not in done:
@@ -242,14 +256,6 @@ def certain(view: View, node: ast.expr | None, scope: Scope) -> object:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
-    """Whether the device is one arm of a choice that may depend on the rank."""
-    for item in ast.walk(stmt):
-        if isinstance(item, ast.IfExp) and node in (item.body, item.orelse):
-            return not any(word in ast.unparse(item.test) for word in ("is_available", "cuda"))
-    return False
-
-
 def bare(view: View, site: Site) -> str:
     """A move to "cuda" without a number, where nothing chose the rank's device."""
     if site.name == "cuda" and not site.call.args and not site.call.keywords and site.receiver is not None:
@@ -257,6 +263,7 @@ def bare(view: View, site: Site) -> str:
     else:
         moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
         moved = moved and moves_model(view, site)
+    moved = moved and not placed_before(view, site)
     return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
 
 
