@@ -53,6 +53,9 @@ NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 # (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
 ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
 TEXT = re.compile(r"""["']([\w./ -]+)["']""")
+# A function that adds what it is given (`def add_path(path): sys.path.insert(0, path)`), and what a name was set to.
+ADDER = re.compile(r"def (\w+)\((\w+)")
+SET = re.compile(r"^[ \t]*(\w+)[ \t]*=[ \t]*([^\n#]*)", re.MULTILINE)
 
 
 class Paths:
@@ -209,9 +212,23 @@ class Lines:
 def lines_of(path: str) -> Lines:
     """What the lines of the file at `path` say."""
     text = contents(path)
-    calls = ADDS.finditer(text) if "sys.path" in text else ()
-    words = (tuple(word for word in TEXT.findall(call[1]) if word.strip("./ ")) for call in calls)
-    return Lines(tuple(mentioned(text)), tuple(filter(None, words)))
+    calls = list(additions(text)) if "sys.path" in text else ()
+    words = (tuple(word for word in TEXT.findall(call) if word.strip("./ ")) for call in calls)
+    return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(filter(None, words))))
+
+
+def additions(text: str) -> Iterator[str]:
+    """What a text adds to `sys.path`, itself or by a function of its own, with what the names in it were set to."""
+    calls = [call[1] for call in ADDS.finditer(text)]
+    for adder in dict.fromkeys(adders(text)):
+        calls += re.findall(rf"^[ \t]*{adder}\(([^\n#]*)", text, re.MULTILINE)
+    named = [call for call in calls if not TEXT.search(call)]
+    values: dict[str, list[str]] = {}
+    for match in SET.finditer(text) if named else ():
+        values.setdefault(match[1], []).append(match[2])
+    yield from calls
+    for call in named:
+        yield from (value for name in re.findall(r"\w+", call) for value in values.get(name, []))
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
@@ -225,3 +242,12 @@ def mentioned(text: str) -> Iterator[tuple[str, int]]:
         yield module, level
         for name in NAME.finditer(match["names"]):
             yield (f"{module}.{name[1]}" if module else name[1]), level
+
+
+def adders(text: str) -> Iterator[str]:
+    """The functions of a text that add what they are given to `sys.path`."""
+    for call in ADDS.finditer(text):
+        start = text.rfind("\ndef ", 0, call.start()) if text[call.start()].isspace() else -1
+        function = ADDER.match(text, start + 1) if start >= 0 else None
+        if function is not None and re.search(rf"\b{function[2]}\b", call[1]):
+            yield function[1]

@@ -395,6 +395,7 @@ def main(model):
     note=(
         "A device that has a name is told once, where the file makes it, else where it is used. It is also told of "
         "helpers that every step calls and of any call's `device=`. Silent where something sets each process's own "
-        "device or shows it its own GPUs alone, and for the global rank where the script itself starts the processes."
+        "device (a Trainer's arguments do) or shows it its own GPUs alone, and for the global rank where the script "
+        "itself starts the processes."
     ),
 )

@@ -290,10 +290,11 @@ if __name__ == "__main__":
         "It is told at the line where a script first makes a model, and in a file that holds a training loop of its "
         "own even if another file starts it. A data set that seeds for its own order does not count, nor does a helper "
         "that nothing calls, what an imported file seeds only where it is run by itself, "
-        "a seed that comes after the model, or one of numpy's or Python's random "
-        "numbers alone, which make no weights. The Trainers of transformers and trl seed when they are made: it is "
+        "a seed that comes after the model, or one of CUDA's, numpy's or Python's random "
+        "numbers alone, which make no weights (they are made on the CPU). The Trainers of transformers and trl seed "
+        "when they are made: it is "
         "told where weights are drawn before that, by get_peft_model, by a "
-        "model of the project's own or of a configuration, or by a new head for classes. A model whose weights are "
-        "all loaded, peft_config= and model_init= are silent."
+        "model of the project's own or of a configuration, or by a new head, for classes or one that a class of the "
+        "project adds. A model whose weights are all loaded, peft_config= and model_init= are silent."
     ),
 )

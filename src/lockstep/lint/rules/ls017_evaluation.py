@@ -283,6 +283,6 @@ if __name__ == "__main__":
         "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
         "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
         "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
-        "the graph and nothing is trained on it."
+        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`)."
     ),
 )
