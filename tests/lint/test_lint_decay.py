@@ -28,6 +28,7 @@ def make(model, name, rate):
 """
 BIASES = "biases = [p for n, p in model.named_parameters() if 'bias' in n]"
 
+CHOSEN = "params = []\n    for p in model.parameters():\n        if {}:\n            params.append(p)"
 FILLED = "params = []\n    for _, p in model.named_parameters():\n        params.append({})"
 
 
@@ -52,6 +53,8 @@ def script(make, before="pass"):
         (script("options['class'](params, weight_decay=rate)", FILLED.format("dict(params=p)")), True),
         (script("options['class'](params, weight_decay=rate)", FILLED.format("p")), True),
         (script("options['class'](params, weight_decay=rate)", "params = []"), False),
+        (script("options['class'](params, weight_decay=rate)", CHOSEN.format("matrix(p)")), False),
+        (script("options['class'](params, weight_decay=rate)", CHOSEN.format("p.requires_grad")), True),
         (script("options['class'](params, weight_decay=0.0)", FILLED.format("p")), False),
         (
             script(

@@ -178,3 +178,18 @@ def test_a_function_that_adds_to_the_path(tmp_path, does, call, found):
     script = WRAPPED.format(line="import _init_paths\nfrom nets import Net", made="Net()")
     (tmp_path / "tools" / "main.py").write_text(script)
     assert bool(check_paths([str(tmp_path / "tools" / "main.py")], configure({}, "LS005", ""))) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "found"),
+    [
+        ("train.py", "pass", True),
+        ("test.py", "optimizer.step()", True),
+        ("unit_test.py", "pass", False),  # tries out what it differentiates
+    ],
+)
+def test_a_file_that_tests_by_its_name(name, step, found):
+    text = (
+        NET + f"\nnet = Net()\nfor x in range(9):\n    net(x).sum().backward()\n    {step}\nif __name__ == '__main__':"
+    )
+    assert bool(check_text(text + "\n    pass\n", configure({}, "LS008", ""), name)) is found

@@ -134,3 +134,28 @@ def main(model, loader, val_loader, optimizer):
 main(None, [], [], None)
 """
     assert told(text) == found
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("model(example)", 0),  # what it gives is thrown away: its layers are shown
+        ("print(model(example))", 1),
+        ("for x in batches:\n        model(x)", 1),
+    ],
+)
+def test_a_model_that_is_only_run_to_be_shown(call, found):
+    text = f"""
+def show(model, example, batches):
+    model.eval()
+    {call}
+
+def main(model, loader, optimizer):
+    show(model, loader[0], loader)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+main(None, [], None)
+"""
+    assert told(text) == found

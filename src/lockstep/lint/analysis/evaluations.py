@@ -34,9 +34,9 @@ def evaluates(view: View, site: Site) -> bool:
     scope = site.scope
     if scope.name == "forward" or view.steps.backwards(site):
         return False
-    if isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
-        return False  # nothing is done with what the model gives: it is shown or measured
     nest = loops(site.stmt, scope.module)
+    if not nest and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
+        return False  # nothing is done with what the model gives: its layers are shown or measured
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and tests_by_name(view, scope, bool(nest)):
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs

@@ -47,8 +47,7 @@ def check(view: View) -> Iterator[Found]:
         or any(fits(view, site) for site in top)
     )
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
-    named = view.module.path.rpartition("/")[2].partition(".")[0]
-    if EVALUATION.search(named) and not next(view.sites("backward"), None) and not view.trainings.trains(top):
+    if EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]) and not steps(view):
         return  # says by its name that it evaluates or tests what others train
     if not (trains(view) if runs else own):
         yield from before_trainer(view)
@@ -60,6 +59,14 @@ def check(view: View) -> Iterator[Found]:
     site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
+
+
+def steps(view: View) -> bool:
+    """Whether a file trains: it has a backward call and steps an optimizer, or its own lines run what has one."""
+    if next(view.sites("backward"), None) is None:
+        return view.trainings.trains(view.module.top.sites)
+    stepped = view.project.users(view.module) if not view.module.is_script else view.project.closure(view.module)
+    return any(view.steps.steps_optimizer(site) for member in (view.module, *stepped) for site in member.sites("step"))
 
 
 def made_by_script(view: View, user: Module) -> bool:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.context import loops
+from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
@@ -57,9 +57,12 @@ def other_optimizer(view: View, site: Site) -> bool:
 
 
 def filled_from(node: ast.expr, scope: Scope) -> list[ast.expr]:
-    """What the loops run over that append to a list (`for _, p in model.named_parameters(): params.append(p)`)."""
+    """What the loops run over that append to a list without a choice (`for p in parameters: kept.append(p)`)."""
     added = [s for s in scope.named("append") if dotted(s.receiver) == dotted(node) is not None]
-    return [loop.iter for s in added for loop in loops(s.stmt, s.module) if isinstance(loop, ast.For)]
+    around = [(s, loop) for s in added for loop in loops(s.stmt, s.module)[:1] if isinstance(loop, ast.For)]
+    if any(last(guard.test) != "requires_grad" for s, loop in around for guard in guards(s.stmt, s.module, loop)):
+        return []
+    return [loop.iter for _, loop in around]
 
 
 def decays(view: View, site: Site, full: str) -> bool:
