@@ -6,13 +6,14 @@ import re
 from lockstep.lint.analysis.context import parted
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings, walk
+from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
 
 __all__ = [
     "after_cuda",
     "chosen_by_test",
+    "index_of",
     "is_default",
     "is_global",
     "numbered",
@@ -180,3 +181,22 @@ def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
         if isinstance(item, ast.IfExp) and node in (item.body, item.orelse):
             return not any(word in ast.unparse(item.test) for word in ("is_available", "cuda"))
     return False
+
+
+def index_of(view: View, site: Site) -> ast.expr | None:
+    """What a call takes for the number of its device."""
+    first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
+        first = first.body
+    if site.name in ("DistributedDataParallel", "DDP"):
+        ids = keyword(site.call, "device_ids")
+        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+    if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
+        return site.call.args[1]
+    number = after_cuda(first)
+    if number is not None:
+        return number
+    if site.name in ("set_device", "set_device_index"):
+        return first if view.full(site).startswith("torch.cuda") else None
+    moves = site.name in ("to", "cuda") and site.receiver is not None
+    return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None

@@ -12,6 +12,7 @@ from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last,
 from lockstep.lint.analysis.placing import (
     after_cuda,
     chosen_by_test,
+    index_of,
     is_default,
     is_global,
     numbered,
@@ -186,25 +187,6 @@ def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
     if len(binds) != 1 or (not isinstance(binds[0].value, ast.Name) and after_cuda(binds[0].value) is None):
         return None
     return binds[0].stmt
-
-
-def index_of(view: View, site: Site) -> ast.expr | None:
-    """What a call takes for the number of its device."""
-    first = site.call.args[0] if site.call.args else None
-    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
-        first = first.body
-    if site.name in ("DistributedDataParallel", "DDP"):
-        ids = keyword(site.call, "device_ids")
-        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
-    if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
-        return site.call.args[1]
-    number = after_cuda(first)
-    if number is not None:
-        return number
-    if site.name in ("set_device", "set_device_index"):
-        return first if view.full(site).startswith("torch.cuda") else None
-    moves = site.name in ("to", "cuda") and site.receiver is not None
-    return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
 
 
 def fixed(view: View, site: Site) -> str:
