@@ -6,6 +6,7 @@ from lockstep.lint.config import configure
 from lockstep.lint.runner import check_text
 
 SCRIPT = """
+import composer
 import torch
 import torch_optimizer
 from lion_pytorch import Lion
@@ -27,6 +28,9 @@ def make(model, name, rate):
 """
 BIASES = "biases = [p for n, p in model.named_parameters() if 'bias' in n]"
 
+CHOSEN = "params = []\n    for p in model.parameters():\n        if {}:\n            params.append(p)"
+FILLED = "params = []\n    for _, p in model.named_parameters():\n        params.append({})"
+
 
 def script(make, before="pass"):
     return SCRIPT.format(make=make, before=before)
@@ -43,6 +47,22 @@ def script(make, before="pass"):
         (script("optimizer_class(model.parameters(), weight_decay=0)"), False),
         (script("torch_optimizer.LARS(model.parameters(), weight_decay=0.1, weight_decay_filter=True)"), False),
         (script("scores(model.parameters(), weight_decay=0.1)"), False),
+        (script("composer.optim.DecoupledAdamW(model.parameters(), lr=rate)"), True),
+        (script("composer.optim.DecoupledAdamW(model.parameters(), weight_decay=0.0)"), False),
+        # of a class that an option holds, with a list that a loop fills
+        (script("options['class'](params, weight_decay=rate)", FILLED.format("dict(params=p)")), True),
+        (script("options['class'](params, weight_decay=rate)", FILLED.format("p")), True),
+        (script("options['class'](params, weight_decay=rate)", "params = []"), False),
+        (script("options['class'](params, weight_decay=rate)", CHOSEN.format("matrix(p)")), False),
+        (script("options['class'](params, weight_decay=rate)", CHOSEN.format("p.requires_grad")), True),
+        (script("options['class'](params, weight_decay=0.0)", FILLED.format("p")), False),
+        (
+            script(
+                "options['class'](params, weight_decay=rate)",
+                FILLED.format("dict(params=p, weight_decay=rate * (p.ndim > 1))"),
+            ),
+            False,
+        ),
         # options that are unpacked
         (script("torch.optim.Adam(model.parameters(), rate, **{'eps': 1e-5, 'weight_decay': rate})"), True),
         (script("torch.optim.Adam(model.parameters(), rate, **dict(weight_decay=0.1))"), True),
@@ -152,3 +172,34 @@ LISTED = "torch.optim.SGD(params, lr=rate, weight_decay=0.1)"
 def test_parameters_that_a_method_or_a_loop_gathers(change, build, told):
     text = MADE.format(**KEPT | change, build=build)
     assert bool(check_text(text, configure({}, "LS020", ""))) is told
+
+
+PROXIES = """
+import torch
+from torch import nn
+
+class Proxies(nn.Module):
+    def __init__(self, count, dim):
+        super().__init__()
+        self.proxies = {made}
+        {more}
+
+def main(rate):
+    proxies = Proxies(8, 4)
+    return torch.optim.SGD(proxies.parameters(), lr=rate, weight_decay=rate)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "told"),
+    [
+        ("nn.Parameter(torch.empty(count, dim))", "pass", False),
+        ("nn.Parameter(torch.empty([count, dim]))", "nn.init.xavier_uniform_(self.proxies)", False),
+        ("nn.Parameter(torch.empty(count))", "pass", True),
+        ("nn.Parameter(torch.empty(count, dim))", "self.shift = nn.Parameter(torch.zeros(dim))", True),
+        ("nn.Parameter(torch.empty(count, dim))", "self.last = nn.Linear(4, 2)", True),
+        ("nn.Linear(count, dim)", "pass", True),
+    ],
+)
+def test_a_module_of_one_matrix_has_nothing_to_spare(made, more, told):
+    assert bool(check_text(PROXIES.format(made=made, more=more), configure({}, "LS020", ""))) is told

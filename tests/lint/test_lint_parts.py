@@ -50,6 +50,8 @@ MEAN = "dist.all_reduce(score, op=dist.ReduceOp.AVG)"
         ("val_part = data.shard(num_shards=world_size, index=rank)", MEAN, True),
         ("val_part = split_dataset_by_node(data, rank, world_size)", MEAN, True),
         ("val_part = data.val[rank::world_size]", "dist.all_reduce(score); score /= dist.get_world_size()", True),
+        ("val_part = dgl.distributed.node_split(data.val_mask, book)", MEAN, True),
+        ("val_part = node_split(data.val_mask, book)", MEAN, False),
         ("val_part = data.val", MEAN, False),  # every rank evaluates the whole: the mean is the score
         ("val_part = data.val.split(8)[0]", MEAN, False),
         ("val_part = data.val[1::2]", MEAN, False),

@@ -232,3 +232,50 @@ else:
 
 def test_silent_about_a_number_that_each_process_gets_another_of():
     assert not check_text(SPAWNED, configure({}, "LS007", ""))
+
+
+ARGUED = """
+import torch
+from transformers import {names}
+
+{before}
+
+def main(model, loader):
+    {first}
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        print("starts")
+    device = torch.device("cuda")
+    model.to(device)
+    {last}
+    for x in loader:
+        model(x.to(device)).backward()
+
+main(None, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, True),
+        ({"last": "args = TrainingArguments('out')"}, True),  # too late
+        ({"first": "args = make_arguments('out')"}, True),
+        ({"names": "PretrainedConfig", "first": "args = PretrainedConfig()"}, True),
+        # which sets the device of its process
+        ({"first": "args = TrainingArguments('out')"}, False),
+        ({"before": "class Args(TrainingArguments):\n    depth: int = 1\n", "first": "args = Args('out')"}, False),
+        ({"before": "def parse():\n    return TrainingArguments('out')\n", "first": "args = parse()"}, False),
+        (
+            {
+                "names": "HfArgumentParser, TrainingArguments",
+                "first": "args, = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()",
+            },
+            False,
+        ),
+        ({"before": "from trl import SFTConfig\n", "first": "args = SFTConfig('out')"}, False),
+    ],
+)
+def test_a_trainers_arguments_choose_the_device(options, told):
+    slots = {"names": "TrainingArguments", "before": "import os", "first": "pass", "last": "pass"} | options
+    text = ARGUED.format(**slots).replace("import torch\n", "import os\nimport torch\n", 1)
+    assert bool(check_text(text, configure({}, "LS007", ""))) is told

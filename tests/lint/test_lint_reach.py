@@ -88,6 +88,20 @@ PAIRS = {
         "    data = CIFAR10('data', download=True)",
         "    with accelerator.main_process_first():\n        data = CIFAR10('data', download=True)",
     ),
+    "every process of Accelerate makes a folder": (
+        "LS025",
+        "import os\nfrom accelerate import Accelerator\n"
+        "def main(out):\n    accelerator = Accelerator()\n    if not os.path.exists(out):\n        os.makedirs(out)\n",
+        "    if not os.path.exists(out):",
+        "    if accelerator.is_main_process:",
+    ),
+    "every process of Accelerate makes a folder that may be there": (
+        "LS025",
+        "import os\nfrom accelerate import Accelerator\n"
+        "def main(out):\n    accelerator = Accelerator()\n    os.makedirs(out)\n",
+        "os.makedirs(out)",
+        "os.makedirs(out, exist_ok=True)",
+    ),
     "the last batch prints on every rank": (
         "LS028",
         GROUP

@@ -51,7 +51,9 @@ def script(before="pass", after="pass", model="nn.Linear(4, 2)", worker="pass"):
         (script(before="np.random.seed(0)"), True),
         (script(before="random.seed(0); np.random.seed(0)"), True),
         (script(before="np.random.seed(0); torch.manual_seed(0)"), False),
-        (script(before="torch.cuda.manual_seed_all(0)"), False),
+        (script(before="torch.cuda.manual_seed_all(0)"), True),  # the weights are drawn on the CPU
+        (script(before="torch.cuda.manual_seed(0)"), True),
+        (script(before="torch.set_default_device('cuda'); torch.cuda.manual_seed(0)"), False),
         # too late
         (script(after="torch.manual_seed(0)"), True),
         (script(after="seed_all(0)"), True),

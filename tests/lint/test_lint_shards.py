@@ -269,3 +269,49 @@ def run(model, val_data, val_loss, train_loss, val):
     return total.item() / dist.get_world_size()
 """
     assert found(text) == ["LS026"] * told
+
+
+LINES = """
+val_loader = DataLoader(val_data, sampler={sampler})
+for epoch in range(3):
+    val_loss = validate(model, val_loader)
+    dist.reduce({value}, 0, op=dist.ReduceOp.{op})
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "value", "op", "told"),
+    [
+        ("DistributedSampler(val_data)", "val_loss", "AVG", True),
+        ("DistributedSampler(val_data)", "val_loss", "SUM", False),
+        ("DistributedSampler(val_data)", "train_loss", "AVG", False),
+        ("None", "val_loss", "AVG", False),
+    ],
+)
+def test_means_in_a_files_own_lines(sampler, value, op, told):
+    assert found(LINES.format(sampler=sampler, value=value, op=op)) == ["LS026"] * told
+
+
+BAR = """
+from tqdm import tqdm
+
+class Trainer:
+    def __init__(self, model, val_loader):
+        self.model, self.val_loader = model, val_loader
+
+    def validate(self):
+        shown_loader = {bar}(self.val_loader)
+        right = 0
+        for x, y in shown_loader:
+            right += (self.model(x).argmax(1) == y).sum()
+        print(right / len(self.val_loader))
+
+def run(model, val_data):
+    val_sampler = DistributedSampler(val_data)
+    Trainer(model, DataLoader(val_data, sampler=val_sampler)).validate()
+"""
+
+
+@pytest.mark.parametrize(("bar", "told"), [("tqdm", True), ("prefetch", False)])
+def test_a_bar_that_is_called_a_loader(bar, told):
+    assert found(BAR.format(bar=bar)) == ["LS026"] * told

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.nodes import argument, idents, keyword, strings
 from lockstep.lint.analysis.view import View
 
-__all__ = ["drawn_before"]
+__all__ = ["MADE", "drawn_before"]
 
 LIBRARIES = ("transformers.", "trl.")
 # A model of transformers that is made, not loaded, by what its class is called.
@@ -19,6 +19,14 @@ HEADS = re.compile(
     r"^transformers\.(.*\.)?\w+For(\w*Classification|MultipleChoice|SemanticSegmentation)\.from_pretrained$"
 )
 CLASSES = ("num_labels", "id2label", "ignore_mismatched_sizes")
+# What the layers are called that checkpoints of transformers have, and where a project's own are.
+PUBLIC = re.compile(
+    r"\.(lm_head|cls|predictions?|pooler|shared|h|wte|wpe|proj_out|qa_outputs|score|\w*embed\w*|\w*norm\w*|ln_\w+"
+    r"|(\w*_)?(layers?|blocks|encoder|decoder|model|transformer|backbone)|\w*(tower|projector)\w*)$"
+)
+SAVED = re.compile(
+    r"checkpoint|ckpt|output|save|resume|finetuned|fine_tuned|(?<!pre)trained(?!_model_name)|best|\./|\.\./"
+)
 # Layers that have no weights.
 EMPTY = re.compile(r"Loss|Dropout|Identity|Flatten|Pool|Softmax|ReLU|GELU|SiLU|Tanh|Sigmoid|Softplus|Module$")
 
@@ -65,12 +73,43 @@ def draws(view: View, call: ast.Call, scope: Scope) -> bool:
     owner = view.names.definition(call.func, scope)
     if owner is not None:
         return owner.kind == "class" and has_layers(view, owner)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+        owner = view.names.definition(call.func.value, scope)
+        if owner is not None and owner.kind == "class":
+            return adds_head(view, owner) and not saved(call)
     full = view.names.qualify(call.func, scope)
     if full.startswith("peft.") and full.endswith(".get_peft_model"):
         return True
     if MADE.search(full) or (full.startswith("transformers.") and full.endswith(".from_config")):
         return not on_meta(call, scope)
     return HEADS.search(full) is not None and names_classes(view, call, scope)
+
+
+def adds_head(view: View, owner: Scope) -> bool:
+    """Whether a class that derives from a model of transformers gives itself layers that no public checkpoint of that
+    model has weights for.
+    """
+    start = owner.defs.get("__init__")
+    if start is None or not any(map(MADE.search, view.names.bases_of(owner))):
+        return False
+    return any(
+        (is_layer(view, site) or of_own(view, site))
+        and any(bind.key.startswith("self.") and not PUBLIC.search(bind.key) for bind in start.bound(site.stmt))
+        for site in start.sites
+    )
+
+
+def of_own(view: View, site: Site) -> bool:
+    """Whether a call makes a module of the project's own that has layers, and is nothing of transformers."""
+    owner = view.names.definition(site.call.func, site.scope)
+    if owner is None or owner.kind != "class" or any(n.startswith("transformers.") for n in view.names.bases_of(owner)):
+        return False
+    return has_layers(view, owner)
+
+
+def saved(call: ast.Call) -> bool:
+    """Whether a call loads, by the name of its place, what a program of the project has saved."""
+    return any(map(SAVED.search, (*idents(call), *strings(call))))
 
 
 def names_classes(view: View, call: ast.Call, scope: Scope) -> bool:

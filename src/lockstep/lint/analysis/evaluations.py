@@ -10,6 +10,7 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.nodes import dotted, idents, last
+from lockstep.lint.analysis.rows import over_rows
 from lockstep.lint.analysis.sight import without_graph
 from lockstep.lint.analysis.view import View
 
@@ -34,9 +35,12 @@ def evaluates(view: View, site: Site) -> bool:
     if scope.name == "forward" or view.steps.backwards(site):
         return False
     nest = loops(site.stmt, scope.module)
+    if not nest and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
+        return False  # nothing is done with what the model gives: its layers are shown or measured
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and tests_by_name(view, scope, bool(nest)):
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
+    held_out = held_out or (is_forward(view, site) and over_rows(site, nest))
     by_data = not held_out and given_held_out(site) and (is_forward(view, site) or run_by(view, site) is not None)
     if not held_out and not by_data and not scope.named("eval"):
         return False  # the cheap question first: most calls are neither

@@ -15,7 +15,9 @@ __all__ = ["given_held_out", "is_forward", "model_of", "run_by", "run_model", "s
 
 MODELS = Words(
     r"^(model|net|netG|generator|encoder|classifier|ddp_model|network|unet|vae|detector|segmenter|student)$"
-    r"|^(?!(get|load|build|create|make|save|init|setup|wrap|prepare|convert|export|print|log|reset)_).*_(model|net)$"
+    r"|^(?!(get|load|build|create|make|save|init|setup|wrap|prepare|convert|export|print|log|reset"
+    r"|unwrap|initiali[sz]e|instantiate|construct|define|restore|fetch|copy|clone|freeze|unfreeze|compile|summari[sz]e"
+    r"|count|register|quantize|fuse|shard|parallelize|sync)_).*_(model|net)$"
 )
 # Methods of a model that run it.
 RUNS = Words(r"^forward|(^|_)loss(es)?$")

@@ -25,6 +25,8 @@ EVALUATION = Words(
 TORCH_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa)\w+(\.\w+)*$")
 SCHEDULERS = re.compile(r"lr_scheduler\.\w+$")
 SAMPLER = "DistributedSampler"
+# What shows how far a loop is.
+BARS = {"tqdm", "tqdm_notebook", "track", "progress_bar"}
 SCALERS = re.compile(r"\.GradScaler$")
 
 
@@ -107,17 +109,17 @@ class Kinds:
                 node = inner
                 continue
             key = dotted(node)
-            binds = (
-                self.origins.binds(key, scope, node.lineno) if key is not None and not LOADER.search(last(node)) else []
-            )
+            binds = self.origins.binds(key, scope, node.lineno) if key is not None else []
+            loader = LOADER.search(last(node))  # is one itself, unless a bar shows how far it is
             values: list[ast.expr] = [
                 bind.value
                 for bind, _ in binds
                 if not bind.path
                 and (
-                    isinstance(bind.value, ast.IfExp)
+                    (isinstance(bind.value, ast.IfExp) and not loader)
                     or (isinstance(bind.value, ast.Call) and within(bind.value) is not None)
                 )
+                and (not loader or last(bind.value) in BARS)
             ]
             if len(values) > 1:  # `bar = enumerate(loader)`, and on the first rank `bar = tqdm(bar)`
                 values = [value for value in values if dotted(within(value)) != key]

@@ -150,8 +150,14 @@ class Names:
         """What an imported name is, through packages that only pass it on."""
         parts = rest.split(".") if rest else []
         target = self.project.find(module, imported.full, imported.level)
-        if target is not None and parts:
-            return self.attribute(target, parts, depth)
+        found = self.attribute(target, parts, depth) if target is not None and parts else None
+        for cut in range(len(parts) - 1, 0, -1) if found is None else ():  # `import moco.builder; moco.builder.MoCo()`
+            inner = self.project.find(module, ".".join([imported.full, *parts[:cut]]), imported.level)
+            found = self.attribute(inner, parts[cut:], depth) if inner is not None else None
+            if found is not None:
+                break
+        if found is not None or (target is not None and parts):
+            return found
         target = self.project.find(module, imported.module, imported.level)
         if target is not None and imported.name:
             return self.attribute(target, [imported.name, *parts], depth)

@@ -12,6 +12,8 @@ __all__ = ["divides", "parts"]
 
 # The calls in which a rank's part is taken, and how such an expression reads.
 CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node", "slice")
+# Those of DGL, which know the rank themselves.
+SPLITS = ("node_split", "edge_split")
 RANK = r"[\w.]*(?:rank|get_rank\(\))"
 COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
 SLICE = rf"\[\s*{RANK}\s*::"
@@ -19,6 +21,7 @@ PART = re.compile(
     rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
     rf"|{SLICE}|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
     rf"|\.slice\({RANK}, [^\n]*{COUNT}\)|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
+    r"|\bdistributed\.(?:node|edge)_split\("
 )
 SHARD = re.compile(rf"\bshard_id={RANK}")
 
@@ -35,6 +38,7 @@ def parts(module: Module) -> tuple[str, ...]:
 
 
 def _parts(module: Module) -> Iterator[str]:
+    yield from (text for site in module.sites(*SPLITS) if PART.search(text := ast.unparse(site.stmt)))
     if "rank" not in module.text:
         return
     for site in module.sites(*CALLS):

@@ -1,17 +1,57 @@
 """What names a device: a GPU with a number, "cuda" without one, the rank among all processes."""
 
 import ast
+import re
 
 from lockstep.lint.analysis.context import parted
-from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, idents, last, strings, walk
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.nodes import constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.origins import Origin
 from lockstep.lint.analysis.view import View
 
-__all__ = ["after_cuda", "is_default", "is_global", "numbered", "plain", "same_for_all"]
+__all__ = [
+    "after_cuda",
+    "chosen_by_test",
+    "index_of",
+    "is_default",
+    "is_global",
+    "numbered",
+    "placed_before",
+    "plain",
+    "same_for_all",
+]
 
 # The rank among all processes, as launchers call it.
 RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+# What the Trainers of transformers and trl are told, which sets the device of the process when it is made.
+ARGUMENTS = re.compile(r"^transformers\.(\w+\.)*\w*TrainingArguments$|^trl\.(\w+\.)*(?!Model)\w+Config$")
+# What makes them of a command line or a file.
+PARSES = ("parse_args_into_dataclasses", "parse_json_file", "parse_yaml_file", "parse_dict")
+
+
+def placed_before(view: View, site: Site) -> bool:
+    """Whether a Trainer's arguments, which set the device of each process, are made in the programs, and not only after
+    a call in its own function.
+    """
+    made = [s for member in view.project.family(view.module) for s in arguments_made(view, member)]
+    return any(s.scope is not site.scope or s.line < site.line for s in made)
+
+
+@kept
+def arguments_made(view: View, module: Module) -> list[Site]:
+    """The calls of a file that make a Trainer's arguments, also by a class of the project that derives from theirs."""
+    if "TrainingArguments" not in module.text and "trl" not in module.text:
+        return []
+    parsed = [s for s in module.sites(*PARSES) if "TrainingArguments" in module.words]
+    named = [s for name, sites in module.by_name.items() if name[:1].isupper() for s in sites]
+    return [*parsed, *(s for s in named if any(map(ARGUMENTS.search, names_behind(view, s))))]
+
+
+def names_behind(view: View, site: Site) -> list[str]:
+    """The full name of what a call calls, or of what the project's class that it makes one of derives from."""
+    owner = view.names.definition(site.call.func, site.scope)
+    return list(view.names.bases_of(owner)) if owner is not None and owner.kind == "class" else [view.full(site)]
 
 
 def numbered(device: object) -> bool:
@@ -133,3 +173,30 @@ def global_rank(view: View, origin: Origin, depth: int) -> bool:
         return not origin.call.args and not origin.call.keywords
     reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
     return bool(reads) and bool(RANKS & set(strings(origin.node)))
+
+
+def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
+    """Whether the device is one arm of a choice that may depend on the rank."""
+    for item in ast.walk(stmt):
+        if isinstance(item, ast.IfExp) and node in (item.body, item.orelse):
+            return not any(word in ast.unparse(item.test) for word in ("is_available", "cuda"))
+    return False
+
+
+def index_of(view: View, site: Site) -> ast.expr | None:
+    """What a call takes for the number of its device."""
+    first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
+        first = first.body
+    if site.name in ("DistributedDataParallel", "DDP"):
+        ids = keyword(site.call, "device_ids")
+        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+    if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
+        return site.call.args[1]
+    number = after_cuda(first)
+    if number is not None:
+        return number
+    if site.name in ("set_device", "set_device_index"):
+        return first if view.full(site).startswith("torch.cuda") else None
+    moves = site.name in ("to", "cuda") and site.receiver is not None
+    return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None

@@ -22,7 +22,7 @@ from lockstep.lint.analysis.steps import Steps
 from lockstep.lint.analysis.training import Training, Trainings
 from lockstep.lint.analysis.wrappers import Wrappers
 
-__all__ = ["Analysis", "View"]
+__all__ = ["TRAINS", "Analysis", "View"]
 
 # Packages that take over parts of the training, and the calls that show that they do.
 FRAMEWORKS: dict[str, tuple[str, ...]] = {

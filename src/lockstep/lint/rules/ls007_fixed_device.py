@@ -9,7 +9,17 @@ from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, constant, idents, keyword, last, strings
-from lockstep.lint.analysis.placing import after_cuda, is_default, is_global, numbered, plain, same_for_all
+from lockstep.lint.analysis.placing import (
+    after_cuda,
+    chosen_by_test,
+    index_of,
+    is_default,
+    is_global,
+    numbered,
+    placed_before,
+    plain,
+    same_for_all,
+)
 from lockstep.lint.analysis.rankwords import RANK
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -121,7 +131,12 @@ def batches(view: View, done: set[ast.AST]) -> Iterator[Found]:
         if not goes_to_plain(view, site) or view.full(site) or site.scope.name == "forward":
             continue
         often = site in steps or bool(loops(site.stmt, view.module))
-        if often and view.ranks.every(site.stmt, site.scope) and not view.on_cpu(site):
+        if (
+            often
+            and view.ranks.every(site.stmt, site.scope)
+            and not view.on_cpu(site)
+            and not placed_before(view, site)
+        ):
             place = made_at(view, site)
             told = site.scope.node if place is site.call else place
             if told not in done:
@@ -174,25 +189,6 @@ def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
     return binds[0].stmt
 
 
-def index_of(view: View, site: Site) -> ast.expr | None:
-    """What a call takes for the number of its device."""
-    first = site.call.args[0] if site.call.args else None
-    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
-        first = first.body
-    if site.name in ("DistributedDataParallel", "DDP"):
-        ids = keyword(site.call, "device_ids")
-        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
-    if site.name == "device" and view.full(site) == "torch.device" and len(site.call.args) == 2:
-        return site.call.args[1]
-    number = after_cuda(first)
-    if number is not None:
-        return number
-    if site.name in ("set_device", "set_device_index"):
-        return first if view.full(site).startswith("torch.cuda") else None
-    moves = site.name in ("to", "cuda") and site.receiver is not None
-    return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
-
-
 def fixed(view: View, site: Site) -> str:
     """What is wrong with a call that names GPU 0 (or another number)."""
     first = site.call.args[0] if site.call.args else None
@@ -242,14 +238,6 @@ def certain(view: View, node: ast.expr | None, scope: Scope) -> object:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
-    """Whether the device is one arm of a choice that may depend on the rank."""
-    for item in ast.walk(stmt):
-        if isinstance(item, ast.IfExp) and node in (item.body, item.orelse):
-            return not any(word in ast.unparse(item.test) for word in ("is_available", "cuda"))
-    return False
-
-
 def bare(view: View, site: Site) -> str:
     """A move to "cuda" without a number, where nothing chose the rank's device."""
     if site.name == "cuda" and not site.call.args and not site.call.keywords and site.receiver is not None:
@@ -257,6 +245,7 @@ def bare(view: View, site: Site) -> str:
     else:
         moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
         moved = moved and moves_model(view, site)
+    moved = moved and not placed_before(view, site)
     return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
 
 
@@ -388,6 +377,7 @@ def main(model):
     note=(
         "A device that has a name is told once, where the file makes it, else where it is used. It is also told of "
         "helpers that every step calls and of any call's `device=`. Silent where something sets each process's own "
-        "device or shows it its own GPUs alone, and for the global rank where the script itself starts the processes."
+        "device (a Trainer's arguments do) or shows it its own GPUs alone, and for the global rank where the script "
+        "itself starts the processes."
     ),
 )

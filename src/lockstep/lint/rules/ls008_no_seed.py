@@ -7,31 +7,30 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.drawn import drawn_before
 from lockstep.lint.analysis.index import Module, Scope, Site
-from lockstep.lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
+from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.lookups import chosen_files
+from lockstep.lint.analysis.making import makes_module, model_at, model_made
 from lockstep.lint.analysis.nodes import Words, last, strings
-from lockstep.lint.analysis.view import View
+from lockstep.lint.analysis.view import TRAINS, View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+# What has weights drawn on the GPU.
+ON_GPU = (
+    "set_default_device",
+    "set_default_tensor_type",
+    'torch.device("cuda"):',
+    "torch.device('cuda'):",
+    "with device",
+)
 SEED = Words(r"seed|manual_seed|fix_random|determinis[mt]|reproducib", re.IGNORECASE)
 # What asks, or does something else without chance (`policy.forward_deterministic(state)`), seeds nothing.
 ELSE = Words(
     r"^initial_seed$|(?<!set)(?<!make)(?<!use)(?<!enable)(?<!be)_deterministic$|^(is|are)_determin|^deterministic_",
     re.IGNORECASE,
 )
-# What says how a model is made is none.
-SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
-BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
-# What feeds a model, whatever it is bound to (`training_generator = DataLoader(data)`).
-BESIDE = Words(r"Loader$|Dataset$|DataModule$")
-# They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
-KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
-# What looks a class up.
-CLASSES = Words(r"class|getattr|locate|import|registry", re.IGNORECASE)
-ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
 # Their trainer seeds nothing by itself.
 TRAINERS = {"lightning", "pytorch_lightning"}
 # Their trainer seeds by itself.
@@ -48,27 +47,40 @@ def check(view: View) -> Iterator[Found]:
         or any(fits(view, site) for site in top)
     )
     own = view.training or prepares(view) or any(fits(view, site) for site in view.sites("fit"))
-    if not next(view.sites("backward"), None) and EVALUATION.search(
-        view.module.path.rpartition("/")[2].partition(".")[0]
-    ):
+    if EVALUATION.search(view.module.path.rpartition("/")[2].partition(".")[0]) and not steps(view):
         return  # says by its name that it evaluates or tests what others train
     if not (trains(view) if runs else own):
         yield from before_trainer(view)
         return
     if seeds(view, alone=view.module.is_script):
         return
-    if not runs and any(user.is_script and model_made(view, user) for user in view.project.users(view.module)):
-        return  # told where the program that runs it makes a model
+    if not runs and any(made_by_script(view, user) for user in view.project.users(view.module)):
+        return  # told there
     site = model_made(view, view.module)
     if site is not None:
         yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
+
+
+def steps(view: View) -> bool:
+    """Whether a file trains: it has a backward call and steps an optimizer, or its own lines run what has one."""
+    if next(view.sites("backward"), None) is None:
+        return view.trainings.trains(view.module.top.sites)
+    stepped = view.project.users(view.module) if not view.module.is_script else view.project.closure(view.module)
+    return any(view.steps.steps_optimizer(site) for member in (view.module, *stepped) for site in member.sites("step"))
+
+
+def made_by_script(view: View, user: Module) -> bool:
+    """Whether a program that runs the file makes a model, and may train it, by what it calls."""
+    if not user.is_script or model_made(view, user) is None:
+        return False
+    return user is view.module or any(TRAINS.search(site.name) for site in user.sites())
 
 
 def before_trainer(view: View) -> Iterator[Found]:
     """The first weights that are drawn before a Trainer, which seeds when it is made."""
     alone = view.module.is_script
     site = next(drawn_before(view, alone), None)
-    if site is not None and not seeds(view, alone):
+    if site is not None and not seeds(view, alone, (site,)):
         message = "weights are drawn before a Trainer is made, which seeds only then: call set_seed(seed) first"
         yield at(site, message, opinion=True)
 
@@ -121,8 +133,10 @@ def fits(view: View, site: Site) -> bool:
     return site.name == "fit" and last(site.receiver) == "trainer" and bool(view.frameworks & TRAINERS)
 
 
-def seeds(view: View, alone: bool) -> bool:
-    """Whether anything in the programs of the file seeds; a file that is run by itself (`alone`) is one program."""
+def seeds(view: View, alone: bool, drawn: tuple[Site, ...] = ()) -> bool:
+    """Whether anything in the programs of the file seeds before its models, and what else draws weights (`drawn`); a
+    file that is run by itself (`alone`) is one program.
+    """
     members = view.project.closure(view.module) if alone else view.project.family(view.module)
     runs = (view.module,) if alone else view.project.users(view.module)  # what another of them does by itself runs this
     found = [
@@ -138,7 +152,7 @@ def seeds(view: View, alone: bool) -> bool:
         and not makes_module(view, site)  # a layer whose name sounds like it (`Deterministic(block)`)
         and not of_steps(view, site)
     ]
-    models = [site for site in view.sites() if model_at(view, site)] if found else []
+    models = [*drawn, *(site for site in view.sites() if model_at(view, site))] if found else []
     return any(not unused(view, site, members, models) and not late(view, site, models, 0) for site in found)
 
 
@@ -216,6 +230,8 @@ def of_other(view: View, site: Site) -> bool:
     full = view.full(site)
     if full in ("random.seed", "numpy.random.seed"):
         return True
+    if full in ("torch.cuda.manual_seed", "torch.cuda.manual_seed_all"):
+        return not view.effects.mentioned(site.module, *ON_GPU)  # weights are drawn on the CPU, and moved then
     return site.name in ("manual_seed", "seed") and site.receiver is not None and not full
 
 
@@ -225,101 +241,6 @@ def by_others(view: View, site: Site) -> bool:
     found = [s for s in view.effects.below(function.sites) if SEED.search(s.name)] if function is not None else []
     made = [s for s in found if view.calls.target(s.call, s.scope) is None]
     return bool(made) and all(of_other(view, s) for s in made)
-
-
-def model_made(view: View, module: Module) -> Site | None:
-    """The first place of a file that makes a model."""
-    made = next((site for site in module.sites() if model_at(view, site)), None)
-    if made is not None:
-        return made
-    wrapped = [site for _, site in view.wrappers.made(module)]
-    other = [site for site in module.sites() if view.full(site).startswith(KNOWN) and not ASKS.search(site.name)]
-    return min((*wrapped, *module.sites("get_model", "build_model"), *other), key=lambda site: site.line, default=None)
-
-
-def model_at(view: View, site: Site) -> bool:
-    """Whether a call makes what its statement binds, and that is a model, not a layer of one."""
-    owner = site.scope.owner
-    if owner is not None and owner.kind == "class" and "torch.nn.Module" in view.names.bases_of(owner):
-        return False
-    binds = [] if BESIDE.search(site.name) else site.scope.bound(site.stmt)
-    if not any(bind.value is not None and covers(bind.value, site) for bind in binds):
-        return False
-    keys = [bind.key.split(".")[-1] for bind in binds]
-    named = any(MODEL.search(key) and not SETTINGS.search(key) for key in keys)
-    return (named and makes(view, site)) or makes_module(view, site)
-
-
-def covers(value: ast.expr, site: Site) -> bool:
-    """Whether the call is the assigned value or what it is made from."""
-    return value.lineno <= site.line <= (value.end_lineno or value.lineno)
-
-
-def makes_module(view: View, site: Site) -> bool:
-    """Whether a call makes a module of a visible class."""
-    owner = view.names.definition(site.call.func, site.scope)
-    return owner is not None and owner.kind == "class" and view.kinds.is_module_class(owner)
-
-
-def makes(view: View, site: Site) -> bool:
-    """Whether a call makes a module rather than moving or wrapping one."""
-    if view.wrappers.wrapper(site) or site.name in (
-        "to",
-        "cuda",
-        "compile",
-        "load",
-        "prepare",
-        "state_dict",
-        "parameters",
-        "module",
-    ):
-        return False
-    owner = view.names.definition(site.call.func, site.scope)
-    if owner is not None:
-        return (
-            (owner.kind == "class" and view.kinds.is_module_class(owner))
-            or "model" in site.name
-            or "net" in site.name
-            or (owner.kind == "class" and foreign(view, owner) and "model" in site.name.lower())
-            or (owner.kind == "function" and (BUILDS.search(site.name) or gives_model(view, owner)))
-        )
-    if isinstance(site.call.func, ast.Call | ast.Subscript):
-        return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`
-    full = view.full(site)
-    if full.startswith("torch.nn.") and site.name[:1].isupper():
-        return True
-    return (
-        full.startswith(("torchvision.models", "timm.", "transformers."))
-        or site.name[:1].isupper()
-        or "model" in site.name
-        or site.name == "instantiate"  # of what a configuration says
-    )
-
-
-def gives_model(view: View, function: Scope) -> bool:
-    """Whether a function makes and gives back a module of a visible class, or of one that it looks up
-    (`kind = get_class(name); return kind(**options)`), in a program that steps an optimizer.
-    """
-    members = view.project.closure(view.module)
-    if not any(view.steps.steps_optimizer(s) for member in members for s in member.sites("step")):
-        return False  # tries a model out
-    if view.trainings.trains(function.sites):
-        return False  # what it trains is told where it is made
-    for value in function.returns():
-        for call, home, _ in view.origins.calls_of(value, function):
-            made = view.names.definition(call.func, home)
-            if home is function and made is not None and made.kind == "class" and view.kinds.is_module_class(made):
-                return True
-        kind = value.func if isinstance(value, ast.Call) else None
-        found = function.binds.get(kind.id, []) if isinstance(kind, ast.Name) else []
-        if found and all(isinstance(bind.value, ast.Call) and CLASSES.search(last(bind.value)) for bind in found):
-            return True
-    return False
-
-
-def foreign(view: View, owner: Scope) -> bool:
-    """Whether a class derives from one that cannot be seen."""
-    return len(list(view.names.bases_of(owner))) > len(list(view.names.parents(owner)))
 
 
 RULE = Rule(
@@ -376,10 +297,11 @@ if __name__ == "__main__":
         "It is told at the line where a script first makes a model, and in a file that holds a training loop of its "
         "own even if another file starts it. A data set that seeds for its own order does not count, nor does a helper "
         "that nothing calls, what an imported file seeds only where it is run by itself, "
-        "a seed that comes after the model, or one of numpy's or Python's random "
-        "numbers alone, which make no weights. The Trainers of transformers and trl seed when they are made: it is "
+        "a seed that comes after the model, or one of CUDA's, numpy's or Python's random "
+        "numbers alone, which make no weights (they are made on the CPU). The Trainers of transformers and trl seed "
+        "when they are made: it is "
         "told where weights are drawn before that, by get_peft_model, by a "
-        "model of the project's own or of a configuration, or by a new head for classes. A model whose weights are "
-        "all loaded, peft_config= and model_init= are silent."
+        "model of the project's own or of a configuration, or by a new head, for classes or one that a class of the "
+        "project adds. A model whose weights are all loaded, peft_config= and model_init= are silent."
     ),
 )

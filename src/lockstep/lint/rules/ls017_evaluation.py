@@ -12,7 +12,7 @@ from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.modes import lasting
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.phases import forward_of_phases
-from lockstep.lint.analysis.sight import foreign, without_graph
+from lockstep.lint.analysis.sight import by_base, foreign, without_graph
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -162,7 +162,7 @@ def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | No
         return True
     if scope.kind != "function":
         return False
-    callers = view.calls.callers(scope)
+    callers = view.calls.callers(scope) or by_base(view, scope)
     if not callers or depth > 4:
         return None
     answers = [present(view, c.scope, c.line, depth + 1, c.call) for c in callers[:6]]
@@ -283,6 +283,6 @@ if __name__ == "__main__":
         "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
         "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
         "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
-        "the graph and nothing is trained on it."
+        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`)."
     ),
 )

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
@@ -13,12 +14,13 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 DECAYING = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Lion", "ZeroRedundancyOptimizer"}
-DECAYING |= {"AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"}
+DECAYING |= {"AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "DecoupledAdamW"}
 # Those that decay where nothing is said.
-DEFAULT = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"}
+DEFAULT = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "DecoupledAdamW"}
 # Those whose fifth argument is the decay (`SGD(params, 0.1, 0.9, 0, 5e-4)`).
 FIFTH = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax"}
-MAKERS = ("torch.optim", "bitsandbytes.optim", "transformers", "torch.distributed.optim")
+MAKERS = ("torch.optim", "bitsandbytes.optim", "transformers", "torch.distributed.optim", "composer.optim")
+GIVES = ("parameters", "named_parameters")
 EMPTY = ("[]", "list()")
 # An optimizer's own way to leave biases and norms out.
 SPARES = Words(r"filter|exclude|skip|no_decay|bias|norm")
@@ -36,7 +38,7 @@ def check(view: View) -> Iterator[Found]:
         parameters = site.call.args[0] if site.call.args else keyword(site.call, "params")
         if parameters is None or not (decays(view, site, full) or each_decays(view, parameters, site)):
             continue
-        if alike(view, parameters, site.scope):
+        if alike(view, parameters, site.scope) and not lone_matrix(view, parameters, site.scope):
             yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
 
 
@@ -47,10 +49,20 @@ def other_optimizer(view: View, site: Site) -> bool:
     if any(SPARES.search(item.arg or "") for item in site.call.keywords):
         return False
     given = [site.call.args[0], *(value for value, _ in sources(view, site.call.args[0], site.scope))]
-    if not any(isinstance(n, ast.Call) and last(n) == "parameters" for value in given for n in walk(value)):
+    filled = any(last(over) in GIVES for over in filled_from(site.call.args[0], site.scope))
+    if not filled and not any(isinstance(n, ast.Call) and last(n) == "parameters" for v in given for n in walk(v)):
         return False
     made = view.names.definition(site.call.func, site.scope)
     return made is None or made.kind == "class"
+
+
+def filled_from(node: ast.expr, scope: Scope) -> list[ast.expr]:
+    """What the loops run over that append to a list without a choice (`for p in parameters: kept.append(p)`)."""
+    added = [s for s in scope.named("append") if dotted(s.receiver) == dotted(node) is not None]
+    around = [(s, loop) for s in added for loop in loops(s.stmt, s.module)[:1] if isinstance(loop, ast.For)]
+    if any(last(guard.test) != "requires_grad" for s, loop in around for guard in guards(s.stmt, s.module, loop)):
+        return []
+    return [loop.iter for _, loop in around]
 
 
 def decays(view: View, site: Site, full: str) -> bool:
@@ -118,6 +130,30 @@ def alike(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
         or (depth < 3 and value is not node and alike(view, value, home, depth + 1))
         for value, home in values
     )
+
+
+def lone_matrix(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether the parameters are those of a module of the project that has matrices of its own alone, which a group
+    without decay would not spare (`self.proxies = nn.Parameter(torch.empty(100, dim))`).
+    """
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
+        return False
+    owner = view.kinds.module_class(node.func.value, scope)
+    start = owner.defs.get("__init__") if owner is not None else None
+    if owner is None or start is None or any(True for _ in view.names.parents(owner)):
+        return False
+    made = [s for s in start.sites if view.full(s).startswith("torch.nn.") and s.name[:1].isupper()]
+    other = any(view.names.definition(s.call.func, start) is not None for s in start.sites if s.name[:1].isupper())
+    return bool(made) and not other and all(s.name == "Parameter" and is_matrix(s.call) for s in made)
+
+
+def is_matrix(call: ast.Call) -> bool:
+    """Whether a parameter has two dimensions or more, as written (`nn.Parameter(torch.zeros([8, 4]))`)."""
+    inner = call.args[0] if call.args else None
+    sizes = inner.args if isinstance(inner, ast.Call) else []
+    if len(sizes) == 1 and isinstance(sizes[0], ast.List | ast.Tuple):
+        sizes = sizes[0].elts
+    return len(sizes) >= 2
 
 
 def sources(view: View, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:

@@ -42,6 +42,10 @@ FETCH = re.compile(
 # Data sets that fetch their files unless they are told not to.
 BRINGS = ("torchtext.datasets.", "torch_geometric.datasets.", "dgl.data.")
 
+FETCHED = "every process downloads into the same place: open it under accelerator.main_process_first()"
+# What makes folders and takes them away.
+FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive")
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks for `download=True` and fetching calls in the code that all ranks run."""
@@ -57,7 +61,7 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
             )
-    for site in view.sites("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive"):
+    for site in view.sites(*FOLDERS):
         message = removes(view, site)
         if message and not own(site) and view.ranks.every(site.stmt, site.scope) and not in_turn(view, site):
             yield at(site, message)
@@ -99,14 +103,16 @@ def own(site: Site) -> bool:
 
 
 def beside_accelerator(view: View) -> Iterator[Found]:
-    """A download in the function that makes the Accelerator, of which `accelerate launch` starts several."""
+    """A download, or a folder that only one process can make, in the function that makes the Accelerator, of which
+    `accelerate launch` starts several.
+    """
     for site in view.sites():
-        made = [s for s in site.scope.named("Accelerator") if view.full(s).startswith("accelerate")]
-        if made and fetches(view, site) and not view.ranks.main_only(site.stmt, site.scope) and not in_turn(view, site):
-            yield at(
-                site,
-                "every process downloads into the same place: open it under accelerator.main_process_first()",
-            )
+        message = FETCHED if fetches(view, site) else removes(view, site) if site.name in FOLDERS else ""
+        made = [s for s in site.scope.named("Accelerator") if view.full(s).startswith("accelerate")] if message else []
+        if not made or view.ranks.main_only(site.stmt, site.scope) or in_turn(view, site):
+            continue
+        if message is FETCHED or not own(site):
+            yield at(site, message)
 
 
 def unwaited(view: View) -> Iterator[Found]:

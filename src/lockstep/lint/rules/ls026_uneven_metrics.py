@@ -59,7 +59,7 @@ def check(view: View) -> Iterator[Found]:
     yield from unshared(view)
     said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
     for scope in view.scopes:
-        for site in scope.sites if scope.kind == "function" else ():
+        for site in scope.sites if scope.kind != "class" else ():
             if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
                 yield at(
                     site,

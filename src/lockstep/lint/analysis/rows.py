@@ -1,0 +1,72 @@
+"""Loops that count, over rows of held-out data (`for i in range(0, len(x_test), 32): model(x_test[i:i + 32])`)."""
+
+import ast
+import re
+
+from lockstep.lint.analysis.context import Loop, inside
+from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
+from lockstep.lint.analysis.kinds import EVALUATION
+from lockstep.lint.analysis.nodes import Words, idents, last, walk
+from lockstep.lint.analysis.training import LOSSES
+
+__all__ = ["over_rows"]
+
+# What is counted beside held-out data, says which of its rows count, or may be something else.
+BESIDE = Words(
+    r"loss|acc|score|metric|hist|best|result|curve|perf|auc|f1|time|name|path|file|dir|mode|iou|psnr|log|every|freq"
+    r"|interval|step|mask|len|num|count|size|valid(?!ation|_(set|data|x|y|im|in|lab))|^(val|dev|eval|infer(ence)?)$",
+    re.IGNORECASE,
+)
+COUNTS = {"range", "trange"}
+
+
+def over_rows(site: Site, nest: list[Loop]) -> bool:
+    """Whether a model is given rows of held-out data in a loop that counts, or a loss compares its output with some."""
+    loop = nest[0] if nest else None
+    if loop is None or not counts(loop):
+        return False
+    rows = rows_in(loop, site.scope)
+    if any(holds(value, rows) for value in (*site.call.args, *(item.value for item in site.call.keywords))):
+        return True
+    outputs = {bind.key for bind in site.scope.bound(site.stmt)}
+    return any(
+        other.line > site.line
+        and LOSSES.search(other.name)
+        and outputs & set(idents(other.call))
+        and holds(other.call, rows)
+        and inside(other.stmt, loop, site.module)
+        for other in site.scope.sites
+    )
+
+
+def counts(loop: Loop) -> bool:
+    """Whether a loop counts (`while i < n`, `for i in tqdm(range(n))`)."""
+    if isinstance(loop, ast.While):
+        return True
+    return any(isinstance(part, ast.Call) and last(part) in COUNTS for part in walk(loop.iter))
+
+
+@kept
+def rows_in(loop: Loop, scope: Scope) -> frozenset[str]:
+    """The names in a loop that hold rows of held-out data, or what is made of them."""
+    rows: set[str] = set()
+    for stmt in scope.stmts:
+        if isinstance(stmt, ast.Assign | ast.AnnAssign) and inside(stmt, loop, scope.module):
+            rows |= {bind.key for bind in scope.bound(stmt) if bind.value is not None and holds(bind.value, rows)}
+    return frozenset(rows)
+
+
+def holds(node: ast.AST, rows: set[str] | frozenset[str]) -> bool:
+    """Whether an expression takes rows of held-out data, by a number that is worked out, or holds some already."""
+    return any(
+        (isinstance(item, ast.Name) and item.id in rows) or (isinstance(item, ast.Subscript) and takes(item))
+        for item in walk(node)
+    )
+
+
+def takes(item: ast.Subscript) -> bool:
+    """Whether an expression takes a part of what is called held-out data (`x_test[i:i + 32]`)."""
+    name = last(item.value) if isinstance(item.value, ast.Name | ast.Attribute) else ""
+    counted = any(isinstance(part, ast.Name) for part in walk(item.slice))
+    return counted and EVALUATION.search(name) and not BESIDE.search(name)
