@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.lint.analysis.imports import adds
+from lockstep.lint.analysis.imports import texts
 from lockstep.lint.config import configure
 from lockstep.lint.runner import check_paths
 
@@ -184,4 +184,4 @@ def test_a_function_that_is_not_here_may_turn_print_off_by_its_name(tmp_path, na
 
 def test_a_long_function_of_blank_lines_is_read_fast():
     text = "import sys\n\ndef add(path):\n" + "                \n" * 3000 + "x = 1\n"
-    assert list(adds(text)) == []
+    assert list(texts("path", text, 0)) == []

@@ -244,12 +244,3 @@ def mentioned(text: str) -> Iterator[tuple[str, int]]:
         yield module, level
         for name in NAME.finditer(match["names"]):
             yield (f"{module}.{name[1]}" if module else name[1]), level
-
-
-def adders(text: str) -> Iterator[str]:
-    """The functions of a text that add what they are given to `sys.path`."""
-    for call in ADDS.finditer(text):
-        start = text.rfind("\ndef ", 0, call.start()) if text[call.start()].isspace() else -1
-        function = ADDER.match(text, start + 1) if start >= 0 else None
-        if function is not None and re.search(rf"\b{function[2]}\b", call[1]):
-            yield function[1]
