@@ -1,10 +1,10 @@
 """The labelled scripts: how a label is matched, and what stands of the labels of two readers.
 
 `labels.json` holds one reader's labels of 56 scripts, `labels2.json` two readers' labels of 650 others and one
-reader's of 498 (its parts `development5`, `development6`, `development9`, `development11` and `development12`). An
-entry of the second has "readers", each with "labels" and "arguable" of its own, and after somebody has settled where
-they differ "labels" and "arguable" beside it. A label is `{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`,
-the line counted within the cell.
+reader's of 703 (its parts `development5`, `development6`, `development9`, `development11`, `development12` and, read
+beside the linter's findings, `development13`). An entry of the second has "readers", each with "labels" and "arguable"
+of its own, and after somebody has settled where they differ "labels" and "arguable" beside it. A label is
+`{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within the cell.
 """
 
 import json

@@ -1,7 +1,6 @@
 """The calls that evaluate a model: over held-out data, in a function that says that it tests, after eval()."""
 
 import ast
-from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import Loop, loops, withs
@@ -17,16 +16,11 @@ from lockstep.lint.analysis.view import View
 __all__ = ["evaluations"]
 
 
-def evaluations(view: View) -> Iterator[Site]:
+@kept
+def evaluations(view: View) -> tuple[Site, ...]:
     """The calls that evaluate, those of a helper after those of a model."""
-    later: list[Site] = []
-    for site in view.sites():
-        if evaluates(view, site):
-            if is_forward(view, site):
-                yield site
-            else:
-                later.append(site)
-    yield from later
+    found = [site for site in view.sites() if evaluates(view, site)]
+    return tuple(sorted(found, key=lambda site: not is_forward(view, site)))
 
 
 def evaluates(view: View, site: Site) -> bool:
@@ -35,15 +29,15 @@ def evaluates(view: View, site: Site) -> bool:
     if scope.name == "forward" or view.steps.backwards(site):
         return False
     nest = loops(site.stmt, scope.module)
-    if not nest and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
-        return False  # nothing is done with what the model gives: its layers are shown or measured
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
     if not held_out and tests_by_name(view, scope, bool(nest)):
         held_out = not any(view.steps.backwards(s) for s in scope.sites)  # it may test the gradients of what it runs
-    held_out = held_out or (is_forward(view, site) and over_rows(site, nest))
+    held_out = held_out or (over_rows(site, nest) and is_forward(view, site))
     by_data = not held_out and given_held_out(site) and (is_forward(view, site) or run_by(view, site) is not None)
     if not held_out and not by_data and not scope.named("eval"):
         return False  # the cheap question first: most calls are neither
+    if not nest and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
+        return False  # nothing is done with what the model gives: its layers are shown or measured
     if by_data and not set_to_eval(site, run_model(site), nest):
         return without_graph(view, site) is False and not trained_on(view, site)
     if runs_part(view, site):
