@@ -26,7 +26,7 @@ def evaluations(view: View) -> tuple[Site, ...]:
 def evaluates(view: View, site: Site) -> bool:
     """Whether a call runs a model over held-out data, or in a function that says it tests."""
     scope = site.scope
-    if scope.name == "forward" or view.steps.backwards(site):
+    if scope.name == "forward":
         return False
     nest = loops(site.stmt, scope.module)
     held_out = any(isinstance(loop, ast.For) and holds_out(view, loop.iter, scope) for loop in nest)
@@ -35,7 +35,9 @@ def evaluates(view: View, site: Site) -> bool:
     held_out = held_out or (over_rows(site, nest) and is_forward(view, site))
     by_data = not held_out and given_held_out(site) and (is_forward(view, site) or run_by(view, site) is not None)
     if not held_out and not by_data and not scope.named("eval"):
-        return False  # the cheap question first: most calls are neither
+        return False  # the cheap questions first: most calls are neither
+    if view.steps.backwards(site):
+        return False
     if not nest and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_forward(view, site):
         return False  # nothing is done with what the model gives: its layers are shown or measured
     if by_data and not set_to_eval(site, run_model(site), nest):

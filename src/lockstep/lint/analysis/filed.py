@@ -5,10 +5,14 @@ from collections.abc import Callable
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 
 __all__ = ["handed_path", "makes_file", "reads_file", "same_path", "written"]
+
+# What gives the path that a call writes or reads.
+Finder = Callable[[View, Site], ast.expr | None]
 
 
 def written(view: View, site: Site) -> ast.expr | None:
@@ -53,21 +57,34 @@ def reads_file(view: View, site: Site) -> ast.expr | None:
     return site.call.args[0] if opens and reads and site.call.args else None
 
 
-def handed_path(view: View, site: Site, find: Callable[[View, Site], ast.expr | None], side: int) -> ast.expr | None:
+def handed_path(view: View, site: Site, find: Finder, side: int) -> ast.expr | None:
     """The path that a call hands to a function of the project, which writes or reads such a file on one side of a test
     of the rank (1), or without any (0).
     """
     function = view.calls.target(site.call, site.scope)
-    for inner in function.sites if function is not None and function.owner is None else ():
-        if function is None or view.ranks.side(inner.stmt, function) != side:
-            continue
+    if function is None or function.owner is not None:
+        return None
+    for inner, name in taken(view, function, find):
+        if view.ranks.side(inner.stmt, function) == side:
+            return argument(site.call, 1, "f") if name is None else passed(site, function, name)
+    return None
+
+
+@kept
+def taken(view: View, function: Scope, find: Finder) -> tuple[tuple[Site, str | None], ...]:
+    """The calls in a function that write or read what one of its parameters names; None where it hands all that it is
+    given to torch.save (`def save_on_master(*args): torch.save(*args)`).
+    """
+    found: list[tuple[Site, str | None]] = []
+    for inner in function.sites:
         first = next(iter(inner.call.args), None)
-        if isinstance(first, ast.Starred) and view.full(inner) == "torch.save":  # `def save_on_master(*args)`
-            return argument(site.call, 1, "f")
+        if isinstance(first, ast.Starred) and view.full(inner) == "torch.save":
+            found.append((inner, None))
+            continue
         path = find(view, inner)
         if isinstance(path, ast.Name) and path.id in function.params and path.id not in function.binds:
-            return passed(site, function, path.id)
-    return None
+            found.append((inner, path.id))
+    return tuple(found)
 
 
 def same_path(view: View, path: ast.expr, read: ast.expr, scope: Scope) -> bool:

@@ -235,12 +235,13 @@ def texts(value: str, text: str, depth: int) -> Iterator[tuple[str, ...]]:
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
     """The dotted names that the import lines of a text may mean, each with its number of leading dots."""
-    for match in IMPORTS.finditer(text):
-        if match["plain"] is not None:
-            yield from ((name[1], 0) for name in NAME.finditer(match["plain"]))
+    lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(text))
+    for plain, dots, names in lines:
+        if plain is not None:
+            yield from ((name, 0) for name in NAME.findall(plain))
             continue
-        module = match["module"].lstrip(".")
-        level = len(match["module"]) - len(module)
+        module = dots.lstrip(".")
+        level = len(dots) - len(module)
         yield module, level
-        for name in NAME.finditer(match["names"]):
-            yield (f"{module}.{name[1]}" if module else name[1]), level
+        for name in NAME.findall(names):
+            yield (f"{module}.{name}" if module else name), level

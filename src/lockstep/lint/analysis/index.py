@@ -146,6 +146,8 @@ class Module:
     scopes: list[Scope] = field(default_factory=list)
     imports: dict[str, Imported] = field(default_factory=dict)
     stars: list[Imported] = field(default_factory=list)
+    # The statements that name something in what they evaluate themselves, by what they name.
+    named: dict[str, list[tuple[ast.stmt, Scope]]] = field(default_factory=dict)
     imported: list[Imported] = field(default_factory=list)
     up: dict[ast.stmt, tuple[ast.stmt, str]] = field(default_factory=dict)
     whole: bool = True
@@ -293,12 +295,15 @@ class _Indexer:
             blocks.append(([item for item in value if isinstance(item, ast.stmt)], name))
 
     def expression(self, root: ast.expr, stmt: ast.stmt, scope: Scope) -> None:
+        named = self.module.named
         for node in walk(root):
             self.budget -= 1
             if isinstance(node, ast.Call):
                 scope.sites.append(Site(node, stmt, scope, last(node.func)))
             elif isinstance(node, ast.Attribute):
                 scope.reads.append((node, stmt))
+            elif isinstance(node, ast.Name):
+                named.setdefault(node.id, []).append((stmt, scope))
             elif isinstance(node, ast.NamedExpr):
                 self.add(node.target, node.value, stmt, scope, "assign")
 

@@ -8,7 +8,7 @@ from lockstep.lint.analysis.context import Guard, choices, guards, inside, withs
 from lockstep.lint.analysis.drivers import driven
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, is_none, last, strings, walk
+from lockstep.lint.analysis.nodes import Words, is_none, last, strings
 from lockstep.lint.analysis.programs import STARTS, Programs
 from lockstep.lint.analysis.ranktests import RankTests
 
@@ -90,7 +90,7 @@ class Ranks:
         name, found = function.name, []
         for member in self.calls.project.users(function.module) if function.owner is None else ():
             if member.words[name] > (member is function.module):
-                found += [(stmt, scope) for stmt, scope in named_in(member).get(name, ()) if name not in scope.binds]
+                found += [(stmt, scope) for stmt, scope in member.named.get(name, ()) if name not in scope.binds]
         return bool(found) and all(self.side(stmt, scope) for stmt, scope in found)
 
     @kept
@@ -197,20 +197,6 @@ class Ranks:
         tests = list(guards(site.stmt, site.module))
         alone = any("__main__" in strings(guard.test) for guard in tests) or self.main_only(site.stmt, site.scope)
         return not alone and not self.single(site.stmt, site.scope)
-
-
-@kept
-def named_in(module: Module) -> dict[str, list[tuple[ast.stmt, Scope]]]:
-    """The statements of a file that name something in what they evaluate themselves, by what they name."""
-    table: dict[str, list[tuple[ast.stmt, Scope]]] = {}
-    for scope in module.scopes:
-        for stmt in scope.stmts:
-            for _, value in ast.iter_fields(stmt):
-                for part in value if isinstance(value, list) else [value]:
-                    for node in walk(part) if isinstance(part, ast.expr) else ():
-                        if isinstance(node, ast.Name):
-                            table.setdefault(node.id, []).append((stmt, scope))
-    return table
 
 
 def callee(decorator: ast.expr) -> ast.expr:

@@ -1,6 +1,7 @@
 """LS001: nn.DataParallel."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards
@@ -14,6 +15,8 @@ __all__ = ["RULE"]
 
 MESSAGE = "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
 NAMES = ("DataParallel", "data_parallel")
+# Where one of them is given another name, by an import or by an assignment.
+ALIASED = re.compile(r"\b(?:DataParallel|data_parallel) +as\b|=\s*[\w.]*\b(?:DataParallel|data_parallel)\b(?!\s*[(.])")
 # Where a Trainer of Lightning is told how to run on several devices, and what makes it DataParallel.
 TOLD = ("strategy", "accelerator", "distributed_backend", "plugins")
 STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
@@ -21,7 +24,8 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
-    for site in view.module.sites() if any(name in view.module.text for name in NAMES) else ():
+    aliased = ALIASED.search(view.module.text) is not None  # else the calls of these names alone need be asked
+    for site in view.sites() if aliased else view.sites(*NAMES):
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
         if (torchs or (not full and site.name == "DataParallel")) and not again(site):

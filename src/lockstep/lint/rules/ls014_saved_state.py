@@ -251,9 +251,11 @@ def unwaited(view: View) -> Iterator[Found]:
 
 def saved_by_main(view: View, site: Site) -> ast.expr | None:
     """The path of a file that a call writes on rank 0 alone, by the test around it or in a helper."""
-    if view.ranks.side(site.stmt, site.scope) == 1:
-        return makes_file(view, site) or handed_path(view, site, makes_file, 0)
-    return handed_path(view, site, makes_file, 1)
+    path, helped = makes_file(view, site), handed_path(view, site, makes_file, 1)
+    if path is None and helped is None:
+        path = handed_path(view, site, makes_file, 0)
+    alone = path is not None and view.ranks.side(site.stmt, site.scope) == 1  # the dear question last
+    return path if alone else helped
 
 
 def read_by_all(view: View, site: Site) -> ast.expr | None:
