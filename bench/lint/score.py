@@ -6,7 +6,7 @@ A label that is arguable counts neither for nor against. FILE is labels.json, or
 kept aside are scored only where --part names them; several parts are scored together. All scripts must be there.
 With --torchfix COMMAND, TorchFix's findings on the same files are counted beside. The last two rows count as a
 person reads it: a rule that is told once a file, with the number of its other lines, is one finding there, right if
-half of the lines are, and one label.
+half of the lines are, and one label. Below the table the totals stand again with their counts.
 """
 
 import argparse
@@ -69,15 +69,26 @@ class Tally:
 
     def row(self, rules):
         """Precision, recall and their counts for some rules."""
+        right, told, found, labels = self.counts(rules)
+        return ratio(right, told), told, ratio(found, labels), labels
+
+    def counts(self, rules):
+        """Right findings, all findings, labels that were found, and all labels of some rules."""
         right, wrong, found, missed = (
             sum(c[r] for r in rules) for c in (self.right, self.wrong, self.found, self.missed)
         )
-        return ratio(right, right + wrong), right + wrong, ratio(found, found + missed), found + missed
+        return right, right + wrong, found, found + missed
+
+    def total(self, name, rules):
+        """One line of a total: its counts, and the ratios with three digits."""
+        right, told, found, labels = self.counts(rules)
+        precision, recall = ratio(right, told, 3), ratio(found, labels, 3)
+        return f"{name}: precision {precision} ({right} of {told}), recall {recall} ({found} of {labels})"
 
 
-def ratio(part, whole):
-    """A ratio with two digits, or a dash."""
-    return f"{part / whole:.2f}" if whole else "-"
+def ratio(part, whole, digits=2):
+    """A ratio with so many digits, or a dash."""
+    return f"{part / whole:.{digits}f}" if whole else "-"
 
 
 def lint(path, config):
@@ -134,8 +145,11 @@ def report(chosen, ours, read, theirs):
         if theirs:
             row += [theirs.row(rules)[0], theirs.row(rules)[2]]
         print(f"| {' | '.join(row)} |")
-    for name, rules in [("default rules", default), ("all rules", list(RULES))]:
+    totals = [("default rules", default), ("all rules", list(RULES))]
+    for name, rules in totals:
         print(f"| {name}, as told | {' | '.join(map(str, read.row(rules)))} |")
+    for tally, how in ((ours, ""), (read, ", as told")):
+        print(*(tally.total(name + how, rules) for name, rules in totals), sep="\n")
 
 
 if __name__ == "__main__":
