@@ -101,6 +101,20 @@ def test_the_commands_bits_output_and_exit_code_are_kept(folder):
     assert done.returncode == 0
 
 
+def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(folder):
+    both = (
+        "import os, subprocess, sys\n"
+        "environments = [{**os.environ, 'RANK': rank} for rank in '01']\n"
+        "started = [subprocess.Popen([sys.executable, 'train.py'], env=each) for each in environments]\n"
+        "[process.wait() for process in started]\n"
+    )
+    for name, world, words in (("single", "1", ["train.py"]), ("both", "2", ["-c", both])):
+        ran("-m", "lockstep", "trace", "-o", name, "--", sys.executable, *words, cwd=folder, WORLD_SIZE=world)
+    done = ran("-m", "lockstep", "compare", "single", "both", cwd=folder)
+    assert done.returncode == 0, done
+    assert "both: the 2 processes do not train together: there is no process group" in done.stdout
+
+
 def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
     code = "import sys; print(sorted({'torch', 'numpy', 'lockstep.trace.hooks'} & set(sys.modules))); sys.exit(5)"

@@ -29,7 +29,7 @@ from lockstep.trace.judge_update import (
 )
 from lockstep.trace.pairing import Pair, Spot, apart, paired
 from lockstep.trace.reading import Part, Run, TraceError, distance
-from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, share, unlike
+from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, apart_from_each_other, share, unlike
 from lockstep.trace.verdict import Finding, Verdict
 
 __all__ = ["judged"]
@@ -58,6 +58,10 @@ def judged(one: Run, two: Run) -> Verdict:
         state.trained.look(step.two)
         if not verdict.unproven:
             state.follow(step, verdict)
+    for side in (pair.one, pair.two):
+        if apart_from_each_other(side.spots[0]):
+            text = f"{side.name}: the {side.world} processes do not train together: there is no process group"
+            verdict.notes.append(f"{text}, and each does the whole training by itself")
     verdict.notes += state.trained.note(verdict.judged)
     if state.noise:
         text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"

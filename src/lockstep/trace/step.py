@@ -9,7 +9,7 @@ from lockstep.trace.pairing import Pair, Spot
 from lockstep.trace.reading import Whole
 from lockstep.trace.verdict import Finding
 
-__all__ = ["FIRST", "GROWTH", "ROUNDOFF", "SECOND", "Step", "share", "unlike"]
+__all__ = ["FIRST", "GROWTH", "ROUNDOFF", "SECOND", "Step", "apart_from_each_other", "share", "unlike"]
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST, SECOND = "the first run", "the second run"
@@ -37,7 +37,9 @@ class Step:
     flagged: list[str] = field(default_factory=list)
 
     def finding(self, stage: str, cause: str, text: str, where: str = "", rank: int = -1) -> Finding:
-        if cause in ("rank-weights", "unreduced", "overlapping") and any(_alone(spot) for _, spot in self.sides()):
+        if cause in ("rank-weights", "unreduced", "overlapping") and any(
+            apart_from_each_other(spot) for _, spot in self.sides()
+        ):
             cause = "alone"
         names = dict.fromkeys([*self.pair.two.frameworks, *self.pair.one.frameworks])
         return Finding(*self.at, stage, where, rank, cause, text, said(cause, names))
@@ -48,7 +50,7 @@ class Step:
         yield FIRST, self.one
 
 
-def _alone(spot: Spot) -> bool:
+def apart_from_each_other(spot: Spot) -> bool:
     """Whether several processes were started, and none made a process group until its first step."""
     ranks = spot.part.ranks.values()
     return spot.part.world > 1 and not any(rank.head["initialized"] for rank in ranks)
