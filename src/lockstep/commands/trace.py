@@ -46,7 +46,7 @@ def command(argv: list[str]) -> int:
         return int(end.code or 0)
     program = argv[at + 1 :]
     if not program:
-        raise ConfigError("lockstep trace: nothing stands behind `--`: lockstep trace -o DIR -- python train.py ...")
+        raise ConfigError("nothing stands behind `--`: lockstep trace -o DIR -- python train.py ...")
     if shutil.which(program[0]) is None:
         hint = f": python {program[0]}" if program[0].endswith(".py") else ""
         raise ConfigError(f"lockstep trace: there is no program '{printable(program[0])}'; give one behind `--`{hint}")
