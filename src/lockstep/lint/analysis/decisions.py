@@ -68,7 +68,8 @@ def _fed(name: str, sites: list[Site]) -> Iterator[ast.stmt]:
 def counts(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
     """Whether a statement of a loop only counts (`step += 1`, `step = epoch * len(loader) + i`), alike on all ranks."""
     given = scope.bound(stmt)
-    return bool(given) and all(_counting(bind, loop, scope, set()) for bind in given)
+    seen: set[str] = set()  # of all ways back: one that is no count is enough
+    return bool(given) and all(_counting(bind, loop, scope, seen) for bind in given)
 
 
 def _counting(bind: Bind, loop: Loop, scope: Scope, seen: set[str]) -> bool:
@@ -94,7 +95,8 @@ def _is_count(value: ast.expr, loop: Loop, scope: Scope, seen: set[str]) -> bool
     inside_loop = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module) or b.stmt is loop]
     if key in seen or not inside_loop:
         return key in seen or "." not in key or OPTIONS.search(key)
-    return all(_counting(bind, loop, scope, seen | {key}) for bind in inside_loop)
+    seen.add(key)
+    return all(_counting(bind, loop, scope, seen) for bind in inside_loop)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -31,12 +31,7 @@ def over_rows(site: Site, nest: list[Loop]) -> bool:
         return True
     outputs = {bind.key for bind in site.scope.bound(site.stmt)}
     return any(
-        other.line > site.line
-        and LOSSES.search(other.name)
-        and outputs & set(idents(other.call))
-        and holds(other.call, rows)
-        and inside(other.stmt, loop, site.module)
-        for other in site.scope.sites
+        line > site.line and outputs & names for line, names in (compared(loop, site.scope) if outputs else ())
     )
 
 
@@ -48,11 +43,20 @@ def counts(loop: Loop) -> bool:
 
 
 @kept
+def compared(loop: Loop, scope: Scope) -> list[tuple[int, set[str]]]:
+    """The losses of a loop that are given rows of held-out data: their lines, with the names that they compare."""
+    rows = rows_in(loop, scope)
+    losses = (site for name, sites in scope.by_name.items() if LOSSES.search(name) for site in sites)
+    held = (site for site in losses if inside(site.stmt, loop, scope.module) and holds(site.call, rows))
+    return [(site.line, set(idents(site.call))) for site in held]
+
+
+@kept
 def rows_in(loop: Loop, scope: Scope) -> frozenset[str]:
     """The names in a loop that hold rows of held-out data, or what is made of them."""
     rows: set[str] = set()
-    for stmt in scope.stmts:
-        if isinstance(stmt, ast.Assign | ast.AnnAssign) and inside(stmt, loop, scope.module):
+    for stmt in (node for part in loop.body for node in walk(part)):
+        if isinstance(stmt, ast.Assign | ast.AnnAssign):
             rows |= {bind.key for bind in scope.bound(stmt) if bind.value is not None and holds(bind.value, rows)}
     return frozenset(rows)
 
