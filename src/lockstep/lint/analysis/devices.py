@@ -11,7 +11,7 @@ from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.losses import READS, SYNCS
 from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, is_none, keyword, last, walk
 from lockstep.lint.analysis.origins import element_of
-from lockstep.lint.analysis.pace import dead
+from lockstep.lint.analysis.pace import turned_off
 from lockstep.lint.analysis.training import LOSSES
 from lockstep.lint.analysis.view import View
 
@@ -119,7 +119,7 @@ def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
         return False
     binds = view.origins.binds(key, scope, line)
     if binds:
-        anew = [(b, home) for b, home in binds if not stays(b) and not starts(b) and not dead(b.stmt, home)]
+        anew = [(b, home) for b, home in binds if not stays(b) and not starts(b) and not turned_off(b.stmt, home)]
         if not anew and all(starts(bind) for bind, _ in binds):
             return added_to(view, key, scope, names - 1)
         return all(holds(view, bind, home, names - 1) for bind, home in anew or binds)

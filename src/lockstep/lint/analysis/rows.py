@@ -30,9 +30,7 @@ def over_rows(site: Site, nest: list[Loop]) -> bool:
     if any(holds(value, rows) for value in (*site.call.args, *(item.value for item in site.call.keywords))):
         return True
     outputs = {bind.key for bind in site.scope.bound(site.stmt)}
-    return any(
-        line > site.line and outputs & names for line, names in (compared(loop, site.scope) if outputs else ())
-    )
+    return any(line > site.line and outputs & names for line, names in (compared(loop, site.scope) if outputs else ()))
 
 
 def counts(loop: Loop) -> bool:
