@@ -92,6 +92,7 @@ def train(model, x, y, optimizer):
         ("x = x.cuda()", "TensorDataset(x, y)", 0),  # its workers could not hand that out
         ("data = TensorDataset(x.to('cuda'), y.to('cuda'))", "data", 0),
         ("data = TensorDataset(x.to('cpu'), y)", "data", 1),
+        ("x = x.cuda()", "build(x, y)", 1),  # may bring them back
     ],
 )
 def test_data_that_is_on_the_device(first, data, number):

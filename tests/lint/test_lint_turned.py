@@ -151,6 +151,23 @@ def test_what_never_runs_is_told_nothing_of(test, found):
     assert lines(f"{start}if {test}:\n    print(1)\nelse:\n    print(2)\n") == found
 
 
+@pytest.mark.parametrize(
+    ("test", "idle", "line"),
+    [
+        ("False", "torch.manual_seed(0)", 4),
+        ("0", "torch.manual_seed(0)", 4),
+        ("False", "model = torch.nn.Linear(3, 3)", 4),
+        ("args.seed", "torch.manual_seed(0)", None),
+        ("True", "torch.manual_seed(0)", None),
+    ],
+)
+def test_what_never_runs_mends_nothing(test, idle, line):
+    text = f"import torch\nif {test}:\n    {idle}\nmodel = torch.nn.Linear(2, 2)\n"
+    text += "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nfor x in loader:\n    optimizer.zero_grad()\n"
+    text += "    model(x).sum().backward()\n    optimizer.step()\n"
+    assert [f.line for f in check_text(text, configure({}, "LS008", ""))] == ([line] if line else [])
+
+
 STARTS = """
 import torch.distributed as dist
 

@@ -195,6 +195,22 @@ class Calls:
         scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
         return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
 
+    @kept
+    def by_base(self, method: Scope) -> list[Site]:
+        """The calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there): of one
+        that the class leaves to others, or that is overridden here.
+        """
+        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
+        if owner is None or owner.kind != "class":
+            return []
+        return [
+            site
+            for parent in self.names.parents(owner)
+            for caller in parent.defs.values()
+            for site in caller.named(method.name)
+            if dotted(site.receiver) in ("self", "cls")
+        ]
+
     def namesakes(self, function: Scope) -> list[Site]:
         """The calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)

@@ -85,6 +85,8 @@ def given_by(view: View, call: ast.Call, scope: Scope, names: int) -> bool:
     if moves(call) and (name == "cuda" or keyword(call, "device") is not None or "dtype" not in ast.unparse(call)):
         place = argument(call, 0, "device")
         return moves_data(view, call.func.value, scope) and not view.is_cpu(place, scope)
+    if name == "to" and view.is_cpu(argument(call, 0, "device"), scope):
+        return False
     return made(view, call, scope, (), names) or on_device(view, call.func.value, scope, names)
 
 

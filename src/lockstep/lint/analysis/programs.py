@@ -9,7 +9,7 @@ from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.fixed import never
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -193,7 +193,7 @@ class Programs:
         ):
             return False  # what runs it may be elsewhere
         callers = self.calls.callers(scope)
-        if len(callers) > 3 or depth > 3 or (not callers and self.overridden(scope)):
+        if len(callers) > 3 or depth > 3 or (not callers and self.calls.by_base(scope)):
             return False
         if sum(member.words[name] for member in self.project.users(scope.module)) != 1 + len(callers):
             return False
@@ -288,18 +288,11 @@ class Programs:
             current = queue.pop()
             if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
-            for site in self.calls.callers(current) or self.overridden(current) or self.makers(current):
+            for site in self.calls.callers(current) or self.calls.by_base(current) or self.makers(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
-
-    def overridden(self, method: Scope) -> list[Site]:
-        """The calls of the method of a parent class that a method stands for (`self.train_epoch(loader)` there)."""
-        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
-        parents = self.calls.names.parents(owner) if owner is not None and owner.kind == "class" else ()
-        meant = (each.defs[method.name] for each in parents if method.name in each.defs)
-        return [site for each in meant for site in self.calls.callers(each) if dotted(site.receiver) in ("self", "cls")]
 
     def makers(self, method: Scope) -> list[Site]:
         """The calls that make objects which have a method, where only calls of its name may run it: one of several
