@@ -31,6 +31,8 @@ def main(data):
         ("if accelerator.is_local_main_process: accelerator.gather(data)", True),
         ("if not accelerator.is_main_process: accelerate.utils.wait_for_everyone()", True),
         ("if accelerator.is_main_process: model, optimizer = accelerator.prepare(model, optimizer)", True),
+        ("if accelerator.is_main_process: accelerate.utils.reduce(data)", True),
+        ("if accelerator.is_main_process: accelerate.utils.save(data, 'data.pt')", False),
         ("if accelerator.is_main_process: loader = accelerator.prepare(loader)", False),
         ("if accelerator.is_main_process: optimizer = accelerator.prepare(optimizer)", False),
         ("if accelerator.is_main_process: data.gather(1)", False),

@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Bind, Module, Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names, bound_locally
-from lockstep.lint.analysis.nodes import dotted, keyword, last
+from lockstep.lint.analysis.nodes import dotted, element_of, keyword, last
 
 __all__ = ["Calls", "given", "passed"]
 
@@ -135,7 +135,9 @@ class Calls:
             current = current.parent
         for home in homes:
             binds = [b for b in home.binds.get(key, [])[:MAX_BINDS] if b.how in ("assign", "with")]
-            found = [value for value in map(_placed, binds) if value is not None]
+            found = [
+                value for b in binds for value in element_of(b.value, b.path)
+            ]  # also `total, meter = 0.0, Meter()`
             if found:
                 yield from ((value, home) for value in found)
                 return
@@ -215,16 +217,6 @@ class Calls:
         """The calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
-
-
-def _placed(bind: Bind) -> ast.expr | None:
-    """The value that a name is given, also by a tuple that is written out (`total, meter = 0.0, Meter()`)."""
-    value = bind.value
-    for place in bind.path:
-        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
-            return None
-        value = value.elts[place]
-    return value
 
 
 def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:

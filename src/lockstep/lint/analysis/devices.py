@@ -9,8 +9,18 @@ from lockstep.lint.analysis.hosts import MADE, moves
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.losses import READS, SYNCS
-from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, is_none, keyword, last, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.nodes import (
+    Words,
+    argument,
+    base,
+    constant,
+    dotted,
+    element_of,
+    is_none,
+    keyword,
+    last,
+    walk,
+)
 from lockstep.lint.analysis.pace import turned_off
 from lockstep.lint.analysis.training import LOSSES
 from lockstep.lint.analysis.view import View

@@ -36,7 +36,7 @@ def waits_in_accelerate(view: View, site: Site) -> bool:
     if FABRIC.search(last(site.receiver)):
         return site.name in OF_FABRIC and "lightning_fabric" in view.frameworks
     if view.full(site).startswith("accelerate.utils."):
-        return site.name != "prepare"
+        return site.name in WAITS | GATHERS | COLLECTIVES  # `save` writes on the main process, and waits for nobody
     if site.receiver is None or view.calls.target(site.call, site.scope) is not None:
         return False
     if site.name in WAITS:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.literals import returned
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
-from lockstep.lint.analysis.origins import element_of, under
+from lockstep.lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, walk
+from lockstep.lint.analysis.origins import under
 from lockstep.lint.analysis.training import Training, Trainings
 
 __all__ = ["LOSS", "READS", "SYNCS", "bare", "is_number", "is_read", "key", "loss_names", "read"]
@@ -196,16 +196,17 @@ def is_read(calls: Calls, bind: Bind, scope: Scope) -> bool:
     """Whether a name is given what was read from the device, there or in the function of the project that gives it, or
     a part of that (`losses = step(x)`, then `losses["total"]`, `losses.pop("total")`).
     """
-    value, place = bind.value, None
+    value = bind.value
+    place: object = None
     if read(value) or gives_number(calls, value, bind.path, scope):
         return True
     if isinstance(value, ast.Call) and last(value) in ("pop", "get") and isinstance(value.func, ast.Attribute):
-        value, place = value.func.value, constant(next(iter(value.args), None))
+        place, value = constant(next(iter(value.args), None)), value.func.value
     elif isinstance(value, ast.Subscript):
         put = put_under(value, scope)
         if put and all(map(read, put)):
             return True
-        value, place = value.value, constant(value.slice)
+        place, value = constant(value.slice), value.value
     if value is bind.value or not isinstance(value, ast.Name):
         return value is not bind.value and gives_number(calls, value, (), scope, place)
     whole = scope.binds.get(value.id, [])

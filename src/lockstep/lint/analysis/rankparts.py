@@ -4,11 +4,11 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope
-from lockstep.lint.analysis.nodes import constant, dotted
-from lockstep.lint.analysis.origins import element_of, under
+from lockstep.lint.analysis.nodes import constant, dotted, element_of
+from lockstep.lint.analysis.origins import under
 from lockstep.lint.analysis.ranknumbers import RankNumbers
 
-__all__ = ["keyed", "placed"]
+__all__ = ["in_table", "in_tuple"]
 
 # How many names and functions a tuple or a dictionary is followed through, and how many values in all.
 MAX_STEPS = 3
@@ -17,16 +17,30 @@ MAX_VALUES = 60
 Value = tuple[ast.expr, Scope]
 
 
-def placed(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
-    """What a name is given as part of a tuple (`main, device = set_up()`), but for True, as it is in one process."""
-    for bind, home in numbers.bound(key, scope):
+def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
+    """What a name is given as part of a tuple (`main, device = set_up()`), and whatever else it is given then, but for
+    True, as it is in one process.
+    """
+    binds = numbers.bound(key, scope)
+    if not any(bind.path for bind, _ in binds):
+        return
+    for bind, home in binds:
+        if not bind.path and bind.value is not None and constant(bind.value) is None:
+            yield bind.value, home
         for whole, place in made(numbers, bind.value, home) if bind.path and bind.how == "assign" else ():
             yield from ((part, place) for part in element_of(whole, bind.path) if constant(part) is not True)
 
 
-def keyed(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[Value]:
-    """What stands at a place that is written out, of a dictionary or a tuple (`env["main"]`), but for True."""
+def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[Value]:
+    """What stands at a place that is written out, of a dictionary or a tuple (`env["main"]`), or is put there, but for
+    True.
+    """
     key = constant(node.slice)
+    for stmt in scope.stmts if isinstance(key, str | int) else ():
+        if isinstance(stmt, ast.Assign) and constant(stmt.value) is not True:
+            places = [target for target in stmt.targets if isinstance(target, ast.Subscript)]
+            if any(dotted(p.value) == dotted(node.value) and constant(p.slice) == key for p in places):
+                yield stmt.value, scope
     for whole, home in made(numbers, node.value, scope) if isinstance(key, str | int) else ():
         parts = under(whole, key) if isinstance(whole, ast.Dict) else ()
         if isinstance(whole, ast.Tuple) and isinstance(key, int) and key >= 0:

@@ -24,7 +24,7 @@ COUNTS = {"range", "trange"}
 def over_rows(site: Site, nest: list[Loop]) -> bool:
     """Whether a model is given rows of held-out data in a loop that counts, or a loss compares its output with some."""
     loop = nest[0] if nest else None
-    if loop is None or not counts(loop):
+    if loop is None or not counts_turns(loop):
         return False
     rows = rows_in(loop, site.scope)
     if any(holds(value, rows) for value in (*site.call.args, *(item.value for item in site.call.keywords))):
@@ -33,7 +33,7 @@ def over_rows(site: Site, nest: list[Loop]) -> bool:
     return any(line > site.line and outputs & names for line, names in (compared(loop, site.scope) if outputs else ()))
 
 
-def counts(loop: Loop) -> bool:
+def counts_turns(loop: Loop) -> bool:
     """Whether a loop counts (`while i < n`, `for i in tqdm(range(n))`)."""
     if isinstance(loop, ast.While):
         return True
