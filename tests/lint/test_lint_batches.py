@@ -64,6 +64,7 @@ MOVED = {"loss": "model(batch.to(device)).sum()"}
         ({"pin": "PIN_MEMORY"}, 0),
         ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', True)).lower() == 'true'"}, 1),
         ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', False)).lower() == 'true'"}, 0),
+        ({"pin": "PIN_MEMORY", "constant": "options.get('pin', True) == 'true'"}, 0),
         ({"pin": "trainer.args.dataloader_pin_memory"}, 1),
         ({"pin": "trainer.args.dataloader_pin_memory", "constant": "dict(dataloader_pin_memory=False)"}, 0),
     ],
