@@ -79,10 +79,22 @@ class Programs:
         """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
-            one = constant(argument(site.call, 2, "devices")) in (1, "1") and keyword(site.call, "num_nodes") is None
+            devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
+            one = is_one(devices) and (nodes is None or is_one(nodes))
             host = constant(argument(site.call, 0, "accelerator")) == "cpu"
             return not one and not host and not site.module.path.endswith(".ipynb")
-        return full in FUNCTION_LAUNCHERS and constant(keyword(site.call, "num_processes")) != 1
+        if full not in FUNCTION_LAUNCHERS:
+            return False
+        return not is_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
+
+    def one_worker(self, site: Site) -> bool:
+        """Whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
+        config = keyword(site.call, "scaling_config")
+        if isinstance(config, ast.Name):
+            binds = site.scope.binds.get(config.id, [])
+            config = binds[0].value if len(binds) == 1 and not binds[0].path else None
+        made = isinstance(config, ast.Call) and last(config) == "ScalingConfig"
+        return made and isinstance(config, ast.Call) and is_one(argument(config, 1, "num_workers"))
 
     def deepspeed(self, site: Site) -> bool:
         """Whether a call hands the model to DeepSpeed."""
@@ -336,6 +348,13 @@ class Programs:
         return any(map(for_several, found)) or any(
             ask(site) for ask, name in engines for scope in below for site in scope.named(name)
         )
+
+
+def is_one(count: ast.expr | None) -> bool:
+    """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
+    if isinstance(count, ast.List | ast.Tuple):
+        return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
+    return constant(count) in (1, "1")
 
 
 def on_object(site: Site) -> bool:
