@@ -132,6 +132,11 @@ def main(model, data, optimizer, criterion, device, args):
         ("step += loss.item()", True),
         ("if loss < 1: step += 1", True),
         ("step += len(x)", False),
+        ("step += x.size(0)", False),
+        ("step += x.shape[0]", False),
+        ("step += x.size(1)", True),
+        ("step, last = epoch * len(loader) + i, 0", False),
+        ("step, last = loss.item(), 0", True),
     ],
 )
 def test_a_counter_of_turns_is_no_score(count, told):

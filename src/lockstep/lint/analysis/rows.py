@@ -51,12 +51,14 @@ def compared(loop: Loop, scope: Scope) -> list[tuple[int, set[str]]]:
 
 @kept
 def rows_in(loop: Loop, scope: Scope) -> frozenset[str]:
-    """The names in a loop that hold rows of held-out data, or what is made of them."""
+    """The names in a loop that hold rows of held-out data, or what is made of them, and nothing else."""
     rows: set[str] = set()
+    other: set[str] = set()
     for stmt in (node for part in loop.body for node in walk(part)):
         if isinstance(stmt, ast.Assign | ast.AnnAssign):
-            rows |= {bind.key for bind in scope.bound(stmt) if bind.value is not None and holds(bind.value, rows)}
-    return frozenset(rows)
+            for bind in scope.bound(stmt) if stmt.value is not None else ():
+                (rows if bind.value is not None and holds(bind.value, rows) else other).add(bind.key)
+    return frozenset(rows - other)
 
 
 def holds(node: ast.AST, rows: set[str] | frozenset[str]) -> bool:
