@@ -113,6 +113,21 @@ def test_a_test_of_what_was_brought_to_the_cpu_does_not_wait(place, told):
 
 
 @pytest.mark.parametrize(
+    ("lines_of_sum", "told"),
+    [
+        ("count = 0\n        count += out.sum()\n        print(count)", True),
+        ("norm += out.sum()\n        print(norm)", True),
+        ("print(norm)\n        norm += out.sum()", True),
+        ("for k in range(9):\n            print(norm)\n        norm += out.sum()", True),
+        ("count = 0\n        count += out.sum()\n        count = 3\n        print(count)", False),
+        ("count = 0\n        print(count)\n        count += out.sum()", False),
+    ],
+)
+def test_a_sum_that_is_begun_anew_before_it_is_shown(lines_of_sum, told):
+    assert any("print" in line for line in found(LEARNS + lines_of_sum)) is told
+
+
+@pytest.mark.parametrize(
     ("given", "told"),
     [
         ("losses['loss'], reduced", True),
