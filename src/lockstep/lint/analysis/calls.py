@@ -234,6 +234,8 @@ def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
     """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
     if site.name in STARTERS:
         return next((item.value for item in site.call.keywords if item.arg == name), None)
+    if site.name == "partial" and function.name != "partial":  # its own first argument is the function
+        return given(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
     return given(site.call, function, name)
 
 
