@@ -174,6 +174,12 @@ def test_a_flag_that_callers_give_and_some_runs_turn_off():
     assert found(text.replace("rank, epochs", "epochs, noted=True")) == 1
 
 
+@pytest.mark.parametrize(("before", "told"), [("noted = True", 1), ("noted = False", 0), ("noted = rank == 0", 1)])
+def test_a_flag_that_callers_give_in_vain(before, told):
+    text = FLAG.format(before=before, between="pass")
+    assert found(text.replace("rank, epochs", "rank, epochs, noted=None")) == told
+
+
 MICRO = """
 import torch
 

@@ -3,8 +3,8 @@
 import ast
 import re
 
-from lockstep.lint.analysis.context import Guard, above, inside, loops
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import Guard, Loop, above, inside, loops
+from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
@@ -199,13 +199,22 @@ def meant(test: ast.expr, scope: Scope) -> ast.expr:
     if isinstance(test, ast.BoolOp):
         values = [meant(value, scope) for value in test.values]
         return test if values == test.values else ast.copy_location(ast.BoolOp(test.op, values), test)
-    binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) and test.id not in scope.params else []
+    binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) else []
+    if isinstance(test, ast.Name) and test.id in scope.params and any(kept_by_some(b, test, scope) for b in binds):
+        return test
     value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
     tests = isinstance(
         value, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.BinOp
     )  # no choice by the turn: `flags[i % 2]`
     counts = value is not None and tests and any(turns_left(node) is not None for node in walk(value))
     return value if value is not None and (counts or isinstance(constant(value), bool)) else test
+
+
+def kept_by_some(bind: Bind, test: ast.expr, scope: Scope) -> bool:
+    """Whether a parameter that is bound anew may still be what the caller gave where a test asks for it."""
+    return bind.stmt.lineno >= test.lineno or any(
+        isinstance(n, ast.If | ast.Try | Loop) for n, _ in above(bind.stmt, scope.module)
+    )
 
 
 def far_apart(test: ast.expr) -> bool:
