@@ -203,10 +203,7 @@ def meant(test: ast.expr, scope: Scope) -> ast.expr:
     if isinstance(test, ast.Name) and test.id in scope.params and any(kept_by_some(b, test, scope) for b in binds):
         return test
     value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
-    tests = isinstance(
-        value, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.BinOp
-    )  # no choice by the turn: `flags[i % 2]`
-    counts = value is not None and tests and any(turns_left(node) is not None for node in walk(value))
+    counts = value is not None and any(turns_left(node) is not None for node in walk(value))
     return value if value is not None and (counts or isinstance(constant(value), bool)) else test
 
 

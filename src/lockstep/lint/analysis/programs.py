@@ -80,12 +80,12 @@ class Programs:
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
             devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
-            one = is_one(devices) and (nodes is None or is_one(nodes))
+            one = says_one(devices) and (nodes is None or says_one(nodes))
             host = constant(argument(site.call, 0, "accelerator")) == "cpu"
             return not one and not host and not site.module.path.endswith(".ipynb")
         if full not in FUNCTION_LAUNCHERS:
             return False
-        return not is_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
+        return not says_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
 
     def one_worker(self, site: Site) -> bool:
         """Whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
@@ -94,7 +94,7 @@ class Programs:
             binds = site.scope.binds.get(config.id, [])
             config = binds[0].value if len(binds) == 1 and not binds[0].path else None
         made = isinstance(config, ast.Call) and last(config) == "ScalingConfig"
-        return made and isinstance(config, ast.Call) and is_one(argument(config, 1, "num_workers"))
+        return made and isinstance(config, ast.Call) and says_one(argument(config, 1, "num_workers"))
 
     def deepspeed(self, site: Site) -> bool:
         """Whether a call hands the model to DeepSpeed."""
@@ -350,7 +350,7 @@ class Programs:
         )
 
 
-def is_one(count: ast.expr | None) -> bool:
+def says_one(count: ast.expr | None) -> bool:
     """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
     if isinstance(count, ast.List | ast.Tuple):
         return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
