@@ -64,6 +64,7 @@ MOVED = {"loss": "model(batch.to(device)).sum()"}
         ({"pin": "PIN_MEMORY"}, 0),
         ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', True)).lower() == 'true'"}, 1),
         ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', False)).lower() == 'true'"}, 0),
+        ({"pin": "PIN_MEMORY", "constant": "options.get('pin', True) == 'true'"}, 0),
         ({"pin": "trainer.args.dataloader_pin_memory"}, 1),
         ({"pin": "trainer.args.dataloader_pin_memory", "constant": "dict(dataloader_pin_memory=False)"}, 0),
     ],
@@ -92,6 +93,7 @@ def train(model, x, y, optimizer):
         ("x = x.cuda()", "TensorDataset(x, y)", 0),  # its workers could not hand that out
         ("data = TensorDataset(x.to('cuda'), y.to('cuda'))", "data", 0),
         ("data = TensorDataset(x.to('cpu'), y)", "data", 1),
+        ("x = x.cuda()", "build(x, y)", 1),  # may bring them back
     ],
 )
 def test_data_that_is_on_the_device(first, data, number):

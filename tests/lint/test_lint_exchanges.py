@@ -60,6 +60,11 @@ def told(text, rule):
         ("loss = model.module.criterion(model(x))", 0),
         ("loss = model.forward(x).sum()", 0),
         ("loss = step(model, x) + model.module.penalty()", 0),  # what is not in sight may run the wrapper
+        ("loss = step([model], x) + model.module.penalty()", 0),
+        ("loss = step(x, nets={'one': model}) + model.module.penalty()", 0),
+        ("loss = step(model.module, x) + model.module.penalty()", 1),
+        ("loss = step(model.parameters()) + model.module.penalty()", 1),
+        ("loss = [model][0](x) + model.module.penalty()", 0),
         ("loss = net(x).sum()\n        model.module.eval()", 0),
         ("out = model.module.encode(x)\n        loss = nn.functional.mse_loss(out, x)", 1),
         ("loss = net(x).sum()\n        model.module.update(x)", 0),
@@ -96,12 +101,23 @@ def test_gradients_that_are_averaged_by_hand():
             1,
             0,
         ),
+        (f"{TEACHER}\n    teacher.student = student", "student", 1, 0),
+        (f"{TEACHER}\n    teacher.module.student = nn.Sequential(student)", "student", 1, 0),
         ("student = nn.Linear(4, 2)\n    both = nn.Sequential(student)\n    teacher = DDP(both)", "student", 1, 0),
     ],
 )
 def test_a_model_that_trains_beside_the_wrapped_one(made, trained, exchanging, apart):
     text = BESIDE.format(made=made, trained=trained)
     assert told(text, "LS009") == exchanging
+    assert told(text, "LS031") == apart
+
+
+@pytest.mark.parametrize(
+    ("call", "apart"), [("share(student)", 0), ("both = share([teacher, student])", 0), ("share(teacher)", 1)]
+)
+def test_a_model_that_is_handed_to_what_is_not_in_sight(call, apart):
+    text = "from tools.nets import share\n" + BESIDE.format(made=f"{TEACHER}\n    {call}", trained="student")
+    assert told(text, "LS009") == 0
     assert told(text, "LS031") == apart
 
 

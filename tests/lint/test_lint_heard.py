@@ -1,8 +1,10 @@
 """LS028: output that other files of a program write, by its trainers, its helpers and what it finds on `sys.path`."""
 
+import time
+
 import pytest
 
-from lockstep.lint.analysis.imports import texts
+from lockstep.lint.analysis.imports import folders_added
 from lockstep.lint.config import configure
 from lockstep.lint.runner import check_paths
 
@@ -184,4 +186,11 @@ def test_a_function_that_is_not_here_may_turn_print_off_by_its_name(tmp_path, na
 
 def test_a_long_function_of_blank_lines_is_read_fast():
     text = "import sys\n\ndef add(path):\n" + "                \n" * 3000 + "x = 1\n"
-    assert list(texts("path", text, 0)) == []
+    assert list(folders_added(f"{text}sys.path.append(path)\n")) == []
+
+
+def test_names_that_stand_for_many_names_are_followed_within_bounds():
+    names = "".join(f"a = b{i} + b{i + 1}\nb{i} = c + d\n" for i in range(300))
+    start = time.process_time()
+    assert list(folders_added("sys.path.append(a)\n" * 200 + names + "c = 1\n" * 3000)) == []
+    assert time.process_time() - start < 10  # took hours

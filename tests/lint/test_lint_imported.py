@@ -151,3 +151,15 @@ def main(rank, losses):
     found = check_text(text, configure({}, "ALL", ""))
     assert "LS000" not in {finding.rule for finding in found}
     assert [finding.line for finding in found if finding.rule == "LS028"] == [9]
+
+
+@pytest.mark.parametrize(("other", "lines"), [("show = quiet", [4]), ("pass", [4]), ("raise", [4])])
+def test_of_an_import_and_another_name_in_its_place_the_import_comes_first(tmp_path, other, lines):
+    (tmp_path / "setup.cfg").write_text("")
+    (tmp_path / "fast.py").write_text("import torch\n\ndef show():\n    print('x')\n")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\ndef quiet():\n    pass\ntry:\n    from fast import show\n"
+        f"except ImportError:\n    {other}\ndist.init_process_group('nccl')\nshow()\n"
+    )
+    found = check_paths([str(tmp_path / "fast.py")], configure({}, "LS028", ""))
+    assert [finding.line for finding in found] == lines

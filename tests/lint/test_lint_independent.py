@@ -163,3 +163,10 @@ def test_an_answer_that_a_search_cut_short_is_not_kept(tmp_path):
     (tmp_path / "two.py").write_text("import torch\nimport one\n\none.a(torch.load('cuda')).go()\n")
     paths = [str(tmp_path / "one.py"), str(tmp_path / "two.py")]
     assert check_paths(paths, ALL) == check_paths(paths[::-1], ALL)
+
+
+def test_names_that_two_files_give_each_other_end(tmp_path):
+    (tmp_path / "a.py").write_text("from b import X\nY = X\nmodel = Y()\nY().cuda()\n")
+    paths = [str(tmp_path / "a.py"), str(tmp_path / "b.py")]
+    (tmp_path / "b.py").write_text("from a import Y\nX = Y\nX().cuda()\n")
+    assert [f.message for f in check_paths(paths, ALL) if f.rule == "LS000"] == []

@@ -268,6 +268,17 @@ def printed(text, path="example.py"):
         ("accelerate", "accelerate.notebook_launcher(train, (1,), num_processes=2)", True),
         ("accelerate", "accelerate.notebook_launcher(function=train, args=(1,))", True),
         ("accelerate", "accelerate.notebook_launcher(train, (1,), num_processes=1)", False),
+        ("accelerate", "accelerate.notebook_launcher(train, (1,), 1)", False),
+        (
+            "ray.train.torch",
+            "ray.train.torch.TorchTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=1)).fit()",
+            False,
+        ),
+        (
+            "ray.train.torch",
+            "ray.train.torch.TorchTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2)).fit()",
+            True,
+        ),
         ("mine", "mine.TorchTrainer(train)", False),
         ("mine", "TorchTrainer(train)", False),
     ],

@@ -36,6 +36,13 @@ main(1)
         ("if rank != 0: logger.propagate = False", False),
         ("if rank != 0: logger.handlers.clear()", False),
         ("if rank != 0: logger.info = print", False),
+        ("if rank != 0: logger.level = 50", False),
+        ("if rank != 0: logging.root.handlers = []", False),
+        ("voice = logging.getLogger(); voice.disabled = rank != 0", False),
+        ("voice = logging.getLogger()\n    if rank != 0: voice.handlers = []", False),
+        ("if rank != 0: model.level = 50", True),
+        ("if rank != 0: model.handlers = []", True),
+        ("model.disabled = rank != 0", True),
         ("logger.disabled = False", True),
         ("if rank != 0: model.info = 1", True),
         ("if rank != 0: model.clear()", True),
@@ -191,3 +198,26 @@ def test_a_logger_of_the_projects_own_with_a_filter(tmp_path, keep, told):
         "dist.init_process_group('nccl')\nlog = Log(number=dist.get_rank())\nlog.info('begin')\n"
     )
     assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS028", ""))) is told
+
+
+HANDLED = """
+import logging
+import torch.distributed as dist
+logging.basicConfig(level=logging.INFO)
+logger = logging.getLogger(__name__)
+
+def main(rank):
+    dist.init_process_group("nccl")
+    handler = logging.{handler}
+    if rank == 0:
+        handler.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    logger.info("begin")
+
+main(1)
+"""
+
+
+@pytest.mark.parametrize(("handler", "told"), [("FileHandler('log.txt')", True), ("StreamHandler()", False)])
+def test_the_level_of_a_file_says_nothing_of_the_screen(handler, told):
+    assert bool(lines(HANDLED.format(handler=handler))) is told

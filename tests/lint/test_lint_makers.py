@@ -108,6 +108,12 @@ if __name__ == "__main__":
         ({"path": "'./model'"}, False),
         ({"path": "checkpoint_path"}, False),
         ({"path": "output_dir"}, False),
+        ({"path": "'best/model'"}, False),
+        ({"path": "*path"}, False),
+        ({"path": "path, cache_dir='./cache'"}, True),
+        ({"path": "'openai/bestow-savedata'"}, True),
+        ({"before": "checkpoint = 'bert-base-cased'", "path": "checkpoint"}, True),
+        ({"before": "base = './model'", "path": "base"}, False),
     ],
 )
 def test_a_head_that_is_added_to_a_loaded_model(change, found):

@@ -71,14 +71,69 @@ LOGGED = "writer.add_scalar('loss', loss, i)"
         ("reduced", ".pop('loss')", False),
         ("reduced", "['loss']", False),
         ("{'loss': losses['loss'].item()}", "['loss']", False),
+        ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", "['loss']", False),
+        ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", ".pop('loss')", False),
+        ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", "['raw']", True),
+        ("{**losses, 'loss': losses['loss'].item()}", "['raw']", True),
     ],
 )
 def test_what_a_step_gives_back(given, part, told):
     assert (LOGGED in found(STEPPED.format(part=part), given=given)) is told
 
 
+@pytest.mark.parametrize(("part", "told"), [("['loss']", False), ("['raw']", True)])
+def test_what_a_step_gives_back_under_a_name(part, told):
+    kept = "{'loss': losses['loss'].item(), 'raw': losses['loss']}"
+    assert (LOGGED in found(STEPPED.format(part=part), reduced=kept, given="reduced")) is told
+
+
+PUT = LEARNS + (
+    "key = 'loss'\n        logs[{key}] = loss.item()\n        {more}\n        last_loss = logs[{asked}]\n        {read}"
+)
+
+
 @pytest.mark.parametrize(
-    ("given", "told"), [("losses['loss'], reduced", True), ("losses['loss'].item(), losses", False)]
+    ("key", "more", "asked", "told"),
+    [
+        ("'loss'", "pass", "'loss'", False),
+        ("key", "pass", "key", False),
+        ("'loss'", "logs['raw'] = loss", "'raw'", True),
+        ("'loss'", "logs['loss'] = loss", "'loss'", True),
+    ],
+)
+def test_what_is_put_under_a_key_and_taken_from_there(key, more, asked, told):
+    read = "print(last_loss)"
+    assert (read in found(PUT.format(key=key, more=more, asked=asked, read=read))) is told
+
+
+@pytest.mark.parametrize(("place", "told"), [("'cpu'", False), ("device='cpu'", False), ("torch.float32", True)])
+def test_a_test_of_what_was_brought_to_the_cpu_does_not_wait(place, told):
+    test = "if kept > 3: pass"
+    assert (test in found(f"{LEARNS}kept = loss.detach().to({place})\n        {test}")) is told
+
+
+@pytest.mark.parametrize(
+    ("lines_of_sum", "told"),
+    [
+        ("count = 0\n        count += out.sum()\n        print(count)", True),
+        ("norm += out.sum()\n        print(norm)", True),
+        ("print(norm)\n        norm += out.sum()", True),
+        ("for k in range(9):\n            print(norm)\n        norm += out.sum()", True),
+        ("count = 0\n        count += out.sum()\n        count = 3\n        print(count)", False),
+        ("count = 0\n        print(count)\n        count += out.sum()", False),
+    ],
+)
+def test_a_sum_that_is_begun_anew_before_it_is_shown(lines_of_sum, told):
+    assert any("print" in line for line in found(LEARNS + lines_of_sum)) is told
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("losses['loss'], reduced", True),
+        ("losses['loss'].item(), losses", False),
+        ("losses['loss'], losses['loss'].item()", True),
+    ],
 )
 def test_one_of_several_values(given, told):
     line = f"loss, rest = step(model, x, y, optimizer, 4)\n        {LOGGED}"

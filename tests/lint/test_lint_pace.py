@@ -77,6 +77,15 @@ def found(text):
         ("if example in names: show(loss)", 0),
         ("if sample == names: show(loss)", 0),
         ("if False: show(loss)", 0),
+        ("noted = False\n        if noted: show(loss)", 0),
+        ("noted = False\n        if noted and args.log: show(loss)", 0),
+        ("noted = True\n        if not noted: show(loss)", 0),
+        ("noted = True\n        if noted: pass\n        else: show(loss)", 0),
+        ("noted = False\n        if noted: pass\n        else: show(loss)", 1),
+        ("noted = False\n        if not noted or args.log: show(loss)", 1),
+        ("if best is None: best = show(loss)", 0),
+        ("best = None\n        if best is None: best = show(loss)", 1),
+        ("if best is None: best = show(loss)\n        best = None", 1),
         ("if True: show(loss)", 1),
         ("if i % 10 == 0: show(loss)", 0),
         ("if i % 10 != 0: show(loss)", 1),
@@ -158,6 +167,17 @@ def train(model, loader, optimizer, rank, epochs):
 )
 def test_a_flag_that_is_set_before_the_epochs(before, between, told):
     assert found(FLAG.format(before=before, between=between)) == told
+
+
+def test_a_flag_that_callers_give_and_some_runs_turn_off():
+    text = FLAG.format(before="if epochs == 1: noted = False", between="pass")
+    assert found(text.replace("rank, epochs", "epochs, noted=True")) == 1
+
+
+@pytest.mark.parametrize(("before", "told"), [("noted = True", 1), ("noted = False", 0), ("noted = rank == 0", 1)])
+def test_a_flag_that_callers_give_in_vain(before, told):
+    text = FLAG.format(before=before, between="pass")
+    assert found(text.replace("rank, epochs", "rank, epochs, noted=None")) == told
 
 
 MICRO = """

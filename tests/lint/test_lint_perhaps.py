@@ -134,3 +134,50 @@ Trainer(None).train([])
 )
 def test_a_read_before_the_method_wraps(made, first, number):
     assert len(check_text(METHOD.format(made=made, first=first), configure({}, "LS027", ""))) == number
+
+
+OWN = """
+import torch
+
+def train(model, actor, loader, optimizer, actor_optimizer):
+    for i, x in enumerate(loader):
+        loss = model(x).mean() / 4
+        loss.backward()
+        if i % 50 == 0:
+            actor_optimizer.zero_grad()
+            actor_loss = actor(x).mean()
+            actor_loss.backward()
+            actor_optimizer.step()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_the_step_of_gradients_that_its_own_arm_computes_is_not_the_accumulations():
+    found = check_text(OWN, configure({}, "LS012", ""))
+    assert [(finding.line, "last full group" in finding.message) for finding in found] == [(13, True)]
+
+
+PARTIAL = """
+import functools
+import torch
+
+def train(model, loader, optimizer, every):
+    for i, x in enumerate(loader):
+        model(x).mean().backward()
+        if (i + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+def main(model, loader, optimizer):
+    run = functools.partial(train, model, loader, {given})
+    run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("optimizer, 1", False), ("optimizer, 4", True), ("optimizer, every=1", False)]
+)
+def test_what_partial_gives_a_function(given, told):
+    assert bool(check_text(PARTIAL.format(given=given), configure({}, "LS012", ""))) is told

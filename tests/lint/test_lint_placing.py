@@ -279,3 +279,16 @@ def test_a_trainers_arguments_choose_the_device(options, told):
     slots = {"names": "TrainingArguments", "before": "import os", "first": "pass", "last": "pass"} | options
     text = ARGUED.format(**slots).replace("import torch\n", "import os\nimport torch\n", 1)
     assert bool(check_text(text, configure({}, "LS007", ""))) is told
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("device = 'cuda:0' if rank == 0 else 'cuda:1'", False),
+        ("device = 'cuda:1' if torch.cuda.is_available() else 'cpu'", True),
+        ("device = 'cuda:1' if rank == 0 else 'cuda:1'", True),
+        ("if rank == 0: device = 'cuda:0'\n    else: device = 'cuda:1'", False),
+    ],
+)
+def test_a_device_of_several_that_are_written_out(place, told):
+    assert bool(lines(inside=f"{place}\n    model = model.to(device)")) is told

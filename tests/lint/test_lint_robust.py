@@ -99,6 +99,21 @@ HOSTILE = {
     "null": "\0",
     "thousands of loops": LOOP * 2500,
     "thousands of guards": "if rank == 0:\n    print(rank)\n    dist.barrier()\n" * 5000,
+    "counts of counts": (
+        "def f(model, loader, optimizer):\n    model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "    for i, y in enumerate(loader):\n        model(y).sum().backward()\n        optimizer.step()\n"
+        + "".join(f"        v{n} = v{n + 1} + v{n + 1}\n" for n in range(25))
+        + "        v25 = i\n        if v0 > 3:\n            break\n"
+    ),
+    "tuples that many functions give": (
+        "dist.init_process_group('nccl')\n"
+        + "".join(
+            f"def f{n}():\n" + "".join(f"    if x == {i}:\n        return f{n + 1}()\n" for i in range(70))
+            for n in range(3)
+        )
+        + "def f3():\n    return True, 1\nmain, device = f0()\n"
+        + "if main:\n    print(1)\n" * 900
+    ),
     "thousands of assignments": "x[1]=a+b*c-d;" * 20000,
 }
 

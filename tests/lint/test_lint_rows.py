@@ -44,6 +44,7 @@ for epoch in range(9):
         ({"inner": "for i in range(9): guess = net(x_val[i])", "rows": "x = train_set[i]"}, 1),
         # nothing says that the rows are held out
         ({"rows": "x = train_set[i]"}, 0),
+        ({"rows": "x = test_set[i]; x = train_set[i]"}, 0),
         ({"rows": "x = rows[i]", "score": "print(test_set[i])"}, 0),
         ({"rows": "x = test_losses[i]"}, 0),
         ({"rows": "x = x[valid[i]]"}, 0),

@@ -70,6 +70,27 @@ def main(args):
         ("dist.get_rank() == 0", "(first, 1)", "env", "env[0]", False),
         ("dist.get_rank() == 0", "first, 1", "count, default", "default", True),
         ("args.fp16", "first, 1", "default, count", "default", True),
+        (
+            "dist.get_rank() == 0",
+            "first, 1",
+            "default, count = set_up(args)\n    default = args.fp16\n    other",
+            "default",
+            True,
+        ),
+        (
+            "dist.get_rank() == 0",
+            "{'first': first}",
+            "env = set_up(args)\n    env['first'] = args.fp16\n    other",
+            "env['first']",
+            True,
+        ),
+        (
+            "dist.get_rank() == 0",
+            "{'count': 1}",
+            "env = set_up(args)\n    env['first'] = args.rank == 0\n    other",
+            "env['first']",
+            False,
+        ),
         ("args.fp16", "{'first': first, 'count': 1}", "env", "env['first']", True),
         ("dist.get_rank() == 0", "{'first': first, 'count': 1}", "env", "env['count']", True),
     ],
@@ -151,6 +172,23 @@ def test_what_never_runs_is_told_nothing_of(test, found):
     assert lines(f"{start}if {test}:\n    print(1)\nelse:\n    print(2)\n") == found
 
 
+@pytest.mark.parametrize(
+    ("test", "idle", "line"),
+    [
+        ("False", "torch.manual_seed(0)", 4),
+        ("0", "torch.manual_seed(0)", 4),
+        ("False", "model = torch.nn.Linear(3, 3)", 4),
+        ("args.seed", "torch.manual_seed(0)", None),
+        ("True", "torch.manual_seed(0)", None),
+    ],
+)
+def test_what_never_runs_mends_nothing(test, idle, line):
+    text = f"import torch\nif {test}:\n    {idle}\nmodel = torch.nn.Linear(2, 2)\n"
+    text += "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nfor x in loader:\n    optimizer.zero_grad()\n"
+    text += "    model(x).sum().backward()\n    optimizer.step()\n"
+    assert [f.line for f in check_text(text, configure({}, "LS008", ""))] == ([line] if line else [])
+
+
 STARTS = """
 import torch.distributed as dist
 
@@ -188,6 +226,10 @@ main(1)
         ("", "print(1)", True),
         ("devices=4", "print(1)", True),
         ("devices=1", "print(1)", False),
+        ("devices=[1]", "print(1)", False),
+        ("devices=[0, 1]", "print(1)", True),
+        ("devices=1, num_nodes=1", "print(1)", False),
+        ("devices=1, num_nodes=2", "print(1)", True),
         ("", "fabric.print(1)", False),
         ("", "if fabric.is_global_zero: print(1)", False),
     ],

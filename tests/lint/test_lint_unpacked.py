@@ -1,7 +1,10 @@
 """LS022: by how many hands batches go before they are moved, and which of them Accelerate moves."""
 
+import ast
+
 import pytest
 
+from lockstep.lint.analysis.nodes import constant, element_of
 from lockstep.lint.config import configure
 from lockstep.lint.runner import check_text
 
@@ -104,3 +107,19 @@ def main(model, optimizer, data, parts):
 )
 def test_accelerate_moves_the_batches_of_what_it_prepares(line, number):
     assert told(PREPARED.format(line=line)) == number
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "found"),
+    [
+        ("(1, 2)", (1,), [2]),
+        ("(1, (2, 3))", (1, 0), [2]),
+        ("(*xs, 2)", (1,), []),
+        ("(1, *xs)", (0,), [1]),
+        ("(1, 2)", (2,), []),
+        ("xs", (0,), []),
+    ],
+)
+def test_what_stands_at_a_place_of_a_tuple(value, path, found):
+    node = ast.parse(value, mode="eval").body
+    assert [constant(each) for each in element_of(node, path)] == found

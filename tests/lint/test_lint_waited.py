@@ -31,9 +31,12 @@ def main(data):
         ("if accelerator.is_local_main_process: accelerator.gather(data)", True),
         ("if not accelerator.is_main_process: accelerate.utils.wait_for_everyone()", True),
         ("if accelerator.is_main_process: model, optimizer = accelerator.prepare(model, optimizer)", True),
+        ("if accelerator.is_main_process: accelerate.utils.reduce(data)", True),
+        ("if accelerator.is_main_process: accelerate.utils.save(data, 'data.pt')", False),
         ("if accelerator.is_main_process: loader = accelerator.prepare(loader)", False),
         ("if accelerator.is_main_process: optimizer = accelerator.prepare(optimizer)", False),
         ("if accelerator.is_main_process: data.gather(1)", False),
+        ("if accelerator.is_main_process: accelerator.save(model, data)", False),
         ("accelerator.wait_for_everyone()", False),
         ("if accelerator.is_main_process: accelerator.print(1)", False),
         (
@@ -129,6 +132,11 @@ def main(model, data, optimizer, criterion, device, args):
         ("step += loss.item()", True),
         ("if loss < 1: step += 1", True),
         ("step += len(x)", False),
+        ("step += x.size(0)", False),
+        ("step += x.shape[0]", False),
+        ("step += x.size(1)", True),
+        ("step, last = epoch * len(loader) + i, 0", False),
+        ("step, last = loss.item(), 0", True),
     ],
 )
 def test_a_counter_of_turns_is_no_score(count, told):
@@ -213,6 +221,15 @@ PATH = 'os.path.join(args.out, "last.pt")'
         (f"helpers.save_on_master(net, {PATH})", "pass", f"helpers.load_weights(net, {PATH})", True),
         (f"helpers.keep(net, {PATH})", "pass", f"net = torch.load({PATH})", True),
         (f"path = {PATH}; helpers.keep(net, path)", "pass", f"net = torch.load({PATH})", True),
+        (f"path = {PATH}; helpers.keep(net, path)", "pass", "net = torch.load(path)", True),
+        (f"path = {PATH}\n    helpers.keep(net, path)", "path = args.out", "net = torch.load(path)", False),
+        (
+            f"path = {PATH}\n    helpers.keep(net, path)",
+            "if args.new: path = args.out",
+            "net = torch.load(path)",
+            False,
+        ),
+        (f"helpers.keep(net, {PATH})", "args = other(args)", f"net = torch.load({PATH})", False),
         (f"if dist.get_rank() == 0: helpers.save(net, {PATH})", "pass", f"helpers.load_weights(net, {PATH})", True),
         (f"helpers.keep(net, {PATH})", "dist.barrier()", f"helpers.load_weights(net, {PATH})", False),
         (f"helpers.keep(net, {PATH})", "helpers.compare(net)", f"helpers.load_weights(net, {PATH})", False),
@@ -270,6 +287,28 @@ class Agent:
 @pytest.mark.parametrize(("key", "told"), [('"one"', True), ('"two"', False), ("rank", True)])
 def test_a_wrapper_under_one_key_of_a_table(key, told):
     assert bool(lines(TABLE.replace("KEY", key), "LS014")) is told
+
+
+@pytest.mark.parametrize(
+    ("nets", "key", "told"),
+    [
+        ('{"one": DDP(net), "two": other}', '"one"', True),
+        ('{"one": DDP(net), "two": other}', '"two"', False),
+        ('{"one": DDP(net), "two": other}', "rank", True),
+        ('{**DDP(net), "two": other}', '"one"', True),
+        ('{kind: DDP(net), "two": other}', '"one"', True),
+        ("[DDP(net), other]", "0", True),
+        ("[DDP(net), other]", "1", False),
+        ("[DDP(net), other]", "-1", True),
+        ("[*others, DDP(net)]", "0", True),
+    ],
+)
+def test_a_wrapper_at_one_place_of_a_table_that_is_written_out(nets, key, told):
+    text = TABLE.replace("self, nets):", "self, net, other, others, kind):").replace(
+        "self.nets = nets", f"self.nets = {nets}"
+    )
+    text = text.replace('        self.nets["one"] = DDP(self.nets["one"])\n', "")
+    assert bool(lines(text.replace("KEY", key), "LS014")) is told
 
 
 SHARED = """

@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from lockstep.lint.analysis.budget import WORK, TooIntricate
-from lockstep.lint.analysis.context import dead
 from lockstep.lint.analysis.importers import Graph, Importers, draw
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.notebooks import place
@@ -149,8 +148,6 @@ def _run(rule: Rule, view: View, config: Config) -> Iterator[Finding]:
     seen: set[int] = set()
     for found in rule.check(view):
         line = getattr(found.node, "lineno", 1)
-        if any(start <= line <= end for start, end in dead(view.module)):
-            continue
         if line not in seen and (not found.opinion or rule.code in config.opinions):
             seen.add(line)
             yield _finding(rule, found, view.module)

@@ -5,7 +5,7 @@ import re
 
 from lockstep.lint.analysis.context import above, parted
 from lockstep.lint.analysis.index import Bind, Site
-from lockstep.lint.analysis.nodes import base, idents, keyword, last, strings, targets, walk
+from lockstep.lint.analysis.nodes import base, element_of, idents, keyword, last, strings, targets, walk
 
 __all__ = [
     "asked",
@@ -55,12 +55,9 @@ def taken(value: ast.expr, own: set[str]) -> bool:
 
 
 def placed(bind: Bind) -> ast.expr:
-    """What a binding takes its value from: what stands at its place in a tuple that is written out."""
-    value = bind.value or ast.Constant(None)
-    for place in bind.path:
-        if isinstance(value, ast.Tuple | ast.List) and place < len(value.elts):
-            value = value.elts[place]
-    return value
+    """What a binding takes its value from: what stands at its place in a tuple that is written out, or the whole."""
+    whole = bind.value or ast.Constant(None)
+    return next(element_of(whole, bind.path), whole)
 
 
 def moves_device(call: ast.Call) -> bool:

@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Bind, Module, Scope, Site
+from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.names import Names, bound_locally
-from lockstep.lint.analysis.nodes import dotted, keyword, last
+from lockstep.lint.analysis.nodes import dotted, element_of, keyword, last
 
 __all__ = ["Calls", "given", "passed"]
 
@@ -135,7 +135,9 @@ class Calls:
             current = current.parent
         for home in homes:
             binds = [b for b in home.binds.get(key, [])[:MAX_BINDS] if b.how in ("assign", "with")]
-            found = [value for value in map(_placed, binds) if value is not None]
+            found = [
+                value for b in binds for value in element_of(b.value, b.path)
+            ]  # also `total, meter = 0.0, Meter()`
             if found:
                 yield from ((value, home) for value in found)
                 return
@@ -195,20 +197,26 @@ class Calls:
         scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
         return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
 
+    @kept
+    def by_base(self, method: Scope) -> list[Site]:
+        """The calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there): of one
+        that the class leaves to others, or that is overridden here.
+        """
+        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
+        if owner is None or owner.kind != "class":
+            return []
+        return [
+            site
+            for parent in self.names.parents(owner)
+            for caller in parent.defs.values()
+            for site in caller.named(method.name)
+            if dotted(site.receiver) in ("self", "cls")
+        ]
+
     def namesakes(self, function: Scope) -> list[Site]:
         """The calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
-
-
-def _placed(bind: Bind) -> ast.expr | None:
-    """The value that a name is given, also by a tuple that is written out (`total, meter = 0.0, Meter()`)."""
-    value = bind.value
-    for place in bind.path:
-        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
-            return None
-        value = value.elts[place]
-    return value
 
 
 def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
@@ -226,6 +234,8 @@ def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
     """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
     if site.name in STARTERS:
         return next((item.value for item in site.call.keywords if item.arg == name), None)
+    if site.name == "partial" and function.name != "partial":  # its own first argument is the function
+        return given(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
     return given(site.call, function, name)
 
 

@@ -15,7 +15,6 @@ __all__ = [
     "above",
     "apart",
     "choices",
-    "dead",
     "following",
     "guards",
     "inside",
@@ -119,17 +118,6 @@ def choices(site: Site) -> Iterator[Guard]:
         elif isinstance(node, ast.BoolOp):
             place = next((i for i, v in enumerate(node.values) if any(item is site.call for item in walk(v))), 0)
             yield from (Guard(value, isinstance(node.op, ast.And), site.stmt) for value in node.values[:place])
-
-
-@kept
-def dead(module: Module) -> tuple[tuple[int, int], ...]:
-    """The lines, first and last, of what a file never runs: blocks under `if False:`."""
-    found = []
-    for stmt in (stmt for scope in module.scopes for stmt in scope.stmts):
-        if isinstance(stmt, ast.If | ast.While) and isinstance(stmt.test, ast.Constant):
-            never = stmt.body if not stmt.test.value else stmt.orelse if isinstance(stmt, ast.If) else []
-            found += [(never[0].lineno, never[-1].end_lineno or 0)] if never else []
-    return tuple(found)
 
 
 def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lockstep.lint.analysis.budget import WORK
 from lockstep.lint.analysis.context import Loop, guards, inside
 from lockstep.lint.analysis.index import Bind, Scope, Site
-from lockstep.lint.analysis.nodes import Words, constant, dotted, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, element_of, last, walk
 
 __all__ = ["Slice", "counts", "made_of"]
 
@@ -68,7 +68,8 @@ def _fed(name: str, sites: list[Site]) -> Iterator[ast.stmt]:
 def counts(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
     """Whether a statement of a loop only counts (`step += 1`, `step = epoch * len(loader) + i`), alike on all ranks."""
     given = scope.bound(stmt)
-    return bool(given) and all(_counting(bind, loop, scope, set()) for bind in given)
+    seen: set[str] = set()  # of all ways back: one that is no count is enough
+    return bool(given) and all(_counting(bind, loop, scope, seen) for bind in given)
 
 
 def _counting(bind: Bind, loop: Loop, scope: Scope, seen: set[str]) -> bool:
@@ -77,7 +78,8 @@ def _counting(bind: Bind, loop: Loop, scope: Scope, seen: set[str]) -> bool:
     if bind.how == "for":
         over = last(value) if isinstance(value, ast.Call) else ""
         return over in ("range", "trange") or (over == "enumerate" and bind.path[:1] == (0,))
-    return not bind.path and value is not None and _is_count(value, loop, scope, seen)
+    given = list(element_of(value, bind.path))
+    return bool(given) and all(_is_count(each, loop, scope, seen) for each in given)
 
 
 def _is_count(value: ast.expr, loop: Loop, scope: Scope, seen: set[str]) -> bool:
@@ -85,16 +87,28 @@ def _is_count(value: ast.expr, loop: Loop, scope: Scope, seen: set[str]) -> bool
         return _is_count(value.left, loop, scope, seen) and _is_count(value.right, loop, scope, seen)
     if isinstance(value, ast.Call):
         named = isinstance(value.func, ast.Name) and value.func.id
-        return named == "len" or (
-            named in ("int", "min", "max") and all(_is_count(v, loop, scope, seen) for v in value.args)
+        return (
+            named == "len"
+            or is_batch_size(value)
+            or (named in ("int", "min", "max") and all(_is_count(v, loop, scope, seen) for v in value.args))
         )
     key = dotted(value)
     if key is None:
-        return isinstance(constant(value), int)
+        return isinstance(constant(value), int) or is_batch_size(value)
     inside_loop = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module) or b.stmt is loop]
     if key in seen or not inside_loop:
         return key in seen or "." not in key or OPTIONS.search(key)
-    return all(_counting(bind, loop, scope, seen | {key}) for bind in inside_loop)
+    seen.add(key)
+    return all(_counting(bind, loop, scope, seen) for bind in inside_loop)
+
+
+def is_batch_size(value: ast.expr) -> bool:
+    """Whether a value is the size of a batch, which is cut alike on all ranks (`x.size(0)`, `x.shape[0]`)."""
+    if isinstance(value, ast.Call):
+        first = next(iter(value.args), None)
+        return isinstance(value.func, ast.Attribute) and value.func.attr == "size" and constant(first) == 0
+    shape = value.value if isinstance(value, ast.Subscript) and constant(value.slice) == 0 else None
+    return isinstance(shape, ast.Attribute) and shape.attr == "shape"
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -5,13 +5,24 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
+from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.hosts import MADE, moves
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.losses import READS, SYNCS
-from lockstep.lint.analysis.nodes import Words, argument, base, constant, dotted, is_none, keyword, last, walk
-from lockstep.lint.analysis.origins import element_of
-from lockstep.lint.analysis.pace import dead
+from lockstep.lint.analysis.nodes import (
+    Words,
+    argument,
+    base,
+    constant,
+    dotted,
+    element_of,
+    is_none,
+    keyword,
+    last,
+    walk,
+)
+from lockstep.lint.analysis.pace import turned_off
 from lockstep.lint.analysis.training import LOSSES
 from lockstep.lint.analysis.view import View
 
@@ -85,6 +96,8 @@ def given_by(view: View, call: ast.Call, scope: Scope, names: int) -> bool:
     if moves(call) and (name == "cuda" or keyword(call, "device") is not None or "dtype" not in ast.unparse(call)):
         place = argument(call, 0, "device")
         return moves_data(view, call.func.value, scope) and not view.is_cpu(place, scope)
+    if name == "to" and view.is_cpu(argument(call, 0, "device"), scope):
+        return False
     return made(view, call, scope, (), names) or on_device(view, call.func.value, scope, names)
 
 
@@ -119,9 +132,10 @@ def bound(view: View, key: str, line: int, scope: Scope, names: int) -> bool:
         return False
     binds = view.origins.binds(key, scope, line)
     if binds:
-        anew = [(b, home) for b, home in binds if not stays(b) and not starts(b) and not dead(b.stmt, home)]
+        anew = [(b, home) for b, home in binds if not stays(b) and not starts(b) and not turned_off(b.stmt, home)]
         if not anew and all(starts(bind) for bind, _ in binds):
-            return added_to(view, key, scope, names - 1)
+            own = [bind.stmt for bind, home in binds if home is scope and not key.startswith("self.")]
+            return added_to(view, key, scope, names - 1, line, own)
         return all(holds(view, bind, home, names - 1) for bind, home in anew or binds)
     if scope.kind != "function" or key not in scope.params or key in ("self", "cls"):
         return False
@@ -136,14 +150,31 @@ def starts(bind: Bind) -> bool:
     return any(constant(value) is not None or is_none(value) for value in element_of(bind.value, bind.path))
 
 
-def added_to(view: View, key: str, scope: Scope, names: int) -> bool:
-    """Whether a sum that starts at a number takes in what is on the device (`self.tokens += mask.sum()`)."""
+def added_to(view: View, key: str, scope: Scope, names: int, line: int, begins: list[ast.stmt]) -> bool:
+    """Whether a sum that starts at a number takes in what is on the device (`self.tokens += mask.sum()`), where its
+    statements in the function itself, which may have begun it last, let that stand until a line.
+    """
     owner = scope.owner if key.startswith("self.") else None
     homes = owner.defs.values() if owner is not None else [scope]
     return any(
-        bind.how == "aug" and bind.value is not None and on_device(view, bind.value, home, names)
+        bind.how == "aug"
+        and bind.value is not None
+        and (not begins or any(lasts(bind.stmt, line, begin, scope) for begin in begins))
+        and on_device(view, bind.value, home, names)
         for home in homes
         for bind in home.binds.get(key, [])
+    )
+
+
+def lasts(added: ast.stmt, line: int, begin: ast.stmt, scope: Scope) -> bool:
+    """Whether what is added to a sum may still be in it at a line: after its beginning, in the same turn of a loop, or
+    in the next one, which does not begin it anew.
+    """
+    if begin.lineno < added.lineno < line:
+        return True
+    return any(
+        each.lineno < line <= (each.end_lineno or line) and not inside(begin, each, scope.module)
+        for each in loops(added, scope.module)
     )
 
 

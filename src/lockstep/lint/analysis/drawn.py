@@ -25,7 +25,8 @@ PUBLIC = re.compile(
     r"|(\w*_)?(layers?|blocks|encoder|decoder|model|transformer|backbone)|\w*(tower|projector)\w*)$"
 )
 SAVED = re.compile(
-    r"checkpoint|ckpt|output|save|resume|finetuned|fine_tuned|(?<!pre)trained(?!_model_name)|best|\./|\.\./"
+    r"checkpoint|ckpt|output|(?<![a-z])saved?(?![a-z])|resume|finetuned|fine_tuned|(?<!pre)trained(?!_model_name)"
+    r"|(?<![a-z])best(?![a-z])|\./|\.\./"
 )
 # Layers that have no weights.
 EMPTY = re.compile(r"Loss|Dropout|Identity|Flatten|Pool|Softmax|ReLU|GELU|SiLU|Tanh|Sigmoid|Softplus|Module$")
@@ -76,7 +77,7 @@ def draws(view: View, call: ast.Call, scope: Scope) -> bool:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
         owner = view.names.definition(call.func.value, scope)
         if owner is not None and owner.kind == "class":
-            return adds_head(view, owner) and not saved(call)
+            return adds_head(view, owner) and not saved(view, call, scope)
     full = view.names.qualify(call.func, scope)
     if full.startswith("peft.") and full.endswith(".get_peft_model"):
         return True
@@ -107,9 +108,13 @@ def of_own(view: View, site: Site) -> bool:
     return has_layers(view, owner)
 
 
-def saved(call: ast.Call) -> bool:
-    """Whether a call loads, by the name of its place, what a program of the project has saved."""
-    return any(map(SAVED.search, (*idents(call), *strings(call))))
+def saved(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call may load, by the name of its place, what a program of the project has saved."""
+    place = argument(call, 0, "pretrained_model_name_or_path")
+    if place is None:
+        return True  # it is handed on with others (`from_pretrained(*args)`)
+    found = [origin.node for origin in view.origins.of(place, scope)]
+    return any(map(SAVED.search, (word for node in found for word in (*idents(node), *strings(node)))))
 
 
 def names_classes(view: View, call: ast.Call, scope: Scope) -> bool:

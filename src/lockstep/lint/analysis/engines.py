@@ -36,14 +36,15 @@ def waits_in_accelerate(view: View, site: Site) -> bool:
     if FABRIC.search(last(site.receiver)):
         return site.name in OF_FABRIC and "lightning_fabric" in view.frameworks
     if view.full(site).startswith("accelerate.utils."):
-        return site.name != "prepare"
+        return site.name in WAITS | GATHERS | COLLECTIVES  # `save` writes on the main process, and waits for nobody
     if site.receiver is None or view.calls.target(site.call, site.scope) is not None:
         return False
     if site.name in WAITS:
         return True
     if not ACCELERATOR.search(last(site.receiver)):
         return False
-    return site.name in GATHERS or any(is_trained(view, value, site.scope) for value in site.call.args)
+    prepares = site.name == "prepare" and any(is_trained(view, value, site.scope) for value in site.call.args)
+    return prepares or site.name in GATHERS
 
 
 def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:

@@ -4,16 +4,17 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import dotted, keyword, mentions, walk
+from lockstep.lint.analysis.nodes import Words, dotted, keyword, mentions, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 
-__all__ = ["around", "outside"]
+__all__ = ["around", "outside", "unseen"]
 
 PARAMETERS = ("parameters", "named_parameters")
 EXCHANGED = {"ddp", "fsdp"}
 MAX_VALUES = 80
 MAX_ROUNDS = 3
+ANY = Words("")
 # What is read from a wrapped model without running it.
 STATE = {"state_dict", "load_state_dict", "parameters", "named_parameters", "train", "eval", "modules", "children"}
 STATE |= {"zero_grad", "buffers", "named_modules", "requires_grad_", "no_sync", "to", "named_children", "apply"}
@@ -31,6 +32,18 @@ def outside(view: View, training: Training) -> bool:
     ]
     models = list(trained(view, training)) if wraps else []
     return bool(models) and all(apart(model, scope, wrap) for model, scope in models for wrap in wraps)
+
+
+def unseen(view: View, training: Training) -> bool:
+    """Whether what a loop trains is handed to something out of sight, which may wrap it or exchange its gradients."""
+    strangers = list(view.hidden_calls(ANY))
+    return any(is_handed(model, scope, site) for model, scope in trained(view, training) for site in strangers)
+
+
+def is_handed(model: ast.expr, scope: Scope, site: Site) -> bool:
+    """Whether a call of a model's own function is given the model, by itself or in something else."""
+    values = (*site.call.args, *(item.value for item in site.call.keywords))
+    return site.scope is scope and any(mentions(value, dotted(model) or "") for value in values)
 
 
 def trained(view: View, training: Training) -> Iterator[tuple[ast.expr, Scope]]:
@@ -76,10 +89,13 @@ def apart(model: ast.expr, scope: Scope, wrap: Site) -> bool:
         return False
     if not all(isinstance(bind.value, ast.Call) for key in (ours, *names) for bind in scope.binds.get(key, [])):
         return False
-    return ours in scope.binds and ours not in made_of(names, scope) and not names & made_of({ours}, scope)
+    if ours not in scope.binds or ours in derived(names, scope):
+        return False
+    holders = {f"{key}." for key in derived({ours}, scope)}  # `teacher.student = student` makes the teacher hold it
+    return not any(holder.startswith(f"{name}.") for holder in holders for name in names)
 
 
-def made_of(names: set[str], scope: Scope) -> set[str]:
+def derived(names: set[str], scope: Scope) -> set[str]:
     """Some names of a function, with those whose values are made of them (`net = torch.compile(model)`)."""
     found = set(names)
     for _ in range(MAX_ROUNDS):
@@ -113,7 +129,7 @@ def around(view: View, training: Training) -> Site | None:
             return None
         if inside(view, func, site.scope):
             found = found or (site if in_loss(view, site, training) else None)
-        elif view.calls.target(site.call, site.scope) is None and given(view, site.call, site.scope):
+        elif view.calls.target(site.call, site.scope) is None and is_given(view, site.call, site.scope):
             return None
     return found
 
@@ -137,7 +153,7 @@ def holds(view: View, site: Site) -> bool:
     func = site.call.func
     holders = [func, func.value] if isinstance(func, ast.Attribute) else [func]
     return any(
-        given(view, made, home)
+        is_given(view, made, home)
         for holder in holders
         if dotted(holder) is not None
         for made, home, _ in view.origins.calls_of(holder, site.scope)
@@ -145,9 +161,22 @@ def holds(view: View, site: Site) -> bool:
     )
 
 
-def given(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether a call is given a wrapped model."""
-    return any(in_wrapper(view, value, scope) for value in (*call.args, *(item.value for item in call.keywords)))
+def is_given(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call is given a wrapped model, by itself or in something else (`step([model], x)`), or picks what it
+    calls out of that (`[model][0](x)`): not what is in the wrapper, nor what is only read from it.
+    """
+    queue: list[ast.AST] = [*call.args, *(item.value for item in call.keywords)]
+    if dotted(call.func) is None:
+        queue.append(call.func)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Name | ast.Attribute) and in_wrapper(view, node, scope):
+            return True
+        read = (
+            isinstance(node, ast.Attribute) and node.attr in (*STATE, "module") and in_wrapper(view, node.value, scope)
+        )
+        queue.extend(() if read else ast.iter_child_nodes(node))
+    return False
 
 
 def in_wrapper(view: View, node: ast.expr, scope: Scope) -> bool:

@@ -11,8 +11,8 @@ from lockstep.lint.analysis.effects import turns_off_gradients
 from lockstep.lint.analysis.flows import flows_through
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.literals import returned
-from lockstep.lint.analysis.nodes import Words, constant, dotted, is_true, last, walk
-from lockstep.lint.analysis.origins import element_of, reaching
+from lockstep.lint.analysis.nodes import Words, constant, dotted, element_of, is_true, last, walk
+from lockstep.lint.analysis.origins import reaching
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 

@@ -54,8 +54,13 @@ NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
 TEXT = re.compile(r"""["']([\w./ -]+)["']""")
 CALLED = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?!\w|\(|\s*=)")
-# How many names stand between such a call and a text.
+# What gives a name such a text, and a function its first parameter.
+ASSIGNS = re.compile(r"^[ \t]*(\w+)[ \t]*=(?!=)([^\n#]*)", re.MULTILINE)
+TAKES = re.compile(r"^def (\w+)\([ \t]*(\w+)", re.MULTILINE)
+RUNS = re.compile(r"^(\w+)\(([^\n#]*)\)", re.MULTILINE)
+# How many names stand between such a call and a text, and how many expressions are looked at for all calls of a file.
 MAX_NAMES = 2
+MAX_GIVEN = 200
 
 
 class Paths:
@@ -212,25 +217,40 @@ class Lines:
 def lines_of(path: str) -> Lines:
     """What the lines of the file at `path` say."""
     text = contents(path)
-    calls = ADDS.finditer(text) if "sys.path" in text else ()
-    words = (found for call in calls for found in texts(call[1], text, 0))
+    words = folders_added(text) if "sys.path" in text else ()
     return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(words)))
 
 
-def texts(value: str, text: str, depth: int) -> Iterator[tuple[str, ...]]:
-    """The texts that a folder is made of, in an expression or in what its names stand for (`lib = join(here, "lib")`,
-    also where a function is given it: `def add(path): sys.path.insert(0, path)`).
+def folders_added(text: str) -> Iterator[tuple[str, ...]]:
+    """The texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names stand
+    for (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0, path)`).
     """
-    found = tuple(word for word in TEXT.findall(value) if word.strip("./ "))
-    if found:
-        yield found
-        return
-    for name in CALLED.findall(value) if depth < MAX_NAMES else ():
-        given = re.findall(rf"^[ \t]*{name}[ \t]*=(?!=)([^\n#]*)", text, re.MULTILINE)
-        for function in re.findall(rf"^def (\w+)\([ \t]*{name}\b", text, re.MULTILINE):
-            given += re.findall(rf"^{function}\(([^\n#]*)\)", text, re.MULTILINE)
-        for each in given:
-            yield from texts(each, text, depth + 1)
+    given = values_of(text)
+    queue = [(call[1], 0) for call in ADDS.finditer(text)]
+    seen: set[str] = set()
+    while queue and len(seen) < MAX_GIVEN:
+        value, depth = queue.pop(0)
+        if value in seen:
+            continue
+        seen.add(value)
+        found = tuple(word for word in TEXT.findall(value) if word.strip("./ "))
+        if found:
+            yield found
+        elif depth < MAX_NAMES:
+            queue += [(each, depth + 1) for name in CALLED.findall(value) for each in given.get(name, ())[:MAX_GIVEN]]
+
+
+def values_of(text: str) -> dict[str, list[str]]:
+    """What each name of a file is given, by an assignment or as a function's first argument in a line of its own."""
+    given: dict[str, list[str]] = {}
+    for name, value in ASSIGNS.findall(text):
+        given.setdefault(name, []).append(value)
+    calls: dict[str, list[str]] = {}
+    for function, value in RUNS.findall(text):
+        calls.setdefault(function, []).append(value)
+    for function, name in TAKES.findall(text):
+        given.setdefault(name, []).extend(calls.get(function, ()))
+    return given
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:

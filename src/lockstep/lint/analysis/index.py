@@ -208,6 +208,13 @@ class Module:
         return "__main__" in self.text or self.path.endswith(".ipynb")
 
 
+def never_run(stmt: ast.stmt) -> str:
+    """The block of a statement that no run comes to, as its test is written out; "" for none."""
+    if not isinstance(stmt, ast.If | ast.While) or not isinstance(stmt.test, ast.Constant):
+        return ""
+    return "body" if not stmt.test.value else "orelse"
+
+
 def _is_string(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
@@ -267,8 +274,11 @@ class _Indexer:
         self.push(node.body, None, "body", inner)
 
     def statement(self, stmt: ast.stmt, scope: Scope) -> None:
-        """Records what a statement binds and calls, and queues the statements in it, first to last."""
+        """Records what a statement binds and calls, and queues the statements in it, first to last; those that no run
+        comes to (`if False:`) are left out, as if they were not written: they make nothing, and mend nothing.
+        """
         self.bind(stmt, scope)
+        idle = never_run(stmt)
         blocks: list[tuple[list[ast.stmt], str]] = []
         for name in stmt._fields:
             value = getattr(stmt, name, None)
@@ -277,7 +287,8 @@ class _Indexer:
             elif isinstance(value, list) and value:
                 self.listed(name, value, stmt, scope, blocks)
         for body, place in reversed(blocks):
-            self.push(body, stmt, place, scope)
+            if place != idle:
+                self.push(body, stmt, place, scope)
 
     def listed(
         self, name: str, value: list[ast.AST], stmt: ast.stmt, scope: Scope, blocks: list[tuple[list[ast.stmt], str]]

@@ -1,11 +1,12 @@
 """How a program sets up logging: alike on all ranks, by the rank, by loguru or Hydra, turned off on some."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards
-from lockstep.lint.analysis.index import Imported, Module, Scope, Site
+from lockstep.lint.analysis.index import Bind, Imported, Module, Scope, Site
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.ranknumbers import attributes
 from lockstep.lint.analysis.view import View
@@ -34,6 +35,8 @@ OF_LOGGERS = (".propagate", ".info", ".warning")
 # The calls that make a logger quiet, or all.
 HUSHES = ("disable", "clear", "removeHandler", "addFilter")
 LOGGER = Words(r"^_?(logger|log)$")
+# What such an attribute's object is called, with what it stands in; `model.level` is none's.
+HOLDS_LOGGER = Words(r"(^|[._])log(gers?|ging)?($|[._])", re.IGNORECASE)
 # How many texts a format is followed through.
 MAX_TEXTS = 2
 MAX_CALLERS = 20
@@ -57,13 +60,22 @@ def set_quiet(view: View, module: Module) -> Iterator[tuple[Scope, str, int]]:
     """The attributes of loggers that a file gives another value by the rank."""
     for name in (*SILENCES, *OF_LOGGERS):
         for bind, scope in attributes(module).get(name[1:], ()):
-            if name in SILENCES or LOGGER.search(bind.key.split(".")[-2]):
+            if is_logger(view, bind, scope) if name in SILENCES else LOGGER.search(bind.key.split(".")[-2]):
                 told = bind.value is not None and (
                     chosen_by_rank(view, bind.value, scope)
                     or (name == ".disabled" and view.ranks.tests.test(bind.value, scope) != 0)
                 )
                 if told or view.ranks.side(bind.stmt, scope):
                     yield scope, bind.key, bind.stmt.lineno
+
+
+def is_logger(view: View, bind: Bind, scope: Scope) -> bool:
+    """Whether the object of an attribute is a logger, by its name or by what made it."""
+    if HOLDS_LOGGER.search(bind.key.rpartition(".")[0]):
+        return True
+    targets = bind.stmt.targets if isinstance(bind.stmt, ast.Assign) else []
+    held = [each.value for each in targets if isinstance(each, ast.Attribute) and dotted(each) == bind.key]
+    return any(full.endswith("getLogger") for each in held for _, _, full in view.origins.calls_of(each, scope))
 
 
 def made_quiet(view: View, module: Module) -> Iterator[tuple[Scope, str, int]]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import Calls
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.literals import returned
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, walk
+from lockstep.lint.analysis.origins import under
 from lockstep.lint.analysis.training import Training, Trainings
 
 __all__ = ["LOSS", "READS", "SYNCS", "bare", "is_number", "is_read", "key", "loss_names", "read"]
@@ -197,36 +197,44 @@ def is_read(calls: Calls, bind: Bind, scope: Scope) -> bool:
     a part of that (`losses = step(x)`, then `losses["total"]`, `losses.pop("total")`).
     """
     value = bind.value
+    place: object = None
     if read(value) or gives_number(calls, value, bind.path, scope):
         return True
     if isinstance(value, ast.Call) and last(value) in ("pop", "get") and isinstance(value.func, ast.Attribute):
-        value = value.func.value
+        place, value = constant(next(iter(value.args), None)), value.func.value
     elif isinstance(value, ast.Subscript):
         put = put_under(value, scope)
         if put and all(map(read, put)):
             return True
-        value = value.value
+        place, value = constant(value.slice), value.value
     if value is bind.value or not isinstance(value, ast.Name):
-        return value is not bind.value and gives_number(calls, value, (), scope)
+        return value is not bind.value and gives_number(calls, value, (), scope, place)
     whole = scope.binds.get(value.id, [])
-    return bool(whole) and all(gives_number(calls, each.value, each.path, scope) for each in whole)
+    return bool(whole) and all(gives_number(calls, each.value, each.path, scope, place) for each in whole)
 
 
 def put_under(item: ast.Subscript, scope: Scope) -> list[ast.expr]:
-    """What a function puts into a dictionary under the key of one of its items (`logs["loss"] = loss.item()`)."""
-    held, name = dotted(item.value), constant(item.slice)
+    """What a function puts into a dictionary under the key of one of its items (`logs["loss"] = loss.item()`), also by
+    the same name for the key.
+    """
+    held, place = dotted(item.value), item.slice
+    told = isinstance(constant(place), str) or isinstance(place, ast.Name)
     return [
         stmt.value
-        for stmt in (scope.stmts if isinstance(name, str) else ())
+        for stmt in (scope.stmts if told else ())
         if isinstance(stmt, ast.Assign)
         for target in stmt.targets
-        if isinstance(target, ast.Subscript) and dotted(target.value) == held and constant(target.slice) == name
+        if isinstance(target, ast.Subscript)
+        and dotted(target.value) == held
+        and ast.unparse(target.slice) == ast.unparse(place)
     ]
 
 
-def gives_number(calls: Calls, call: ast.expr | None, path: tuple[int, ...], scope: Scope) -> bool:
+def gives_number(
+    calls: Calls, call: ast.expr | None, path: tuple[int, ...], scope: Scope, place: object = None
+) -> bool:
     """Whether a value is what a function of the project has read (`step(x)`, which returns `loss.item()`), also one of
-    several, or a dictionary of numbers.
+    several, or a dictionary that holds a number under a key, or numbers only.
     """
     while isinstance(call, ast.BinOp) and isinstance(call.left, ast.Call | ast.BinOp):
         call = call.left  # `step(x) / world_size`
@@ -234,22 +242,32 @@ def gives_number(calls: Calls, call: ast.expr | None, path: tuple[int, ...], sco
     if function is None or not isinstance(call, ast.Call) or function.kind != "function":
         return False
     given = [part for each in returned(function, (call, scope)) for part in element_of(each, path)]
-    return bool(given) and all(is_number(part, function) for part in given)
+    return bool(given) and all(is_number(part, function, place) for part in given)
 
 
-def is_number(value: ast.expr, scope: Scope) -> bool:
-    """Whether a value is read from the device where it stands, or all that its name was given is."""
+def is_number(value: ast.expr | None, scope: Scope, place: object = None) -> bool:
+    """Whether a value is read from the device where it stands, or all that its name was given is; of a dictionary that
+    is written out what stands under a key, or all.
+    """
     if isinstance(value, ast.Dict):
-        return bool(value.values) and all(map(read, value.values))
+        found = list(under(value, place))
+        return bool(found) and all(map(read, found))
     if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name):
         value = value.left  # `total / world_size`
     if not isinstance(value, ast.Name):
         return read(value)
     binds = scope.binds.get(value.id, [])
     return bool(binds) and all(
-        bind.how in ("assign", "aug") and not bind.path and (read(bind.value) or constant(bind.value) is not None)
+        bind.how in ("assign", "aug")
+        and not bind.path
+        and (constant(bind.value) is not None or reads_all(bind.value, scope, place))
         for bind in binds
     )
+
+
+def reads_all(value: ast.expr | None, scope: Scope, place: object) -> bool:
+    """Whether what a name is given was read there, also all that a dictionary holds, or what it holds under a key."""
+    return is_number(value, scope, place) if isinstance(value, ast.Dict) else read(value)
 
 
 def key(node: ast.AST) -> str:

@@ -25,10 +25,12 @@ ELSEWHERE = re.compile(
     r"|^torch\.Generator$"
 )
 # They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
+LIBRARIES = ("torchvision.models", "timm.")
 KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
 # What looks a class up.
 CLASSES = Words(r"class|getattr|locate|import|registry", re.IGNORECASE)
-ASKS = Words(r"^(list|get|is)_|weights", re.IGNORECASE)
+# What only tells of such models, their weights or their names.
+ASKS = Words(r"^(list|is)_|^get_(?!model$)|weights", re.IGNORECASE)
 
 
 def model_made(view: View, module: Module) -> Site | None:
@@ -98,10 +100,12 @@ def makes(view: View, site: Site) -> bool:
     if isinstance(site.call.func, ast.Call | ast.Subscript):
         return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`
     full = view.full(site)
+    if full.startswith(LIBRARIES) and ASKS.search(site.name):
+        return False
     if full.startswith("torch.nn.") and site.name[:1].isupper():
         return True
     return (
-        full.startswith(("torchvision.models", "timm.", "transformers."))
+        full.startswith((*LIBRARIES, "transformers."))
         or site.name[:1].isupper()
         or "model" in site.name
         or site.name == "instantiate"  # of what a configuration says

@@ -130,19 +130,23 @@ class Names:
             current = current.parent
         imported = scope.module.imports.get(name)
         if imported is not None:
-            return self.exported(scope.module, imported, "")
+            return self.exported(scope.module, imported, "", depth)
         for star in scope.module.stars:
             target = self.project.find(scope.module, star.module, star.level)
-            found = self.attribute(target, [name], 0) if target is not None else None
+            found = self.attribute(target, [name], depth) if target is not None else None
             if found is not None:
                 return found
         return None
 
     def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
-        """What the only assignment of a name just gives another name to (`Data = TrafficData`)."""
+        """What the only assignment of a name just gives another name to (`Data = TrafficData`); nothing where the file
+        imports the name as well (`try: from fast import Data`, `except ImportError: Data = SlowData`).
+        """
         binds = scope.binds[name]
         value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
         if not isinstance(value, ast.Name) or value.id == name or depth >= MAX_RENAMES:
+            return None
+        if scope.kind == "module" and name in scope.module.imports:
             return None
         return self.named(value.id, scope, depth + 1)
 

@@ -10,6 +10,7 @@ __all__ = [
     "base",
     "constant",
     "dotted",
+    "element_of",
     "has_star",
     "idents",
     "is_none",
@@ -175,6 +176,18 @@ def targets(node: ast.AST) -> Iterator[tuple[str, tuple[int, ...]]]:
             name = dotted(item)
             if name is not None:
                 yield name, path
+
+
+def element_of(value: ast.expr | None, path: tuple[int, ...]) -> Iterator[ast.expr]:
+    """What stands at a place of a tuple that is written out; nothing where that cannot be told."""
+    for place in path:
+        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
+            return
+        if any(isinstance(each, ast.Starred) for each in value.elts[: place + 1]):
+            return
+        value = value.elts[place]
+    if value is not None:
+        yield value
 
 
 class Words(dict[str, bool]):

@@ -10,9 +10,9 @@ from lockstep.lint.analysis.calls import Calls, given, passed
 from lockstep.lint.analysis.context import above, loops
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.literals import Entry, excluded, returned, truth
-from lockstep.lint.analysis.nodes import constant, dotted, last
+from lockstep.lint.analysis.nodes import constant, dotted, element_of, last
 
-__all__ = ["SAME", "Origin", "Origins", "element_of", "reaching"]
+__all__ = ["SAME", "Origin", "Origins", "element_of", "reaching", "under"]
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {
@@ -315,16 +315,6 @@ class _Walk:
 
 
 GETTERS = ("property", "cached_property")
-
-
-def element_of(value: ast.expr | None, path: tuple[int, ...]) -> Iterator[ast.expr]:
-    """What stands at a place of a tuple that is written out."""
-    for place in path:
-        if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
-            return
-        value = value.elts[place]
-    if value is not None:
-        yield value
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:

@@ -3,12 +3,11 @@
 import ast
 import re
 
-from lockstep.lint.analysis.context import Guard, above
-from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.context import Guard, Loop, above, inside, loops
+from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
-    "dead",
     "each_update",
     "every_so_often",
     "far_apart",
@@ -18,6 +17,7 @@ __all__ = [
     "meant",
     "never",
     "now_and_then",
+    "turned_off",
 ]
 
 # What counts the turns of a loop.
@@ -50,23 +50,42 @@ def never(guard: Guard) -> bool:
     return isinstance(guard.test, ast.Constant) and bool(guard.test.value) is not guard.when
 
 
-def dead(stmt: ast.stmt, scope: Scope) -> bool:
+def turned_off(stmt: ast.stmt, scope: Scope) -> bool:
     """Whether a statement stands in an arm that no run takes, as its test is written out or named before
     (`regularize = False`).
     """
     return any(
-        isinstance(node, ast.If) and place == "body" and constant(meant(node.test, scope)) is False
+        isinstance(node, ast.If) and outcome(meant(node.test, scope)) is (place != "body")
         for node, place in above(stmt, scope.module)
     )
 
 
-def first_time(guard: Guard) -> bool:
-    """Whether a test asks whether a name is still None, which its arm sets (`if mask is None: mask = make()`)."""
+def outcome(test: ast.expr) -> bool | None:
+    """How a test of literals comes out; None where something else decides."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = outcome(test.operand)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        found, ends = {outcome(value) for value in test.values}, isinstance(test.op, ast.Or)
+        return ends if ends in found else not ends if found == {not ends} else None
+    return None
+
+
+def first_time(guard: Guard, scope: Scope) -> bool:
+    """Whether a test asks whether a name is still None, which its arm sets (`if mask is None: mask = make()`), where no
+    turn of the loop around makes it None again.
+    """
     test = guard.test
     if not isinstance(test, ast.Compare) or not isinstance(guard.stmt, ast.If) or not is_none(test.comparators[0]):
         return False
     name, arm = dotted(test.left), guard.stmt.body if guard.when else guard.stmt.orelse
     if name is None or isinstance(test.ops[0], ast.Is | ast.Eq) is not guard.when:
+        return False
+    around = next(iter(loops(guard.stmt, scope.module)), None)
+    given = [bind for bind in scope.binds.get(name, []) if bind.value is not None and is_none(bind.value)]
+    if any(around is None or inside(bind.stmt, around, scope.module) for bind in given):
         return False
     bound = (target for stmt in arm if isinstance(stmt, ast.Assign) for target in stmt.targets)
     return any(key == name for target in bound for key, _ in targets(target))
@@ -181,9 +200,18 @@ def meant(test: ast.expr, scope: Scope) -> ast.expr:
         values = [meant(value, scope) for value in test.values]
         return test if values == test.values else ast.copy_location(ast.BoolOp(test.op, values), test)
     binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) else []
+    if isinstance(test, ast.Name) and test.id in scope.params and any(kept_by_some(b, test, scope) for b in binds):
+        return test
     value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
     counts = value is not None and any(turns_left(node) is not None for node in walk(value))
     return value if value is not None and (counts or isinstance(constant(value), bool)) else test
+
+
+def kept_by_some(bind: Bind, test: ast.expr, scope: Scope) -> bool:
+    """Whether a parameter that is bound anew may still be what the caller gave where a test asks for it."""
+    return bind.stmt.lineno >= test.lineno or any(
+        isinstance(n, ast.If | ast.Try | Loop) for n, _ in above(bind.stmt, scope.module)
+    )
 
 
 def far_apart(test: ast.expr) -> bool:

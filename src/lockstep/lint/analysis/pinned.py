@@ -5,7 +5,7 @@ import re
 
 from lockstep.lint.analysis.index import Bind, Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import argument, constant, has_star, idents, is_true, last, strings, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, has_star, idents, is_true, last, strings, walk
 from lockstep.lint.analysis.origins import Origins
 
 __all__ = ["never_pins", "pins_memory"]
@@ -14,7 +14,7 @@ PIN = re.compile(r"pin[_-]mem(ory)?\b", re.IGNORECASE)
 # Calls that give an option's default, each with the place where it stands.
 DEFAULTS = {"add_argument": 99, "get": 1, "getattr": 2, "setdefault": 1}
 # They read the environment.
-ENVIRONMENT = ("getenv", "get")
+ENVIRONMENT = ("getenv", "os.getenv", "environ.get", "os.environ.get")
 # What a Trainer of transformers keeps under this name: True, unless its TrainingArguments are told otherwise.
 TRAINERS = "dataloader_pin_memory"
 # What says that there is a GPU, and that it is used.
@@ -114,7 +114,8 @@ def _compares(value: ast.Compare) -> bool:
     other = constant(value.comparators[0])
     match value.ops[0]:
         case ast.Eq():  # `str(os.getenv("PIN_MEMORY", True)).lower() == "true"`
-            asked = [node for node in walk(value.left) if isinstance(node, ast.Call) and last(node) in ENVIRONMENT]
+            calls = (node for node in walk(value.left) if isinstance(node, ast.Call))
+            asked = [call for call in calls if dotted(call.func) in ENVIRONMENT]
             return other == "cuda" or (other == "true" and any(is_true(argument(c, 1, "default")) for c in asked))
         case ast.NotEq():
             return other in ("cpu", "mps")

@@ -66,7 +66,8 @@ def plain(view: View, node: ast.expr, scope: Scope) -> bool:
 
 
 def same_for_all(view: View, node: ast.expr, scope: Scope) -> str:
-    """The GPU that a device certainly is by a string that names its number ("cuda:0"), "" where it is none.
+    """The GPU that a device certainly is by a string that names its number ("cuda:0"), "" where it is none, or one of
+    several, between which the rank may choose.
 
     An option that is set somewhere (`args.device`) may have other values that are not in sight.
     """
@@ -75,7 +76,8 @@ def same_for_all(view: View, node: ast.expr, scope: Scope) -> str:
     origins = view.origins.of(node, scope)
     arms = [arm for origin in origins for arm in arms_of(origin.node)]
     found = [arm for arm in map(constant, arms) if isinstance(arm, str) and numbered(arm)]
-    return found[0] if found and all(numbered(arm) or arm == "cpu" for arm in map(constant, arms)) else ""
+    alike = len(set(found)) == 1 and all(numbered(arm) or arm == "cpu" for arm in map(constant, arms))
+    return found[0] if alike else ""
 
 
 def names_of(view: View, node: ast.expr, scope: Scope) -> set[object]:

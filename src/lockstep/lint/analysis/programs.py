@@ -9,7 +9,7 @@ from lockstep.lint.analysis.context import above, apart, loops
 from lockstep.lint.analysis.fixed import never
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, argument, constant, keyword, last, walk
 
 __all__ = ["STARTS", "Programs"]
 
@@ -79,10 +79,22 @@ class Programs:
         """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
-            one = constant(argument(site.call, 2, "devices")) in (1, "1") and keyword(site.call, "num_nodes") is None
+            devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
+            one = says_one(devices) and (nodes is None or says_one(nodes))
             host = constant(argument(site.call, 0, "accelerator")) == "cpu"
             return not one and not host and not site.module.path.endswith(".ipynb")
-        return full in FUNCTION_LAUNCHERS and constant(keyword(site.call, "num_processes")) != 1
+        if full not in FUNCTION_LAUNCHERS:
+            return False
+        return not says_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
+
+    def one_worker(self, site: Site) -> bool:
+        """Whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
+        config = keyword(site.call, "scaling_config")
+        if isinstance(config, ast.Name):
+            binds = site.scope.binds.get(config.id, [])
+            config = binds[0].value if len(binds) == 1 and not binds[0].path else None
+        made = isinstance(config, ast.Call) and last(config) == "ScalingConfig"
+        return made and isinstance(config, ast.Call) and says_one(argument(config, 1, "num_workers"))
 
     def deepspeed(self, site: Site) -> bool:
         """Whether a call hands the model to DeepSpeed."""
@@ -193,7 +205,7 @@ class Programs:
         ):
             return False  # what runs it may be elsewhere
         callers = self.calls.callers(scope)
-        if len(callers) > 3 or depth > 3 or (not callers and self.overridden(scope)):
+        if len(callers) > 3 or depth > 3 or (not callers and self.calls.by_base(scope)):
             return False
         if sum(member.words[name] for member in self.project.users(scope.module)) != 1 + len(callers):
             return False
@@ -288,18 +300,11 @@ class Programs:
             current = queue.pop()
             if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
-            for site in self.calls.callers(current) or self.overridden(current) or self.makers(current):
+            for site in self.calls.callers(current) or self.calls.by_base(current) or self.makers(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
-
-    def overridden(self, method: Scope) -> list[Site]:
-        """The calls of the method of a parent class that a method stands for (`self.train_epoch(loader)` there)."""
-        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
-        parents = self.calls.names.parents(owner) if owner is not None and owner.kind == "class" else ()
-        meant = (each.defs[method.name] for each in parents if method.name in each.defs)
-        return [site for each in meant for site in self.calls.callers(each) if dotted(site.receiver) in ("self", "cls")]
 
     def makers(self, method: Scope) -> list[Site]:
         """The calls that make objects which have a method, where only calls of its name may run it: one of several
@@ -343,6 +348,13 @@ class Programs:
         return any(map(for_several, found)) or any(
             ask(site) for ask, name in engines for scope in below for site in scope.named(name)
         )
+
+
+def says_one(count: ast.expr | None) -> bool:
+    """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
+    if isinstance(count, ast.List | ast.Tuple):
+        return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
+    return constant(count) in (1, "1")
 
 
 def on_object(site: Site) -> bool:

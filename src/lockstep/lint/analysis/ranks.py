@@ -71,7 +71,7 @@ class Ranks:
         made = self.made(scope)
         if made and all(self.on_main(site) or self._reserved(site.scope, depth + 1) for site in made):
             return True
-        callers = self.calls.callers(scope) or self.programs.overridden(scope) or self.calls.namesakes(scope)
+        callers = self.calls.callers(scope) or self.calls.by_base(scope) or self.calls.namesakes(scope)
         if not callers:
             return self.handed_by_rank(scope)
         shared = [s for s in callers[:MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
@@ -140,7 +140,7 @@ class Ranks:
         return self._alone(scope, 0)
 
     def _alone(self, scope: Scope, depth: int) -> bool:
-        found = self.calls.callers(scope) or self.programs.overridden(scope)
+        found = self.calls.callers(scope) or self.calls.by_base(scope)
         callers = found[:MAX_CALLERS] if scope.kind == "function" and depth < 5 else []
         return bool(callers) and all(self.single(s.stmt, s.scope) or self._alone(s.scope, depth + 1) for s in callers)
 

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.nodes import constant, dotted, is_none, is_true, last
 from lockstep.lint.analysis.ranknumbers import RankNumbers, attributes
-from lockstep.lint.analysis.rankparts import keyed, placed
+from lockstep.lint.analysis.rankparts import in_table, in_tuple
 from lockstep.lint.analysis.rankwords import (
     COUNT,
     LAUNCHER,
@@ -67,7 +67,7 @@ class RankTests:
         if isinstance(node, ast.Subscript):
             said = constant(node.slice)
             told = isinstance(said, str) and (MAIN.search(said) or said in MAIN_EXACT)
-            return sign if told else self.alike(keyed(self.numbers, node, scope), when, depth)
+            return sign if told else self.alike(in_table(self.numbers, node, scope), when, depth)
         if not depth and may_be_number(node) and self.numbers.is_rank(node, scope):
             return -sign  # `if rank: return`
         name = last(node).lstrip("_")
@@ -180,7 +180,7 @@ class RankTests:
                 if found:
                     return found
         return (
-            self.alike(placed(self.numbers, key, scope), when, depth)
+            self.alike(in_tuple(self.numbers, key, scope), when, depth)
             or self.kept(key, scope, when, depth)
             or self.switched(key, scope, when, depth)
             or self.handed(key, scope, when, depth)

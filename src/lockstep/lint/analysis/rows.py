@@ -24,23 +24,16 @@ COUNTS = {"range", "trange"}
 def over_rows(site: Site, nest: list[Loop]) -> bool:
     """Whether a model is given rows of held-out data in a loop that counts, or a loss compares its output with some."""
     loop = nest[0] if nest else None
-    if loop is None or not counts(loop):
+    if loop is None or not counts_turns(loop):
         return False
     rows = rows_in(loop, site.scope)
     if any(holds(value, rows) for value in (*site.call.args, *(item.value for item in site.call.keywords))):
         return True
     outputs = {bind.key for bind in site.scope.bound(site.stmt)}
-    return any(
-        other.line > site.line
-        and LOSSES.search(other.name)
-        and outputs & set(idents(other.call))
-        and holds(other.call, rows)
-        and inside(other.stmt, loop, site.module)
-        for other in site.scope.sites
-    )
+    return any(line > site.line and outputs & names for line, names in (compared(loop, site.scope) if outputs else ()))
 
 
-def counts(loop: Loop) -> bool:
+def counts_turns(loop: Loop) -> bool:
     """Whether a loop counts (`while i < n`, `for i in tqdm(range(n))`)."""
     if isinstance(loop, ast.While):
         return True
@@ -48,13 +41,24 @@ def counts(loop: Loop) -> bool:
 
 
 @kept
+def compared(loop: Loop, scope: Scope) -> list[tuple[int, set[str]]]:
+    """The losses of a loop that are given rows of held-out data: their lines, with the names that they compare."""
+    rows = rows_in(loop, scope)
+    losses = (site for name, sites in scope.by_name.items() if LOSSES.search(name) for site in sites)
+    held = (site for site in losses if inside(site.stmt, loop, scope.module) and holds(site.call, rows))
+    return [(site.line, set(idents(site.call))) for site in held]
+
+
+@kept
 def rows_in(loop: Loop, scope: Scope) -> frozenset[str]:
-    """The names in a loop that hold rows of held-out data, or what is made of them."""
+    """The names in a loop that hold rows of held-out data, or what is made of them, and nothing else."""
     rows: set[str] = set()
-    for stmt in scope.stmts:
-        if isinstance(stmt, ast.Assign | ast.AnnAssign) and inside(stmt, loop, scope.module):
-            rows |= {bind.key for bind in scope.bound(stmt) if bind.value is not None and holds(bind.value, rows)}
-    return frozenset(rows)
+    other: set[str] = set()
+    for stmt in (node for part in loop.body for node in walk(part)):
+        if isinstance(stmt, ast.Assign | ast.AnnAssign):
+            for bind in scope.bound(stmt) if stmt.value is not None else ():
+                (rows if bind.value is not None and holds(bind.value, rows) else other).add(bind.key)
+    return frozenset(rows - other)
 
 
 def holds(node: ast.AST, rows: set[str] | frozenset[str]) -> bool:

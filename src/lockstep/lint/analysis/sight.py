@@ -10,10 +10,9 @@ from lockstep.lint.analysis.forwards import given_held_out, is_forward, run_by, 
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import dotted
 from lockstep.lint.analysis.view import View
 
-__all__ = ["alone", "by_base", "foreign", "handed_on", "keeps_all", "without_graph"]
+__all__ = ["alone", "foreign", "handed_on", "keeps_all", "without_graph"]
 
 # What keeps graphs away.
 SHIELDS = ("no_grad", "inference_mode", "grad_enabled", "enable_grad")
@@ -61,21 +60,6 @@ def foreign(view: View, owner: Scope) -> Iterator[str]:
     yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
 
 
-@kept
-def by_base(view: View, scope: Scope) -> list[Site]:
-    """The calls that run a method in a class which its own derives from, and which leaves the method to it."""
-    owner = scope.owner
-    if owner is None or owner.defs.get(scope.name) is not scope or view.calls.callers(scope):
-        return []
-    return [
-        site
-        for parent in view.names.parents(owner)
-        for method in parent.defs.values()
-        for site in method.named(scope.name)
-        if dotted(site.receiver) == "self"
-    ]
-
-
 def switched_by(view: View, caller: Site) -> bool:
     """Whether the function of a call puts a model into eval mode before it, itself or by what it calls."""
     before = [s for s in caller.scope.sites if s.line < caller.line]
@@ -88,7 +72,8 @@ def without_graph(view: View, site: Site) -> bool | None:
     if inner is not None and shields(inner):
         return True
     switched = any(s.receiver is not None and s.line < site.line for s in site.scope.named("eval"))
-    switched = switched or any(map(functools.partial(switched_by, view), by_base(view, site.scope)))
+    if not view.calls.callers(site.scope):
+        switched = switched or any(map(functools.partial(switched_by, view), view.calls.by_base(site.scope)))
     found = shielded(view, site.stmt, site.scope, site.line, 0, switched)
     if found is None and ((switched and EVALUATION.search(site.scope.name)) or given_held_out(site)):
         callers = view.calls.callers(site.scope)
@@ -107,7 +92,7 @@ def shielded(view: View, stmt: ast.stmt, scope: Scope, line: int, depth: int, sw
         return True
     if scope.kind != "function":
         return False
-    callers = view.calls.callers(scope) or by_base(view, scope)
+    callers = view.calls.callers(scope) or view.calls.by_base(scope)
     if not callers:
         sure = (depth > 0 or loops(stmt, scope.module)) and switched
         if sure and (alone(view, scope) or (handed_on(view, scope) and keeps_all(view))):

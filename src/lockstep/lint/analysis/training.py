@@ -14,7 +14,6 @@ from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, SCALER
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, walk
 from lockstep.lint.analysis.pace import (
-    dead,
     each_update,
     every_so_often,
     far_apart,
@@ -24,6 +23,7 @@ from lockstep.lint.analysis.pace import (
     meant,
     never,
     now_and_then,
+    turned_off,
 )
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.ranks import Ranks
@@ -261,7 +261,9 @@ class Trainings:
                 continue
             if self.within_step(guard, scope, within):
                 continue
-            if never(guard) or dead(stmt, scope) or first_time(guard) or self.apart(guard.stmt, guard.when, scope):
+            if never(guard) or turned_off(stmt, scope) or first_time(guard, scope):
+                return True
+            if self.apart(guard.stmt, guard.when, scope):
                 return True
             if now_and_then(guard.test, guard.when) or evaluates(guard) or self.seldom(guard.test, scope):
                 return True

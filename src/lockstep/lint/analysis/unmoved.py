@@ -7,8 +7,7 @@ from lockstep.lint.analysis.context import guards, inside
 from lockstep.lint.analysis.hosts import moves, on_host
 from lockstep.lint.analysis.index import Bind, Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import base, constant, dotted, last, strings, targets, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.nodes import base, constant, dotted, element_of, last, strings, targets, walk
 from lockstep.lint.analysis.training import Training
 from lockstep.lint.analysis.view import View
 

@@ -106,7 +106,7 @@ class Wrappers:
         homes = scope.owner.defs.values() if key.startswith("self.") and scope.owner is not None else [scope]
         for home in homes:
             for bind in home.binds.get(key, []):
-                yield from ((value, home) for value in elements(bind.value))
+                yield from ((value, home) for value in elements(bind.value, named))
             for other in home.stmts:
                 if isinstance(other, ast.Assign) and any(
                     isinstance(target, ast.Subscript)
@@ -140,12 +140,14 @@ def runs_over(node: ast.expr, stmt: ast.stmt) -> ast.expr | None:
     return None
 
 
-def elements(table: ast.expr | None) -> list[ast.expr]:
-    """What stands in a list, a tuple or a dictionary that is written out."""
+def elements(table: ast.expr | None, named: object = None) -> list[ast.expr]:
+    """What stands in a list, a tuple or a dictionary that is written out, or there under a key or a number."""
     if isinstance(table, ast.Dict):
-        return table.values
+        pairs = zip(table.keys, table.values, strict=True)
+        return [value for key, value in pairs if named is None or constant(key) in (None, named)]
     if isinstance(table, ast.List | ast.Tuple):
-        return table.elts
+        starred = any(isinstance(value, ast.Starred) for value in table.elts)
+        return table.elts[named : named + 1] if isinstance(named, int) and named >= 0 and not starred else table.elts
     if isinstance(table, ast.DictComp):
         return [table.value]
     if isinstance(table, ast.ListComp):

@@ -12,7 +12,7 @@ from lockstep.lint.analysis.kinds import EVALUATION
 from lockstep.lint.analysis.modes import lasting
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, walk
 from lockstep.lint.analysis.phases import forward_of_phases
-from lockstep.lint.analysis.sight import by_base, foreign, without_graph
+from lockstep.lint.analysis.sight import foreign, without_graph
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -162,7 +162,7 @@ def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | No
         return True
     if scope.kind != "function":
         return False
-    callers = view.calls.callers(scope) or by_base(view, scope)
+    callers = view.calls.callers(scope) or view.calls.by_base(scope)
     if not callers or depth > 4:
         return None
     answers = [present(view, c.scope, c.line, depth + 1, c.call) for c in callers[:6]]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.analysis.drafts import wrapped
-from lockstep.lint.analysis.exchanges import around, outside
+from lockstep.lint.analysis.exchanges import around, outside, unseen
 from lockstep.lint.analysis.index import Module
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words
@@ -75,7 +75,7 @@ def unheard(view: View) -> Iterator[Found]:
             return
     starts = any(True for _ in view.sites("init_process_group"))
     trained = trainings(view) if starts and not view.hidden(WRAPS) else []
-    if trained and all(outside(view, training) for training in trained):
+    if trained and all(outside(view, t) and not unseen(view, t) for t in trained):
         for site in view.sites("init_process_group"):
             yield at(
                 site, "the ranks never exchange gradients: what is wrapped in DDP is not the model that is trained"
