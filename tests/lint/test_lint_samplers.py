@@ -232,6 +232,9 @@ def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, 
     (tmp_path / "data.py").write_text(CHOSEN)
     (tmp_path / "run.py").write_text("from torch.utils.data import DataLoader\n" + text)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+    anew = CHOSEN.replace("    if shared", "    shared = 1 < len(data)\n    if shared")
+    (tmp_path / "data.py").write_text(anew)
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == 1
 
 
 TWICE = """
@@ -256,6 +259,8 @@ def main(model, optimizer, train_set, val_set, keep):
         ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "loader.sampler.set_epoch(epoch)", 0),
         ("keep.append(sampler)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
         ("first = sampler", "sampler = DistributedSampler(val_set)", "first.set_epoch(epoch)", 0),
+        ("for x in loader: model(x)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
+        ("print(len(loader))", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 1),
         (
             "pass",
             "if keep:\n        sampler = DistributedSampler(train_set, shuffle=True)",
