@@ -34,6 +34,7 @@ def main(data):
         ("if accelerator.is_main_process: loader = accelerator.prepare(loader)", False),
         ("if accelerator.is_main_process: optimizer = accelerator.prepare(optimizer)", False),
         ("if accelerator.is_main_process: data.gather(1)", False),
+        ("if accelerator.is_main_process: accelerator.save(model, data)", False),
         ("accelerator.wait_for_everyone()", False),
         ("if accelerator.is_main_process: accelerator.print(1)", False),
         (
