@@ -132,6 +132,13 @@ def main(args):
     [
         ("", "wandb", "wandb.log({'a': loss})", "wandb = None\n    if args.log:\n        import wandb", 1),
         ("", "wandb", "wandb.log({'a': loss})", "from tools import wandb", 1),
+        (
+            "",
+            "wandb",
+            "if wandb: wandb.log({'a': loss})",
+            "wandb = None\n    if dist.get_rank() == 0:\n        import wandb",
+            0,
+        ),
         ("", "other", "other.log({'a': loss})", "other = None", 0),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init()", 2),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init(group='a', name=str(args.rank))", 1),
@@ -140,6 +147,15 @@ def main(args):
 )
 def test_a_tracker_that_comes_as_an_argument_or_as_a_run(imports, given, fed, made, found):
     assert len(lines(TRACKED.format(imports=imports, given=given, fed=fed, made=made))) == found
+
+
+@pytest.mark.parametrize(("test", "number"), [("dist.get_rank() == 0", 0), ("args.log", 1)])
+def test_a_tracker_that_one_rank_imports(test, number):
+    text = (
+        "import torch.distributed as dist\n\ndef main(args):\n    dist.init_process_group('nccl')\n    wandb = None\n"
+    )
+    text += f"    if {test}:\n        import wandb\n    if wandb is not None:\n        wandb.log({{'a': 1}})\n"
+    assert len(lines(text)) == number
 
 
 @pytest.mark.parametrize(
