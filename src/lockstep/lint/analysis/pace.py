@@ -18,6 +18,7 @@ __all__ = [
     "meant",
     "never",
     "now_and_then",
+    "rarely",
 ]
 
 # What counts the turns of a loop.
@@ -104,6 +105,23 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
         looks = any(LOOKS.search(name) for name in idents(test))
         return every_so_often(test) and not looks  # `if args.debug: break`
     return every_so_often(test)
+
+
+def rarely(stmt: ast.stmt) -> set[int]:
+    """The parts of a simple statement that run now and then, by a test within it (`print(loss) if i % 9 == 0 else 0`,
+    `i % 9 == 0 and print(loss)`).
+    """
+    found: set[int] = set()
+    for node in walk(stmt) if isinstance(stmt, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+        arms: list[ast.expr] = []
+        if isinstance(node, ast.IfExp):
+            arms += [node.body] if now_and_then(node.test, True) else []
+            arms += [node.orelse] if now_and_then(node.test, False) else []
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            first = next((i for i, value in enumerate(node.values) if now_and_then(value, True)), len(node.values))
+            arms = node.values[first + 1 :]
+        found |= {id(part) for arm in arms for part in walk(arm)}
+    return found
 
 
 def in_most_turns(guard: Guard) -> bool:
