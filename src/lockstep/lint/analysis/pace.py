@@ -115,13 +115,23 @@ def rarely(stmt: ast.stmt) -> set[int]:
     for node in walk(stmt) if isinstance(stmt, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
         arms: list[ast.expr] = []
         if isinstance(node, ast.IfExp):
-            arms += [node.body] if now_and_then(node.test, True) else []
+            arms += [node.body] if now_and_then(node.test, True) or first_turn(node.test) else []
             arms += [node.orelse] if now_and_then(node.test, False) else []
         elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
-            first = next((i for i, value in enumerate(node.values) if now_and_then(value, True)), len(node.values))
+            first = next(
+                (i for i, value in enumerate(node.values) if now_and_then(value, True) or first_turn(value)),
+                len(node.values),
+            )
             arms = node.values[first + 1 :]
         found |= {id(part) for arm in arms for part in walk(arm)}
     return found
+
+
+def first_turn(test: ast.expr) -> bool:
+    """Whether a test holds in one turn of a loop alone (`i == 0`)."""
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    return isinstance(constant(test.comparators[0]), int) and TURN.search(last(test.left))
 
 
 def in_most_turns(guard: Guard) -> bool:
