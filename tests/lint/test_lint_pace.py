@@ -308,6 +308,8 @@ def train(model, loader, optimizer, steps):
         ("next(enumerate(loader))[1]", True),
         ("next(iter(enumerate(loader)))[1]", True),
         ("next(batches)", False),
+        ("next(iter(batches))", False),  # goes on where it was
+        ("next(iter(loader)) if step % 9 == 0 else x", False),
         ("next(iter(model.layers))", False),
     ],
 )
