@@ -144,6 +144,11 @@ def main(args, rank):
         ("root = tempfile.mkdtemp()", "root", False),
         ("root = args.template", "root", True),
         ("root = f'data{os.getpid()}'", "root", False),
+        ("root = tempfile.mkdtemp()", "root + '/cifar'", False),
+        ("root = args.data", "os.path.join(root, 'cifar')", True),
+        ("args = make(rank)", "os.path.join(args.data, 'cifar')", True),
+        ("pass", "args.rootTemp", False),
+        ("pass", "args.contemporary", True),
     ],
 )
 def test_a_download_into_a_place_of_its_own(first, place, found):
