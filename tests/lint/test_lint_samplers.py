@@ -274,6 +274,44 @@ def test_a_sampler_whose_name_is_another_ones(between, other, call, number):
     assert len(check_text(text, configure({}, "LS004", ""))) == number
 
 
+APART = (
+    """
+from torch.utils.data import DataLoader, DistributedSampler
+
+def fit(model, optimizer, loader{param}):
+    {first}
+    for epoch in range(9):
+        {call}
+        for x in loader:
+"""
+    + STEP
+    + """
+def main(model, optimizer, train_set, val_set):
+    sampler = DistributedSampler(train_set)
+    loader = DataLoader(train_set, sampler=sampler)
+    sampler = DistributedSampler(val_set, shuffle=False)
+    fit(model, optimizer, loader{given})
+"""
+)
+EACH = "for each_sampler in [loader.sampler]: each_sampler.set_epoch(epoch)"
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"param": ", sampler", "given": ", sampler"}, 1),
+        ({"param": ", sampler", "given": ", loader.sampler"}, 0),
+        ({"param": ", sampler=None", "first": "sampler = sampler or loader.sampler"}, 0),
+        ({"first": "sampler = loader.sampler"}, 0),
+        ({"first": "sampler = getattr(loader, 'sampler', None)"}, 0),
+        ({"call": EACH}, 0),
+    ],
+)
+def test_a_sampler_that_is_taken_from_its_loader(change, number):
+    usual = {"param": "", "given": "", "first": "pass", "call": "sampler.set_epoch(epoch)"}
+    assert len(check_text(APART.format(**usual | change), configure({}, "LS004", ""))) == number
+
+
 @pytest.mark.parametrize(("call", "number"), [("pass", 1), ("sampler.set_epoch(epoch)", 0), ("begin(sampler)", 0)])
 def test_a_method_of_that_name_that_nothing_calls(call, number):
     own = "class Even(DistributedSampler):\n    def set_epoch(self, epoch):\n        super().set_epoch(epoch)\n\n"

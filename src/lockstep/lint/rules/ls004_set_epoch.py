@@ -9,7 +9,7 @@ from lockstep.lint.analysis.drafts import epoch_set
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, strings, walk
+from lockstep.lint.analysis.nodes import constant, dotted, is_none, keyword, last, strings, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -65,11 +65,16 @@ def renamed(view: View) -> Iterator[Found]:
 
 
 def by_name(view: View, site: Site) -> bool:
-    """Whether set_epoch is called on a sampler by a name of its own, not on that of a loader."""
+    """Whether set_epoch is called on a sampler by a name of its own, which certainly is not that of a loader
+    (`loader.sampler`, or a name or an argument that it is given as).
+    """
     receiver = site.receiver
     if not isinstance(receiver, ast.Name | ast.Attribute) or "sampler" not in last(receiver):
         return False
-    return isinstance(receiver, ast.Name) or dotted(receiver.value) == "self"
+    if not isinstance(receiver, ast.Name) and dotted(receiver.value) != "self":
+        return False
+    found = [origin.node for origin in view.origins.of(receiver, site.scope) if not is_none(origin.node)]
+    return bool(found) and all(isinstance(node, ast.Call) and last(node) != "getattr" for node in found)
 
 
 def lost(site: Site) -> bool:
