@@ -5,6 +5,7 @@ import re
 
 from lockstep.lint.analysis.context import Guard, above
 from lockstep.lint.analysis.index import Scope
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
@@ -107,7 +108,8 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
     return every_so_often(test)
 
 
-def rarely(stmt: ast.stmt) -> set[int]:
+@kept
+def rarely(stmt: ast.stmt) -> frozenset[int]:
     """The parts of a simple statement that run now and then, by a test within it (`print(loss) if i % 9 == 0 else 0`,
     `i % 9 == 0 and print(loss)`).
     """
@@ -124,7 +126,7 @@ def rarely(stmt: ast.stmt) -> set[int]:
             )
             arms = node.values[first + 1 :]
         found |= {id(part) for arm in arms for part in walk(arm)}
-    return found
+    return frozenset(found)
 
 
 def first_turn(test: ast.expr) -> bool:

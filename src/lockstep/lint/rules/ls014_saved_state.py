@@ -8,6 +8,7 @@ from lockstep.lint.analysis.awaited import leads_to, read_by_all, saved_by_main,
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.filed import written
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
 from lockstep.lint.analysis.rankwords import RANK
@@ -68,14 +69,15 @@ def own_name(view: View, call: Site, save: Site, path: ast.expr) -> bool:
     return any(value is not None and names_rank(view, value, call.scope) for value in given)
 
 
-def idents_of(node: ast.expr, scope: Scope) -> set[str]:
+@kept
+def idents_of(node: ast.expr, scope: Scope) -> frozenset[str]:
     """The names in an expression, and in what these are given in the same function."""
     queue, found = [node], set[str]()
     while queue:
         new = set(idents(queue.pop())) - found
         found |= new
         queue += [bind.value for name in new for bind in scope.binds.get(name, []) if bind.value is not None]
-    return found
+    return frozenset(found)
 
 
 def replicated(view: View) -> bool:

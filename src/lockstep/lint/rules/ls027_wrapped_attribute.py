@@ -200,7 +200,7 @@ def comes_later(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope) -> boo
     brings back to that, or in the other arm of its test: what other methods give it is no wrapper.
     """
     key, end = dotted(node) or "", stmt.end_lineno or stmt.lineno
-    arms = {each: place for each, place in above(stmt, scope.module) if isinstance(each, ast.If)}
+    arms: dict[ast.stmt, str] = {each: place for each, place in above(stmt, scope.module) if isinstance(each, ast.If)}
     own = [
         bind.stmt.lineno > end
         or any({place, arms.get(each)} == {"body", "orelse"} for each, place in above(bind.stmt, scope.module))

@@ -108,7 +108,8 @@ def one_by_one(value: ast.expr, site: Site) -> Iterator[ast.expr]:
     for loop in loops(site.stmt, site.module):
         if not isinstance(loop, ast.For) or any(guards(site.stmt, site.module, loop)):
             continue
-        anew = {key for key, binds in site.scope.binds.items() for b in binds if inside(b.stmt, loop, site.module)}
+        binds = [bind for name, _ in targets(loop.target) for bind in site.scope.binds.get(name, [])]
+        anew = {bind.key for bind in binds if inside(bind.stmt, loop, site.module)}
         if shows_one(value, loop.target, loop.iter, anew):
             yield from shown(gone_through(loop.iter))
 

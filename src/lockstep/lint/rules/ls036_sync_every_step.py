@@ -42,9 +42,7 @@ def check(view: View) -> Iterator[Found]:
         steps = trainings.each_step(training)
         here = [site for site in steps if site.module is view.module]
         other = [site for site in steps if site.module is not view.module] if here else []
-        beyond = {site.scope for site in other if reads_given(view, site)}
-        afar = {site.scope for site in other if site.name in SYNCS and reads_device(view, site)}
-        afar |= {scope for scope in dict.fromkeys(site.scope for site in other) if tests_device(view, scope)}
+        beyond, afar = {site.scope for site in other if reads_given(view, site)}, readers(view, other)
         losses = loss_names(trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
@@ -60,6 +58,12 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site, f"{what} waits for the device in every step: keep tensors, and read them every n-th step"
                 )
+
+
+def readers(view: View, sites: list[Site]) -> set[Scope]:
+    """The functions of some calls that read, or decide by, what they compute of tensors on the device."""
+    found = {site.scope for site in sites if site.name in SYNCS and reads_device(view, site)}
+    return found | {scope for scope in dict.fromkeys(site.scope for site in sites) if tests_device(view, scope)}
 
 
 def old_reads(view: View, training: Training, here: list[Site], losses: set[str], seen: set[int]) -> Iterator[Found]:
