@@ -124,6 +124,8 @@ main(1, 2)
         ("out", 0),
         ("os.path.join(path, str(rank))", 0),
         ("path, name=f'{rank}.pt'", 0),
+        ("path, name=f'{model.lora_rank}.pt'", 1),
+        ("path, name=model.reranker", 1),
         ("path, note=f'rank {rank} saves'", 1),
     ],
 )

@@ -11,7 +11,7 @@ from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
-from lockstep.lint.analysis.rankwords import RANK
+from lockstep.lint.analysis.rankwords import RANK, RANKED
 from lockstep.lint.analysis.saving import SAVES, is_saved
 from lockstep.lint.analysis.unwrapped import by_shards, guarded_by_type, knows_shards, stripped, taken_out
 from lockstep.lint.analysis.view import View
@@ -21,7 +21,7 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ACCELERATE = "Accelerate"
-OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
+OWN_RANK = re.compile(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:

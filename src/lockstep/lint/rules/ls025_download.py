@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import above, guards, withs
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
-from lockstep.lint.analysis.rankwords import RANK
+from lockstep.lint.analysis.rankwords import RANK, RANKED
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 
 # What says that a path is the process's own.
 OWN = Words(
-    r"rank|(?<![a-z])te?mp(?!lat)|(?-i:(?<=[a-z])Te?mp(?!lat))|worker|(?<![a-z])(get)?pid(?![a-z])|uuid",
+    rf"{RANKED}|(?<![a-z])te?mp(?!lat)|(?-i:(?<=[a-z])Te?mp(?!lat))|worker(?!s)|(?<![a-z])(get)?pid(?![a-z])|uuid",
     re.IGNORECASE,
 )
 WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "all_reduce", "broadcast"}
