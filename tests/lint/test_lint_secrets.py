@@ -61,6 +61,7 @@ KEY = '"--wandb_api_key"'
         (KEY, "pass", "for k, v in vars(args).items(): print(k, type(v))", False),
         (KEY, "pass", "for k, v in vars(args).items(): print(k, '***' if 'key' in k else v)", False),
         (KEY, "pass", "for k, v in vars(args).items(): print(k, mask(k, v))", False),
+        (KEY, "pass", "for k, v in vars(args).items(): print(f'{k}: {v}' if v is not None else k)", True),
         (KEY, "pass", "for k, v in vars(args).items(): v = mask(k, v); print(k, v)", False),
         (KEY, "pass", "print(sorted(vars(args)), list(vars(args)), [k for k in vars(args)])", False),
         (KEY, "pass", "print(', '.join(vars(args)), ', '.join(k for k, v in vars(args).items()))", False),

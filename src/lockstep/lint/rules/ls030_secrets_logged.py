@@ -122,7 +122,7 @@ def shows_one(value: ast.expr, target: ast.expr, source: ast.expr, anew: set[str
     whole = {name for name, path in targets(target) if pairs and path in ((), (1,))} - anew
     names = {name for name, path in targets(target) if path == ((0,) if pairs else ())} - anew
     tables = {dotted(node) for node in shown(gone_through(source))}
-    for part in open_parts(value):
+    for part in open_parts(value, names):
         if isinstance(part, ast.Name) and part.id in whole:
             return True
         looked = part.args[:2] if isinstance(part, ast.Call) and last(part) == "getattr" else []
@@ -132,9 +132,9 @@ def shows_one(value: ast.expr, target: ast.expr, source: ast.expr, anew: set[str
     return False
 
 
-def open_parts(value: ast.expr) -> Iterator[ast.expr]:
-    """The parts of an expression that are shown as they are: not what a test, a choice or another function stands
-    before (`mask(name, value)`, `"***" if "key" in name else value`).
+def open_parts(value: ast.expr, names: set[str]) -> Iterator[ast.expr]:
+    """The parts of an expression that are shown as they are: not what another function, or a choice by the option's
+    name, stands before (`mask(name, value)`, `"***" if "key" in name else value`).
     """
     queue = [value]
     while queue:
@@ -143,6 +143,8 @@ def open_parts(value: ast.expr) -> Iterator[ast.expr]:
         if isinstance(part, ast.Call) and last(part) in SHAPES:
             queue += [*part.args, *(item.value for item in part.keywords)]
             queue += [part.func.value] if isinstance(part.func, ast.Attribute) else []
+        elif isinstance(part, ast.IfExp):
+            queue += [part.body, part.orelse] if not names & set(idents(part.test)) else []
         elif isinstance(part, ast.JoinedStr | ast.BinOp | ast.Tuple | ast.List | ast.FormattedValue | ast.Starred):
             queue += [node for node in ast.iter_child_nodes(part) if isinstance(node, ast.expr)]
 
