@@ -48,7 +48,7 @@ def check(view: View) -> Iterator[Found]:
         yield from tests(view, training, here, losses, seen)
         yield from texts(view, training, losses, seen)
         for site in here:
-            if site.stmt.lineno in seen or id(site.call) in rarely(site.stmt):
+            if site.stmt.lineno in seen or (site.scope is training.scope and id(site.call) in rarely(site.stmt)):
                 continue
             if in_model(site) and not (LOSS.search(last(site.receiver)) or reads_device(view, site)):
                 continue
