@@ -43,8 +43,8 @@ def waits_in_accelerate(view: View, site: Site) -> bool:
         return True
     if not ACCELERATOR.search(last(site.receiver)):
         return False
-    prepares = site.name == "prepare"  # `save` is not among them: it writes on the main process, and waits for nobody
-    return site.name in GATHERS or (prepares and any(is_trained(view, value, site.scope) for value in site.call.args))
+    prepares = site.name == "prepare" and any(is_trained(view, value, site.scope) for value in site.call.args)
+    return prepares or site.name in GATHERS
 
 
 def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
