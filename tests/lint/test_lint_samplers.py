@@ -318,3 +318,23 @@ def test_a_method_of_that_name_that_nothing_calls(call, number):
     own += "def begin(sampler):\n    getattr(sampler, 'set_epoch')(1)\n" if "begin" in call else ""
     text = TWICE.format(between="pass", other="pass", call=call) + STEP
     assert len(check_text(text.replace("def main", own + "def main"), configure({}, "LS004", ""))) == number
+
+
+@pytest.mark.parametrize(("split", "number"), [("'first'", 1), ("'val'", 0), ("mode='test'", 0)])
+def test_a_helper_that_is_told_for_which_part_it_makes_a_sampler(tmp_path, split, number):
+    helper = "from torch.utils.data import DistributedSampler\n\ndef make_sampler(data, mode):\n"
+    (tmp_path / "data.py").write_text(f"{helper}    return DistributedSampler(data)\n")
+    text = TWICE.format(between="pass", other="sampler = DistributedSampler(keep)", call="sampler.set_epoch(epoch)")
+    text = text.replace("sampler = DistributedSampler(train_set)", f"sampler = make_sampler(train_set, {split})")
+    (tmp_path / "run.py").write_text(f"from data import make_sampler\n{text}{STEP}")
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+
+
+def test_a_sampler_of_an_object_may_be_read_anywhere():
+    call = "sampler.set_epoch(epoch)"
+    text = TWICE.format(between="self.keep_first()", other="sampler = DistributedSampler(keep)", call=call)
+    text = text.replace("def main(", "def main(self, ").replace("sampler = D", "self.sampler = D")
+    text = text.replace("sampler=sampler", "sampler=self.sampler").replace(
+        "sampler.set_epoch", "self.sampler.set_epoch"
+    )
+    assert not check_text(text + STEP, configure({}, "LS004", ""))

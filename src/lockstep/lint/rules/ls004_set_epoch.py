@@ -58,7 +58,7 @@ def renamed(view: View) -> Iterator[Found]:
         return
     for site in view.sites():
         makes, names = site.name == "DistributedSampler", [bind.key for bind in site.scope.bound(site.stmt)]
-        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, (*names, *strings(site.call)))):
+        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, strings(site.call))):
             continue
         if lost(site) and (trains(view, site) if makes else from_helper(view, site)):
             yield at(site, "its name is given to another sampler before set_epoch is called on it: keep both")
