@@ -232,6 +232,9 @@ def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, 
     (tmp_path / "data.py").write_text(CHOSEN)
     (tmp_path / "run.py").write_text("from torch.utils.data import DataLoader\n" + text)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+    (tmp_path / "data.py").write_text(CHOSEN.replace("Distributed", "X").replace("Random", "Distributed"))
+    turned = check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))
+    assert len(turned) == 1  # made where the flag is off
     anew = CHOSEN.replace("    if shared", "    shared = 1 < len(data)\n    if shared")
     (tmp_path / "data.py").write_text(anew)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == 1
