@@ -43,6 +43,7 @@ JOINED = "SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimi
         ("OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=1)", "pass", "scheduler.step()", False),
         ("StepLR(optimizer, step_size=total)", "pass", "scheduler.step()", False),
         ("CosineAnnealingLR(optimizer, T_max=total)", "pass", "if len(loader) % 4:\n        scheduler.step()", True),
+        ("CosineAnnealingLR(optimizer, T_max=total)", "scheduler.step()", "scheduler.step()", True),
         (  # one more for the last group
             "CosineAnnealingLR(optimizer, T_max=total)",
             "scheduler.step()",
@@ -102,3 +103,35 @@ def main(model, loader, optimizer, late):
 )
 def test_a_step_before_the_optimizer_in_the_same_turn(test, then, told):
     assert bool(check_text(EARLY.format(test=test, then=then), configure({}, "LS013", ""))) is told
+
+
+NESTED = """
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+def main(model, loader, optimizer, args, ready):
+    scheduler = StepLR(optimizer, 3)
+    for i, x in enumerate(loader):
+        if args.late:
+            {block}
+                scheduler.step()
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ("if args.fused:", True),
+        ("if args.fused:\n                pass\n            else:", True),
+        ("with args.lock:", True),
+        ("if i % 2:", False),
+        ("if ready(i):", False),
+        ("if i > 3:", False),
+        ("for _ in range(2):", False),
+    ],
+)
+def test_a_step_under_several_tests(block, told):
+    assert bool(check_text(NESTED.format(block=block), configure({}, "LS013", ""))) is told

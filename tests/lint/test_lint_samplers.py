@@ -264,6 +264,7 @@ def main(model, optimizer, train_set, val_set, keep):
         ("first = sampler", "sampler = DistributedSampler(val_set)", "first.set_epoch(epoch)", 0),
         ("for x in loader: model(x)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
         ("print(len(loader))", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 1),
+        ("pass", "sampler = DistributedSampler(val_set) if keep else None", "sampler.set_epoch(epoch)", 1),
         (
             "pass",
             "if keep:\n        sampler = DistributedSampler(train_set, shuffle=True)",

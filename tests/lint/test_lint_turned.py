@@ -141,6 +141,13 @@ def main(args):
         ),
         ("", "other", "other.log({'a': loss})", "other = None", 0),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init()", 2),
+        (
+            "import wandb",
+            "run",
+            "run.log({'a': loss})",
+            "run = wandb.init(mode='disabled' if dist.get_rank() else 'online')",
+            0,
+        ),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init(group='a', name=str(args.rank))", 1),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init() if args.rank == 0 else None", 0),
     ],

@@ -243,7 +243,7 @@ def flagged(site: Site, loop: Loop) -> bool:
     for node, place in above(site.stmt, site.module):
         if node is loop:
             return place == "body"
-        if not isinstance(node, ast.With | ast.If) or place != "body":
+        if not isinstance(node, ast.With | ast.If):
             return False
         test = node.test if isinstance(node, ast.If) else None
         if test is not None and any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(test)):
