@@ -156,12 +156,19 @@ def test_a_tracker_that_comes_as_an_argument_or_as_a_run(imports, given, fed, ma
     assert len(lines(TRACKED.format(imports=imports, given=given, fed=fed, made=made))) == found
 
 
-@pytest.mark.parametrize(("test", "number"), [("dist.get_rank() == 0", 0), ("args.log", 1)])
-def test_a_tracker_that_one_rank_imports(test, number):
-    text = (
-        "import torch.distributed as dist\n\ndef main(args):\n    dist.init_process_group('nccl')\n    wandb = None\n"
+@pytest.mark.parametrize(
+    ("test", "does", "number"),
+    [
+        ("dist.get_rank() == 0", "import wandb", 0),
+        ("args.log", "import wandb", 1),
+        ("args.log", "pass", 0),  # it stays None
+    ],
+)
+def test_a_tracker_that_one_rank_imports(test, does, number):
+    text = "import torch.distributed as dist\n\ndef main(args):\n    dist.init_process_group('nccl')\n"
+    text += (
+        f"    wandb = None\n    if {test}:\n        {does}\n    if wandb is not None:\n        wandb.log({{'a': 1}})\n"
     )
-    text += f"    if {test}:\n        import wandb\n    if wandb is not None:\n        wandb.log({{'a': 1}})\n"
     assert len(lines(text)) == number
 
 
