@@ -70,6 +70,11 @@ def test_steps_that_go_around_the_wrapper(line, number):
     assert told(AROUND.format(line=line) + STEP, "LS031") == number
 
 
+def test_steps_that_go_around_the_wrapper_in_a_file_that_starts_no_group():
+    text = AROUND.format(line="loss = model.module.loss(x)") + STEP
+    assert told(text.replace('dist.init_process_group("nccl")', "rank = dist.get_rank()"), "LS031") == 1
+
+
 def test_gradients_that_are_averaged_by_hand():
     text = AROUND.format(line="loss = model.module.loss(x)") + STEP
     assert told(text, "LS031") == 1
