@@ -70,6 +70,12 @@ def test_steps_that_go_around_the_wrapper(line, number):
     assert told(AROUND.format(line=line) + STEP, "LS031") == number
 
 
+@pytest.mark.parametrize(("wrapper", "number"), [("FullyShardedDataParallel", 0), ("CPUOffload", 1)])
+def test_a_program_that_wraps_in_two_ways(wrapper, number):
+    text = f"from torch.distributed.fsdp import {wrapper} as Wrap\n" + AROUND.format(line="loss = model.module.loss(x)")
+    assert told(text.replace("    for x", "    other = Wrap(nn.Linear(2, 2))\n    for x") + STEP, "LS031") == number
+
+
 def test_steps_that_go_around_the_wrapper_in_a_file_that_starts_no_group():
     text = AROUND.format(line="loss = model.module.loss(x)") + STEP
     assert told(text.replace('dist.init_process_group("nccl")', "rank = dist.get_rank()"), "LS031") == 1
