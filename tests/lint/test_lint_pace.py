@@ -353,6 +353,8 @@ def train(model, loader, optimizer, args):
         ("if first:\n            line = f'{out}'\n            first = False", ""),
         ("wandb.log({'out': out})", "log({'out': out})"),
         ("wandb.log({'epoch': i})", ""),
+        ("wandb.log({'rate': args.rate.item(), 'out': out})", "log({'rate': args.rate.item(), 'ou)"),
+        ("wandb.log({'rate': args.rate.item()})", ""),
     ],
 )
 def test_a_text_of_what_stands_on_the_device(line, message):

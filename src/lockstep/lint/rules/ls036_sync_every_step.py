@@ -173,12 +173,10 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
 
 def said(value: ast.expr, plain: bool) -> Iterator[ast.expr]:
     """What a call that makes a number or a text is given: the value, or what the text is made of; of what is handed to
-    a tracker the names alone, also those in a dictionary, where nothing beside them is told by itself (`.item()`).
+    a tracker the names alone, also those in a dictionary.
     """
     if plain:
         yield value
-    elif any(isinstance(node, ast.Call) and last(node) in SYNCS for node in walk(value)):
-        return
     if not plain or isinstance(value, ast.BinOp | ast.JoinedStr):
         yield from (node for node in bare(value) if isinstance(node, ast.Name))
 
