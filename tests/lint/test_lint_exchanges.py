@@ -78,6 +78,7 @@ def test_a_program_that_wraps_in_two_ways(wrapper, number):
 
 def test_steps_that_go_around_the_wrapper_in_a_file_that_starts_no_group():
     text = AROUND.format(line="loss = model.module.loss(x)") + STEP
+    assert told(text.replace("optimizer.step()", "print(x)"), "LS031") == 0  # only tries out what it differentiates
     assert told(text.replace('dist.init_process_group("nccl")', "rank = dist.get_rank()"), "LS031") == 1
 
 

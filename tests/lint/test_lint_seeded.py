@@ -408,3 +408,12 @@ def test_a_program_that_runs_a_file_and_makes_a_model_is_told_itself(tmp_path, u
     main = "import torch\nimport loop\n\nif __name__ == '__main__':\n    model = torch.nn.Linear(2, 2)\n"
     (tmp_path / "main.py").write_text(f"{main}    {use}\n")
     assert bool(check_paths([str(tmp_path / "loop.py")], configure({}, "LS008", ""))) is found
+
+
+@pytest.mark.parametrize(("call", "found"), [("loop.fit_one(net, [])", True), ("print(net)", False)])
+def test_a_file_that_is_called_a_test_and_runs_what_trains(tmp_path, call, found):
+    loop = LOOP.replace("def fit_one(data):\n    net = nn.Linear(2, 2)", "def fit_one(net, data):")
+    (tmp_path / "loop.py").write_text(loop)
+    text = f"import torch\nimport loop\n\nnet = torch.nn.Linear(2, 2)\n{call}\n"
+    (tmp_path / "test_all.py").write_text(text)
+    assert bool(check_paths([str(tmp_path / "test_all.py")], configure({}, "LS008", ""))) is found
