@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.lint.config import configure
-from lockstep.lint.runner import check_paths
+from lockstep.lint.runner import check_paths, check_text
 
 
 def told(folder, rule, text, **files):
@@ -107,3 +107,26 @@ def main(rank):
 )
 def test_what_a_star_import_brings(tmp_path, imported, read, data, number):
     assert told(tmp_path, "LS032", SAVES.format(imported=imported, read=read), data=data) == number
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("DataParallel(model)", True),
+        ("DP(model)", True),
+        ("DP(copy) if isinstance(model, DP) else model", True),
+        ("0\n    if isinstance(model, DP):\n        model = DP(copy)", False),
+        ("0\n    if isinstance():\n        model = DP(copy)", True),
+        ("Own(model)", False),
+        ("pl.Trainer(strategy='dp')", True),
+        ("pl.Trainer.from_argparse_args(copy, strategy='dp')", True),
+        ("pl.LightningDataModule.from_argparse_args(copy, strategy='dp')", False),
+        ("pl.Trainer(strategy='ddp')", False),
+    ],
+)
+def test_data_parallel_by_its_names(code, told):
+    text = "import pytorch_lightning as pl\nfrom torch.nn import DataParallel as DP\n\nclass Own:\n    pass\n\n"
+    text += f"def main(model, copy):\n    model = {code}\n"
+    assert bool(check_text(text, configure({}, "LS001", ""))) is told
+    own = "import torch\n\nclass DataParallel:\n    pass\n\ndef main(model):\n    return DataParallel(model)\n"
+    assert not check_text(own, configure({}, "LS001", ""))

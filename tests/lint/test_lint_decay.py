@@ -199,6 +199,14 @@ def main(rate):
         ("nn.Parameter(torch.empty(count, dim))", "self.shift = nn.Parameter(torch.zeros(dim))", True),
         ("nn.Parameter(torch.empty(count, dim))", "self.last = nn.Linear(4, 2)", True),
         ("nn.Linear(count, dim)", "pass", True),
+        ("nn.Parameter(torch.randn(count, dim).to('cuda') * 0.1)", "self.count = int(count)", False),
+        ("nn.Parameter(torch.full((count,), 1.0))", "pass", True),
+        ("nn.Parameter(torch.randn(count, dim).mean(0, 1))", "pass", True),
+        ("nn.Parameter(torch.empty(count, dim))", "self.norm = make(dim)", True),
+        ("nn.Parameter(torch.empty(count, dim))", "self.encoder = dim", True),
+        ("nn.Parameter(torch.empty(count, dim))", "self.scale = dim", False),
+        ("nn.Parameter(torch.empty(count, dim))", "self.add_module('norm', dim)", True),
+        ("nn.Parameter(torch.empty(count, dim))", "\n    def build(self):\n        self.last = nn.Linear(4, 2)", True),
     ],
 )
 def test_a_module_of_one_matrix_has_nothing_to_spare(made, more, told):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.lint.config import Config, default_codes
+from lockstep.lint.config import Config, configure, default_codes
 from lockstep.lint.runner import check_text
 
 PROGRAM = """
@@ -98,3 +98,32 @@ def total(loader, value, shorter):
 """
     found = [f for f in check_text(text, Config(default_codes(), frozenset())) if f.rule == "LS037"]
     assert len(found) == count
+
+
+# What they send says nothing of a score, and what converts layers sends nothing.
+ELSE = ["broadcast_parameters", "broadcast_optimizer_state", "convert_syncbn_model", "sync_batchnorm", "SyncBatchNorm"]
+
+
+@pytest.mark.parametrize(("name", "number"), [*((name, 1) for name in ELSE), ("broadcast_score", 0), ("sync_up", 0)])
+def test_a_call_beside_the_decision_that_tells_nothing_of_it(name, number):
+    assert len(findings(f"        other.{name}(model)\n{COUNTER}")) == number
+    text = PROGRAM.replace("DECISION", COUNTER).replace("SAMPLER", SHARD)
+    hidden = text.replace("import torch\n", f"import torch\nfrom mine import {name}\n", 1)
+    hidden = hidden.replace("    best, bad,", f"    {name}(model)\n    best, bad,", 1)
+    assert [f.rule for f in check_text(hidden, configure({}, "LS037", ""))] == ["LS037"] * number
+    lone = "        stop = False\n        if dist.get_rank() == 0:\n            stop = score > 1\n"
+    assert len(findings(f"{lone}            other.{name}(1)\n        if stop:\n            break")) == number
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("accelerator.wait_for_everyone()", 1),
+        ("print(x)", 0),
+        ("if accelerator.is_main_process: accelerator.wait_for_everyone()", 0),
+    ],
+)
+def test_a_loop_in_which_accelerates_processes_wait(line, number):
+    text = "import torch\nfrom accelerate import Accelerator\n\ndef main(items):\n    accelerator = Accelerator()\n"
+    text += f"    for x in items:\n        {line}\n        if accelerator.is_main_process and x:\n            break\n"
+    assert len(check_text(text, configure({}, "LS037", ""))) == number

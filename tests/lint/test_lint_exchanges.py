@@ -75,6 +75,18 @@ def test_steps_that_go_around_the_wrapper(line, number):
     assert told(AROUND.format(line=line) + STEP, "LS031") == number
 
 
+@pytest.mark.parametrize(("wrapper", "number"), [("FullyShardedDataParallel", 0), ("CPUOffload", 1)])
+def test_a_program_that_wraps_in_two_ways(wrapper, number):
+    text = f"from torch.distributed.fsdp import {wrapper} as Wrap\n" + AROUND.format(line="loss = model.module.loss(x)")
+    assert told(text.replace("    for x", "    other = Wrap(nn.Linear(2, 2))\n    for x") + STEP, "LS031") == number
+
+
+def test_steps_that_go_around_the_wrapper_in_a_file_that_starts_no_group():
+    text = AROUND.format(line="loss = model.module.loss(x)") + STEP
+    assert told(text.replace("optimizer.step()", "print(x)"), "LS031") == 0  # only tries out what it differentiates
+    assert told(text.replace('dist.init_process_group("nccl")', "rank = dist.get_rank()"), "LS031") == 1
+
+
 def test_gradients_that_are_averaged_by_hand():
     text = AROUND.format(line="loss = model.module.loss(x)") + STEP
     assert told(text, "LS031") == 1
@@ -110,6 +122,14 @@ def test_a_model_that_trains_beside_the_wrapped_one(made, trained, exchanging, a
     text = BESIDE.format(made=made, trained=trained)
     assert told(text, "LS009") == exchanging
     assert told(text, "LS031") == apart
+
+
+@pytest.mark.parametrize(("helper", "number"), [("wrap_model", 0), ("show", 1)])
+def test_a_helper_out_of_sight_may_wrap_the_model_that_is_trained(helper, number):
+    beside = BESIDE.format(made=f"{TEACHER}\n    {helper}(student)", trained="student")
+    assert told(f"from mine import {helper}\n{beside}", "LS031") == number
+    around = AROUND.format(line="loss = model.module.loss(x)") + STEP  # the steps go around the wrapper in any case
+    assert told(f"from mine import {helper}\n{helper}(1)\n{around}", "LS031") == 1
 
 
 @pytest.mark.parametrize(

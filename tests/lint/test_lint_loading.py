@@ -144,6 +144,15 @@ def main(args, rank):
         ("root = tempfile.mkdtemp()", "root", False),
         ("root = args.template", "root", True),
         ("root = f'data{os.getpid()}'", "root", False),
+        ("root = tempfile.mkdtemp()", "root + '/cifar'", False),
+        ("root = args.data", "os.path.join(root, 'cifar')", True),
+        ("args = make(rank)", "os.path.join(args.data, 'cifar')", True),
+        ("pass", "args.rootTemp", False),
+        ("pass", "args.contemporary", True),
+        ("pass", "args.ranker_dir", True),
+        ("root = f'data{args.num_workers}'", "root", True),
+        ("root = f'data{args.lora_rank}'", "root", True),
+        ("root = f'data{args.worker_id}'", "root", False),
     ],
 )
 def test_a_download_into_a_place_of_its_own(first, place, found):

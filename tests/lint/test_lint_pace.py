@@ -328,8 +328,55 @@ def train(model, loader, optimizer, steps):
         ("next(enumerate(loader))[1]", True),
         ("next(iter(enumerate(loader)))[1]", True),
         ("next(batches)", False),
+        ("next(iter(batches))", False),  # goes on where it was
+        ("next(iter(loader)) if step % 9 == 0 else x", False),
         ("next(iter(model.layers))", False),
     ],
 )
 def test_a_loader_that_is_begun_for_each_batch(first, found):
     assert bool(check_text(BEGUN.format(first=first), configure({}, "LS038", ""))) is found
+
+
+TEXTS = """
+import torch
+import wandb
+
+def train(model, loader, optimizer, args):
+    model.cuda()
+    first = True
+    for i, x in enumerate(loader):
+        out = model(x.cuda())
+        loss = out.sum()
+        loss.backward()
+        optimizer.step()
+        {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("line = f'{loss}'", "a text of a loss"),
+        ("line = 'all: %s' % loss", "a text of a loss"),
+        ("line = f'{out}'", "a text of a tensor"),
+        ("line = f'{out.shape} {out.size(0)}'", ""),
+        ("out = 3\n        line = f'{out}'", ""),
+        ("line = f'{out}' if i % 9 == 0 else ''", ""),
+        ("line = '' if i % 9 == 0 else f'{out}'", "a text of a tensor"),
+        ("line = f'{out}' if args.show else ''", "a text of a tensor"),
+        ("print(loss.item()) if i % 9 == 0 else None", ""),
+        ("i % 9 == 0 and print(loss.item())", ""),
+        ("args.show and print(loss.item())", ".item()"),
+        ("print(loss.item()) if i == 0 else None", ""),
+        ("i == 0 and print(loss.item())", ""),
+        ("print(loss.item()) if args.level == 0 else None", ".item()"),
+        ("if first:\n            line = f'{out}'\n            first = False", ""),
+        ("wandb.log({'out': out})", "log({'out': out})"),
+        ("wandb.log({'epoch': i})", ""),
+        ("wandb.log({'rate': args.rate.item(), 'out': out})", "log({'rate': args.rate.item(), 'ou)"),
+        ("wandb.log({'rate': args.rate.item()})", ""),
+    ],
+)
+def test_a_text_of_what_stands_on_the_device(line, message):
+    found = [finding.message for finding in check_text(TEXTS.format(line=line), configure({}, "LS036", ""))]
+    assert [text.partition(" waits")[0] for text in found] == ([message] if message else [])

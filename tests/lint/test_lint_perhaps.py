@@ -130,6 +130,12 @@ Trainer(None).train([])
         ("Net()", "self.model.encode(0)", 0),
         ("shared(Net())", "self.model.encode(0)", 1),
         ("Net()", "pass", 0),
+        (
+            "Net()",
+            "if loader:\n            self.model = shared(self.model)\n        else:\n            self.model.encode(0)",
+            0,
+        ),
+        ("Net()", "if loader:\n            self.model = shared(self.model)\n            self.model.encode(0)", 1),
     ],
 )
 def test_a_read_before_the_method_wraps(made, first, number):

@@ -102,6 +102,13 @@ PAIRS = {
         "os.makedirs(out)",
         "os.makedirs(out, exist_ok=True)",
     ),
+    "every process of Accelerate makes a folder of its own": (
+        "LS025",
+        "import os\nfrom accelerate import Accelerator\n"
+        "def main(out):\n    accelerator = Accelerator()\n    os.makedirs(out)\n",
+        "os.makedirs(out)",
+        "os.makedirs(f'{out}{accelerator.process_index}')",
+    ),
     "the last batch prints on every rank": (
         "LS028",
         GROUP

@@ -232,6 +232,12 @@ def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, 
     (tmp_path / "data.py").write_text(CHOSEN)
     (tmp_path / "run.py").write_text("from torch.utils.data import DataLoader\n" + text)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+    (tmp_path / "data.py").write_text(CHOSEN.replace("Distributed", "X").replace("Random", "Distributed"))
+    turned = check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))
+    assert len(turned) == 1  # made where the flag is off
+    anew = CHOSEN.replace("    if shared", "    shared = 1 < len(data)\n    if shared")
+    (tmp_path / "data.py").write_text(anew)
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == 1
 
 
 TWICE = """
@@ -256,6 +262,9 @@ def main(model, optimizer, train_set, val_set, keep):
         ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "loader.sampler.set_epoch(epoch)", 0),
         ("keep.append(sampler)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
         ("first = sampler", "sampler = DistributedSampler(val_set)", "first.set_epoch(epoch)", 0),
+        ("for x in loader: model(x)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
+        ("print(len(loader))", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 1),
+        ("pass", "sampler = DistributedSampler(val_set) if keep else None", "sampler.set_epoch(epoch)", 1),
         (
             "pass",
             "if keep:\n        sampler = DistributedSampler(train_set, shuffle=True)",
@@ -269,9 +278,67 @@ def test_a_sampler_whose_name_is_another_ones(between, other, call, number):
     assert len(check_text(text, configure({}, "LS004", ""))) == number
 
 
+APART = (
+    """
+from torch.utils.data import DataLoader, DistributedSampler
+
+def fit(model, optimizer, loader{param}):
+    {first}
+    for epoch in range(9):
+        {call}
+        for x in loader:
+"""
+    + STEP
+    + """
+def main(model, optimizer, train_set, val_set):
+    sampler = DistributedSampler(train_set)
+    loader = DataLoader(train_set, sampler=sampler)
+    sampler = DistributedSampler(val_set, shuffle=False)
+    fit(model, optimizer, loader{given})
+"""
+)
+EACH = "for each_sampler in [loader.sampler]: each_sampler.set_epoch(epoch)"
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"param": ", sampler", "given": ", sampler"}, 1),
+        ({"param": ", sampler", "given": ", loader.sampler"}, 0),
+        ({"param": ", sampler=None", "first": "sampler = sampler or loader.sampler"}, 0),
+        ({"first": "sampler = loader.sampler"}, 0),
+        ({"first": "sampler = getattr(loader, 'sampler', None)"}, 0),
+        ({"call": EACH}, 0),
+    ],
+)
+def test_a_sampler_that_is_taken_from_its_loader(change, number):
+    usual = {"param": "", "given": "", "first": "pass", "call": "sampler.set_epoch(epoch)"}
+    assert len(check_text(APART.format(**usual | change), configure({}, "LS004", ""))) == number
+
+
 @pytest.mark.parametrize(("call", "number"), [("pass", 1), ("sampler.set_epoch(epoch)", 0), ("begin(sampler)", 0)])
 def test_a_method_of_that_name_that_nothing_calls(call, number):
     own = "class Even(DistributedSampler):\n    def set_epoch(self, epoch):\n        super().set_epoch(epoch)\n\n"
     own += "def begin(sampler):\n    getattr(sampler, 'set_epoch')(1)\n" if "begin" in call else ""
     text = TWICE.format(between="pass", other="pass", call=call) + STEP
     assert len(check_text(text.replace("def main", own + "def main"), configure({}, "LS004", ""))) == number
+
+
+@pytest.mark.parametrize(("split", "number"), [("'first'", 1), ("'val'", 0), ("mode='test'", 0)])
+def test_a_helper_that_is_told_for_which_part_it_makes_a_sampler(tmp_path, split, number):
+    helper = "from torch.utils.data import DistributedSampler\n\ndef make_sampler(data, mode):\n"
+    (tmp_path / "data.py").write_text(f"{helper}    return DistributedSampler(data)\n")
+    text = TWICE.format(between="pass", other="sampler = DistributedSampler(keep)", call="sampler.set_epoch(epoch)")
+    text = text.replace("sampler = DistributedSampler(train_set)", f"sampler = make_sampler(train_set, {split})")
+    (tmp_path / "run.py").write_text(f"from data import make_sampler\n{text}{STEP}")
+    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
+
+
+def test_a_sampler_of_an_object_may_be_read_anywhere():
+    call = "sampler.set_epoch(epoch)"
+    text = TWICE.format(between="self.keep_first()", other="sampler = DistributedSampler(keep)", call=call)
+    text = text.replace("def main(", "def main(self, ").replace("sampler = D", "self.sampler = D")
+    text = text.replace("sampler=sampler", "sampler=self.sampler").replace(
+        "sampler.set_epoch", "self.sampler.set_epoch"
+    )
+    assert not check_text(text + STEP, configure({}, "LS004", ""))

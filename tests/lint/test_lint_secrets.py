@@ -54,6 +54,19 @@ KEY = '"--wandb_api_key"'
         (KEY, "pass", "for k, v in vars(args).items(): print(k)", False),
         (KEY, "pass", "for k in vars(args): print(k)", False),
         (KEY, "pass", "for k in vars(args): print(k, getattr(writer, 'x'))", False),
+        (KEY, "pass", "for pair in vars(args).items(): print('%s: %s' % pair)", True),
+        (KEY, "pass", "for k in sorted(vars(args).keys()): print(k, getattr(args, k))", True),
+        (KEY, "sizes = {}", "for k in vars(args): print(k, sizes[k])", False),
+        (KEY, "pass", "for k in vars(args): print(k, getattr(writer, k))", False),
+        (KEY, "pass", "for k, v in vars(args).items(): print(k, type(v))", False),
+        (KEY, "pass", "for k, v in vars(args).items(): print(k, '***' if 'key' in k else v)", False),
+        (KEY, "pass", "for k, v in vars(args).items(): print(k, mask(k, v))", False),
+        (KEY, "pass", "for k, v in vars(args).items(): print(f'{k}: {v}' if v is not None else k)", True),
+        (KEY, "pass", "for k, v in vars(args).items(): v = mask(k, v); print(k, v)", False),
+        (KEY, "pass", "print(sorted(vars(args)), list(vars(args)), [k for k in vars(args)])", False),
+        (KEY, "pass", "print(', '.join(vars(args)), ', '.join(k for k, v in vars(args).items()))", False),
+        (KEY, "pass", "print({k: v for k, v in vars(args).items()})", True),
+        (KEY, "pass", "print({k: '***' if 'key' in k else v for k, v in vars(args).items()})", False),
         (
             KEY,
             "pass",
@@ -91,6 +104,8 @@ def test_options_of_a_file_of_which_a_token_is_read(made, shown, told):
     text += f"    args = {made}\n    {shown}\n"
     assert bool(check_text(f"{text}    load(token=args.hf_token)\n", configure({}, "LS030", ""))) is told
     assert not check_text(f"{text}    load(token=args.pad_token)\n", configure({}, "LS030", ""))
+    elsewhere = "\ndef other(args, load):\n    load(token=args.hf_token)\n"  # of other options by the same name
+    assert not check_text(text + elsewhere, configure({}, "LS030", ""))
 
 
 @pytest.mark.parametrize(

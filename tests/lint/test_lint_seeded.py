@@ -54,6 +54,9 @@ def script(before="pass", after="pass", model="nn.Linear(4, 2)", worker="pass"):
         (script(before="torch.cuda.manual_seed_all(0)"), True),  # the weights are drawn on the CPU
         (script(before="torch.cuda.manual_seed(0)"), True),
         (script(before="torch.set_default_device('cuda'); torch.cuda.manual_seed(0)"), False),
+        (script(before="torch.cuda.manual_seed(0)  # with device"), True),
+        (script(before="torch.cuda.manual_seed(0); torch.nn.Linear(2, 2, device='cuda')"), False),
+        (script(before="torch.cuda.manual_seed(0); torch.zeros(2, device='cuda')"), True),
         # too late
         (script(after="torch.manual_seed(0)"), True),
         (script(after="seed_all(0)"), True),
@@ -385,3 +388,35 @@ def deterministic(seed):
 @pytest.mark.parametrize(("call", "expected"), [("block = Deterministic()", True), ("deterministic(1)", False)])
 def test_a_layer_that_is_called_like_a_seed(call, expected):
     assert told(script(before=call).replace("def seed_all", f"{LAYERS}\ndef seed_all", 1)) == expected
+
+
+LOOP = """
+import torch
+from torch import nn
+
+def fit_one(data):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x in data:
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+    return net
+"""
+
+
+@pytest.mark.parametrize(("use", "found"), [("model.train_on([])", False), ("print(model)", True)])
+def test_a_program_that_runs_a_file_and_makes_a_model_is_told_itself(tmp_path, use, found):
+    (tmp_path / "loop.py").write_text(LOOP)
+    main = "import torch\nimport loop\n\nif __name__ == '__main__':\n    model = torch.nn.Linear(2, 2)\n"
+    (tmp_path / "main.py").write_text(f"{main}    {use}\n")
+    assert bool(check_paths([str(tmp_path / "loop.py")], configure({}, "LS008", ""))) is found
+
+
+@pytest.mark.parametrize(("call", "found"), [("loop.fit_one(net, [])", True), ("print(net)", False)])
+def test_a_file_that_is_called_a_test_and_runs_what_trains(tmp_path, call, found):
+    loop = LOOP.replace("def fit_one(data):\n    net = nn.Linear(2, 2)", "def fit_one(net, data):")
+    (tmp_path / "loop.py").write_text(loop)
+    text = f"import torch\nimport loop\n\nnet = torch.nn.Linear(2, 2)\n{call}\n"
+    (tmp_path / "test_all.py").write_text(text)
+    assert bool(check_paths([str(tmp_path / "test_all.py")], configure({}, "LS008", ""))) is found

@@ -153,14 +153,44 @@ def main(args):
     [
         ("", "wandb", "wandb.log({'a': loss})", "wandb = None\n    if args.log:\n        import wandb", 1),
         ("", "wandb", "wandb.log({'a': loss})", "from tools import wandb", 1),
+        (
+            "",
+            "wandb",
+            "if wandb: wandb.log({'a': loss})",
+            "wandb = None\n    if dist.get_rank() == 0:\n        import wandb",
+            0,
+        ),
         ("", "other", "other.log({'a': loss})", "other = None", 0),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init()", 2),
+        (
+            "import wandb",
+            "run",
+            "run.log({'a': loss})",
+            "run = wandb.init(mode='disabled' if dist.get_rank() else 'online')",
+            0,
+        ),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init(group='a', name=str(args.rank))", 1),
         ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init() if args.rank == 0 else None", 0),
     ],
 )
 def test_a_tracker_that_comes_as_an_argument_or_as_a_run(imports, given, fed, made, found):
     assert len(lines(TRACKED.format(imports=imports, given=given, fed=fed, made=made))) == found
+
+
+@pytest.mark.parametrize(
+    ("test", "does", "number"),
+    [
+        ("dist.get_rank() == 0", "import wandb", 0),
+        ("args.log", "import wandb", 1),
+        ("args.log", "pass", 0),  # it stays None
+    ],
+)
+def test_a_tracker_that_one_rank_imports(test, does, number):
+    text = "import torch.distributed as dist\n\ndef main(args):\n    dist.init_process_group('nccl')\n"
+    text += (
+        f"    wandb = None\n    if {test}:\n        {does}\n    if wandb is not None:\n        wandb.log({{'a': 1}})\n"
+    )
+    assert len(lines(text)) == number
 
 
 @pytest.mark.parametrize(

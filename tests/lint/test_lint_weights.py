@@ -36,6 +36,15 @@ class Attention(nn.Module):
         ("maps[0] = q", "return out", 1),
         ("pass", "self.maps.append(out.view(1, -1))\n        return out", 1),
         ("pass", "return {'out': torch.matmul(weights, v)}", 1),
+        ("pass", "return torch.matmul(input=weights, other=v)", 1),
+        ("weights[0] = weights[1]", "return out", 1),
+        ("pass", "weights = out.mean()\n        return out, weights", 1),
+        ("pass", "if maps:\n            weights = None\n        return out, weights", 0),
+        ("pass", "if maps:\n            return weights\n        weights = weights @ v\n        return weights", 0),
+        ("pass", "weights = weights @ v\n        return weights", 1),
+        ("nn.functional.dropout(weights, 0.1, inplace=True)", "return out", 1),
+        ("nn.init.zeros_(weights)", "return out", 1),
+        ("copy = None\n        more = weights.clone()\n        copy = more", "return out, copy", 0),
     ],
 )
 def test_weights_that_are_kept(line, end, number):

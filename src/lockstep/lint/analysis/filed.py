@@ -4,9 +4,9 @@ import ast
 from collections.abc import Callable
 
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.index import Bind, Scope, Site
+from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last, walk
+from lockstep.lint.analysis.nodes import argument, constant, dotted, keyword, last
 from lockstep.lint.analysis.view import View
 
 __all__ = ["handed_path", "makes_file", "reads_file", "same_path", "written"]
@@ -88,20 +88,12 @@ def taken(view: View, function: Scope, find: Finder) -> tuple[tuple[Site, str | 
 
 
 def same_path(view: View, path: ast.expr, read: ast.expr, scope: Scope) -> bool:
-    """Whether two paths are written alike, by themselves or by what the names for them were given last, and no name in
-    them was given something else in between.
-    """
+    """Whether two paths are written alike, by themselves or by what the names for them were given last."""
     return bool(forms(view, path, scope) & forms(view, read, scope))
 
 
-def forms(view: View, path: ast.expr, scope: Scope) -> set[tuple[str, frozenset[Bind]]]:
-    """How a path is written, also where a name stands for it, each with what the names in it were given."""
+def forms(view: View, path: ast.expr, scope: Scope) -> set[str]:
+    """How a path is written, also where a name stands for it."""
     found = view.origins.binds(dotted(path) or "", scope, path.lineno)
     values = [bind.value for bind, _ in found if bind.value is not None and bind.how == "assign" and not bind.path]
-    return {(ast.unparse(each), held(view, each, scope)) for each in (path, *(values if len(found) == 1 else ()))}
-
-
-def held(view: View, path: ast.expr, scope: Scope) -> frozenset[Bind]:
-    """The bindings that the names in a path may have where it stands."""
-    keys = {dotted(node) or "" for node in walk(path) if isinstance(node, ast.Name | ast.Attribute)}
-    return frozenset(bind for key in keys for bind, _ in view.origins.binds(key, scope, path.lineno))
+    return {ast.unparse(each) for each in (path, *(values if len(found) == 1 else ()))}

@@ -5,6 +5,7 @@ import re
 
 from lockstep.lint.analysis.context import Guard, Loop, above, inside, loops
 from lockstep.lint.analysis.index import Bind, Scope
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "meant",
     "never",
     "now_and_then",
+    "rarely",
     "turned_off",
 ]
 
@@ -123,6 +125,34 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
         looks = any(LOOKS.search(name) for name in idents(test))
         return every_so_often(test) and not looks  # `if args.debug: break`
     return every_so_often(test)
+
+
+@kept
+def rarely(stmt: ast.stmt) -> frozenset[int]:
+    """The parts of a simple statement that run now and then, by a test within it (`print(loss) if i % 9 == 0 else 0`,
+    `i % 9 == 0 and print(loss)`).
+    """
+    found: set[int] = set()
+    for node in walk(stmt) if isinstance(stmt, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+        arms: list[ast.expr] = []
+        if isinstance(node, ast.IfExp):
+            arms += [node.body] if now_and_then(node.test, True) or first_turn(node.test) else []
+            arms += [node.orelse] if now_and_then(node.test, False) else []
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            first = next(
+                (i for i, value in enumerate(node.values) if now_and_then(value, True) or first_turn(value)),
+                len(node.values),
+            )
+            arms = node.values[first + 1 :]
+        found |= {id(part) for arm in arms for part in walk(arm)}
+    return frozenset(found)
+
+
+def first_turn(test: ast.expr) -> bool:
+    """Whether a test holds in one turn of a loop alone (`i == 0`)."""
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    return isinstance(constant(test.comparators[0]), int) and TURN.search(last(test.left))
 
 
 def in_most_turns(guard: Guard) -> bool:

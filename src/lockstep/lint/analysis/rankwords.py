@@ -17,6 +17,7 @@ __all__ = [
     "MULTI",
     "PACKAGES",
     "RANK",
+    "RANKED",
     "SINGLE",
     "beside_zero",
     "counts_batches",
@@ -34,6 +35,8 @@ RANK = Words(
     r"proc_idx|device_id|rank_?id|process_id|node_id|current_device|ordinal)$",
     re.IGNORECASE,
 )
+# The rank anywhere in the name of a place: not that of a matrix, nor what ranks something.
+RANKED = r"(?<!lora_)(?<!low_)(?<!re)rank(?!ing|er|net)"
 MAIN = Words(
     r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief|leader|coordinator)|is_?global_zero|^is_(local|world)_process_zero$|"
     r"^master_?proc",

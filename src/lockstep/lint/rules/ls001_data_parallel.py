@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import guards
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import constant, idents, keyword, last
+from lockstep.lint.analysis.nodes import constant, idents, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -28,10 +28,12 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites() if aliased else view.sites(*NAMES):
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
-        if (torchs or (not full and site.name == "DataParallel")) and not again(site):
+        unknown = not full and site.name == "DataParallel" and view.names.definition(site.call.func, site.scope) is None
+        if (torchs or unknown) and not again(view, site):
             yield at(site, MESSAGE)
     for site in view.sites("Trainer", "from_argparse_args"):
-        if view.full(site).startswith(("pytorch_lightning.", "lightning.")) and told(view, site):
+        full = view.full(site)
+        if full.startswith(("pytorch_lightning.", "lightning.")) and "Trainer" in full and told(view, site):
             yield at(site, MESSAGE)
     for site in view.module.sites() if "Parallel" in view.module.text else ():
         owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
@@ -49,7 +51,7 @@ def told(view: View, site: Site) -> bool:
     )
 
 
-def again(site: Site) -> bool:
+def again(view: View, site: Site) -> bool:
     """Whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of it is
     wrapped like it, and the first wrapping is what is told.
     """
@@ -57,9 +59,19 @@ def again(site: Site) -> bool:
         guard.when
         and isinstance(guard.test, ast.Call)
         and last(guard.test) == "isinstance"
-        and "DataParallel" in idents(guard.test.args[-1])
+        and any(names_it(view, kind, site) for kind in guard.test.args[1:])
         for guard in guards(site.stmt, site.module)
     )
+
+
+def names_it(view: View, kind: ast.expr, site: Site) -> bool:
+    """Whether a class, or one of several, is DataParallel, by that name or another (`from torch.nn import DataParallel
+    as DP`).
+    """
+    if "DataParallel" in idents(kind):
+        return True
+    parts = (node for node in walk(kind) if isinstance(node, ast.Name | ast.Attribute))
+    return any(is_torchs(view.names.qualify(node, site.scope)) for node in parts)
 
 
 def is_torchs(name: str) -> bool:

@@ -9,7 +9,7 @@ from lockstep.lint.analysis.drafts import epoch_set
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION
-from lockstep.lint.analysis.nodes import constant, dotted, keyword, last, strings, walk
+from lockstep.lint.analysis.nodes import constant, dotted, is_none, keyword, last, strings, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -58,32 +58,43 @@ def renamed(view: View) -> Iterator[Found]:
         return
     for site in view.sites():
         makes, names = site.name == "DistributedSampler", [bind.key for bind in site.scope.bound(site.stmt)]
-        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, (*names, *strings(site.call)))):
+        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, strings(site.call))):
             continue
         if lost(site) and (trains(view, site) if makes else from_helper(view, site)):
             yield at(site, "its name is given to another sampler before set_epoch is called on it: keep both")
 
 
 def by_name(view: View, site: Site) -> bool:
-    """Whether set_epoch is called on a sampler by a name of its own, not on that of a loader."""
+    """Whether set_epoch is called on a sampler by a name of its own, which certainly is not that of a loader
+    (`loader.sampler`, or a name or an argument that it is given as).
+    """
     receiver = site.receiver
     if not isinstance(receiver, ast.Name | ast.Attribute) or "sampler" not in last(receiver):
         return False
-    return isinstance(receiver, ast.Name) or dotted(receiver.value) == "self"
+    if not isinstance(receiver, ast.Name) and dotted(receiver.value) != "self":
+        return False
+    found = [origin.node for origin in view.origins.of(receiver, site.scope) if not is_none(origin.node)]
+    return bool(found) and all(isinstance(node, ast.Call) and last(node) != "getattr" for node in found)
 
 
 def lost(site: Site) -> bool:
-    """Whether the name that a sampler is given gets another one for certain, where nothing but a loader has read it."""
+    """Whether the name that a sampler is given gets another one for certain, where nothing but a loader has read it,
+    which is not gone through before (once, with the sampler's first order).
+    """
     scope, stmt = site.scope, site.stmt
     key = next((bind.key for bind in scope.bound(stmt) if "sampler" in bind.key), "")
     later = [bind.stmt for bind in scope.binds.get(key, []) if bind.stmt.lineno > stmt.lineno]
     if not later or "." in key or above(later[0], site.module)[:1] != above(stmt, site.module)[:1]:
         return False
     start, end = stmt.end_lineno or stmt.lineno, later[0].end_lineno or later[0].lineno
-    loads = {id(keyword(call.call, "sampler")) for call in scope.named("DataLoader")}
-    reads = (node for node in walk(scope.node) if isinstance(node, ast.Name) and node.id == key)
+    loads = [call for call in scope.named("DataLoader") if start < call.line <= end]
+    taken = {id(keyword(call.call, "sampler")) for call in loads}
+    taken |= {id(node) for call in scope.named("len") for node in call.call.args}
+    held = {bind.key for call in loads for bind in scope.bound(call.stmt)}
+    between = [node for node in walk(scope.node) if isinstance(node, ast.Name) and start < node.lineno <= end]
     return not any(
-        isinstance(node.ctx, ast.Load) and start < node.lineno <= end and id(node) not in loads for node in reads
+        isinstance(node.ctx, ast.Load) and id(node) not in taken and (node.id == key or node.id in held)
+        for node in between
     )
 
 
@@ -169,7 +180,7 @@ def switched_off(view: View, site: Site, made: Site) -> bool:
     """Whether a call gives its function a flag that is False, under which a sampler is made."""
     around = guards(made.stmt, made.module)
     flags = {guard.test.id for guard in around if guard.when and isinstance(guard.test, ast.Name)}
-    for flag in flags & set(made.scope.params):
+    for flag in (flags & set(made.scope.params)) - made.scope.binds.keys():
         found = view.origins.of(passed(site, made.scope, flag), site.scope)
         if found and all(constant(origin.node) is False for origin in found):
             return True
@@ -334,6 +345,8 @@ def train(model, data, optimizer, steps):
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
     note=(
         "It is told at the sampler, in the file that makes it, or where a file gets it from a helper of another "
-        "file; once a place, whatever file the epochs are in."
+        "file (unless a flag that this is given turns the sampler off); once a place, whatever file the epochs are in. "
+        "Where set_epoch is called, it is told of a sampler whose name another one gets first, as the call is then for "
+        "that one alone. A class of samplers that only defines set_epoch calls nothing."
     ),
 )

@@ -7,24 +7,19 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.drawn import drawn_before
 from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.kinds import EVALUATION, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep.lint.analysis.lookups import chosen_files
 from lockstep.lint.analysis.making import makes_module, model_at, model_made
-from lockstep.lint.analysis.nodes import Words, last, strings
-from lockstep.lint.analysis.view import TRAINS, View
+from lockstep.lint.analysis.nodes import Words, keyword, last, strings
+from lockstep.lint.analysis.view import DEVICE, TRAINS, View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-# What has weights drawn on the GPU.
-ON_GPU = (
-    "set_default_device",
-    "set_default_tensor_type",
-    'torch.device("cuda"):',
-    "torch.device('cuda'):",
-    "with device",
-)
+# What has all weights drawn on the GPU that are drawn after it.
+ON_GPU = ("set_default_device", "set_default_tensor_type")
 SEED = Words(r"seed|manual_seed|fix_random|determinis[mt]|reproducib", re.IGNORECASE)
 # What asks, or does something else without chance (`policy.forward_deterministic(state)`), seeds nothing.
 ELSE = Words(
@@ -73,7 +68,7 @@ def made_by_script(view: View, user: Module) -> bool:
     """Whether a program that runs the file makes a model, and may train it, by what it calls."""
     if not user.is_script or model_made(view, user) is None:
         return False
-    return user is view.module or any(TRAINS.search(site.name) for site in user.sites())
+    return any(TRAINS.search(site.name) for site in user.sites())
 
 
 def before_trainer(view: View) -> Iterator[Found]:
@@ -231,8 +226,21 @@ def of_other(view: View, site: Site) -> bool:
     if full in ("random.seed", "numpy.random.seed"):
         return True
     if full in ("torch.cuda.manual_seed", "torch.cuda.manual_seed_all"):
-        return not view.effects.mentioned(site.module, *ON_GPU)  # weights are drawn on the CPU, and moved then
+        return not any(map(draws_on_gpu, view.project.family(site.module)))  # else on the CPU, and moved then
     return site.name in ("manual_seed", "seed") and site.receiver is not None and not full
+
+
+@kept
+def draws_on_gpu(module: Module) -> bool:
+    """Whether a file may have weights drawn on the GPU: by default, in a block under a device, or by a class that is
+    told to (`nn.Linear(2, 2, device="cuda")`).
+    """
+    if any(True for _ in module.sites(*ON_GPU)):
+        return True
+    if any(keyword(site.call, "device") is not None for site in module.sites() if site.name[:1].isupper()):
+        return True
+    blocks = (stmt for scope in module.scopes for stmt in scope.stmts if isinstance(stmt, ast.With))
+    return any(DEVICE.search(last(item.context_expr)) for stmt in blocks for item in stmt.items)
 
 
 def by_others(view: View, site: Site) -> bool:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import Loop, above, guards, loops
+from lockstep.lint.analysis.context import Loop, above, apart, guards, inside, loops
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep.lint.analysis.training import Training
@@ -94,7 +94,7 @@ def leftover(view: View, site: Site) -> bool:
     too: for the last incomplete group of an accumulation.
     """
     key = dotted(site.receiver)
-    others = (s for s in site.scope.named("step") if s is not site and dotted(s.receiver) == key)
+    others = [s for s in site.scope.named("step") if s is not site and dotted(s.receiver) == key is not None]
     return any(True for _ in guards(site.stmt, site.module)) and any(place(view, s) == "batch" for s in others)
 
 
@@ -183,6 +183,8 @@ def early(view: View, site: Site) -> str:
     block = nest[0].body
     if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))] and not flagged(site, nest[0]):
         return ""
+    if carried(site, nest[0]):
+        return ""
     for item in view.trainings.near(site.module):
         if item.loop is nest[0]:
             return before_optimizer(view, site, item.loop)
@@ -241,12 +243,19 @@ def flagged(site: Site, loop: Loop) -> bool:
     for node, place in above(site.stmt, site.module):
         if node is loop:
             return place == "body"
-        if not isinstance(node, ast.With | ast.If) or place != "body":
+        if not isinstance(node, ast.With | ast.If):
             return False
         test = node.test if isinstance(node, ast.If) else None
         if test is not None and any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(test)):
             return False
     return False
+
+
+def carried(site: Site, loop: Loop) -> bool:
+    """Whether a step depends on a flag that an earlier turn of its loop sets (`started = True` at the loop's end)."""
+    flags = {name for guard in guards(site.stmt, site.module, loop) for name in idents(guard.test)}
+    later = (bind.stmt for name in flags for bind in site.scope.binds.get(name, []) if bind.stmt.lineno > site.line)
+    return any(inside(stmt, loop, site.module) for stmt in later)
 
 
 def trained_before(view: View, site: Site, loop: Loop) -> bool:
@@ -258,7 +267,7 @@ def trained_before(view: View, site: Site, loop: Loop) -> bool:
 def before_optimizer(view: View, site: Site, loop: Loop) -> str:
     """A scheduler's step that comes before the optimizer's, with no optimizer step earlier in the pass."""
     block = view.trainings.body(loop, site.scope)
-    steps = [s for s in block if view.steps.steps_optimizer(s)]
+    steps = [s for s in block if view.steps.steps_optimizer(s) and not (s.scope is site.scope and apart(site, s))]
     if (
         not steps
         or any((s.line, s.call.col_offset) < (site.line, site.call.col_offset) for s in steps)

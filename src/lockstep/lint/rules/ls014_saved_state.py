@@ -4,13 +4,14 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.awaited import leads_to, read_by_all, saved_by_main, waits
 from lockstep.lint.analysis.calls import passed
-from lockstep.lint.analysis.effects import COLLECTIVES
-from lockstep.lint.analysis.filed import handed_path, makes_file, reads_file, same_path, written
+from lockstep.lint.analysis.filed import written
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import dotted, idents, last, walk
 from lockstep.lint.analysis.origins import SAME, element_of
-from lockstep.lint.analysis.rankwords import RANK
+from lockstep.lint.analysis.rankwords import RANK, RANKED
 from lockstep.lint.analysis.saving import SAVES, is_saved
 from lockstep.lint.analysis.unwrapped import by_shards, guarded_by_type, knows_shards, stripped, taken_out
 from lockstep.lint.analysis.view import View
@@ -20,9 +21,7 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 ACCELERATE = "Accelerate"
-# What holds no rank back, but has it wait for the main one.
-TOGETHER = COLLECTIVES | {"backward", "allreduce", "allgather"}
-OWN_RANK = re.compile(r"rank|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
+OWN_RANK = re.compile(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:
@@ -43,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("save", "save_file", "save_pretrained"):
         path = written(view, site)
         if path is not None and by_all(view, site, path):
-            for place in unguarded(view, site):
+            for place in unguarded(view, site, path):
                 yield at(place, "every rank writes this file at once: save on rank 0 only")
     for site in view.sites():
         if SAVES.search(site.name) and handed_over(view, site):
@@ -51,10 +50,10 @@ def check(view: View) -> Iterator[Found]:
     yield from unwaited(view)
 
 
-def unguarded(view: View, site: Site) -> list[Site]:
+def unguarded(view: View, site: Site, path: ast.expr) -> list[Site]:
     """Where to tell of a save by all ranks: at the calls of its function that forgot the test which others have."""
     every = view.calls.callers(site.scope)
-    callers = [call for call in every if not own_name(view, call)]
+    callers = [call for call in every if not own_name(view, call, site, path)]
     if every and not callers:
         return []
     bare = [call for call in callers if not view.ranks.main_only(call.stmt, call.scope)]
@@ -62,15 +61,23 @@ def unguarded(view: View, site: Site) -> list[Site]:
     return here if here and len(bare) < len(callers) else [site]
 
 
-def own_name(view: View, site: Site) -> bool:
-    """Whether a call is given the rank for the name of a file."""
-    return any(names_rank(view, value, site.scope) for value in texts(site))
+def own_name(view: View, call: Site, save: Site, path: ast.expr) -> bool:
+    """Whether a call of a function that saves gives it the rank for the path that it saves to."""
+    function = save.scope
+    parts = idents_of(path, function)
+    given = (passed(call, function, name) for name in function.params if name in parts)
+    return any(value is not None and names_rank(view, value, call.scope) for value in given)
 
 
-def texts(site: Site) -> Iterator[ast.expr]:
-    """The texts with values in them that a call is given."""
-    given = (*site.call.args, *(item.value for item in site.call.keywords))
-    return (value for value in given if isinstance(value, ast.JoinedStr | ast.BinOp))
+@kept
+def idents_of(node: ast.expr, scope: Scope) -> frozenset[str]:
+    """The names in an expression, and in what these are given in the same function."""
+    queue, found = [node], set[str]()
+    while queue:
+        new = set(idents(queue.pop())) - found
+        found |= new
+        queue += [bind.value for name in new for bind in scope.binds.get(name, []) if bind.value is not None]
+    return frozenset(found)
 
 
 def replicated(view: View) -> bool:
@@ -191,11 +198,8 @@ def by_all(view: View, site: Site, path: ast.expr) -> bool:
 
 def by_every_rank(view: View, site: Site) -> bool:
     """Whether each process of a training with DDP, Accelerate's among them, makes a call."""
-    named = {
-        "horovod",
-        "transformers",
-        "lightning_fabric",
-    } & view.frameworks  # each process has the whole model that it hands on
+    # Each process has the whole model that it hands on.
+    named = {"horovod", "transformers", "lightning_fabric"} & view.frameworks
     shared = view.ranks.programs.accelerated(view.module) or named or replicated(view)
     return bool(shared) and view.ranks.everywhere(site, view.module)
 
@@ -242,36 +246,11 @@ def unwaited(view: View) -> Iterator[Found]:
         saves = [(s, path) for s in scope.sites if (path := saved_by_main(view, s)) is not None]
         loads = [(s, path) for s in scope.sites if (path := read_by_all(view, s)) is not None] if saves else []
         for load, path in loads:
-            earlier = [s for s, written in saves if s.line < load.line and same_path(view, written, path, scope)]
+            earlier = [s for s, written in saves if s.line < load.line and leads_to(view, s, written, load, path)]
             if earlier and not waits(view, scope, earlier[-1], load):
                 yield at(
                     load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
                 )
-
-
-def saved_by_main(view: View, site: Site) -> ast.expr | None:
-    """The path of a file that a call writes on rank 0 alone, by the test around it or in a helper."""
-    path, helped = makes_file(view, site), handed_path(view, site, makes_file, 1)
-    if path is None and helped is None:
-        path = handed_path(view, site, makes_file, 0)
-    alone = path is not None and view.ranks.side(site.stmt, site.scope) == 1  # the dear question last
-    return path if alone else helped
-
-
-def read_by_all(view: View, site: Site) -> ast.expr | None:
-    """The path of a file that a call reads on all ranks, itself or in a helper."""
-    if view.ranks.side(site.stmt, site.scope):
-        return None
-    return reads_file(view, site) or handed_path(view, site, reads_file, 0)
-
-
-def waits(view: View, scope: Scope, save: Site, load: Site) -> bool:
-    """Whether a barrier, or something that may hold one, stands between; where a helper writes or reads, whatever the
-    ranks do together.
-    """
-    helped = makes_file(view, save) is None or reads_file(view, load) is None
-    names = {"barrier", "wait_for_everyone", "synchronize"} | (TOGETHER if helped else set())
-    return any(save.line < s.line < load.line and view.effects.does(s, names) for s in scope.sites)
 
 
 RULE = Rule(
@@ -375,4 +354,11 @@ def main(model, local_rank, rank):
     fix="unsafe",
     remedy="Save model.module.state_dict() on rank 0, then a barrier",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    note=(
+        "A save by every rank is told where all of them certainly write one path: not a temporary file, not one with "
+        "the rank in its name (also where a helper's callers give it), and at those calls of a helper that forgot the "
+        "test which others have. What rank 0 writes and all read is followed through helpers too; it is silent where a "
+        "barrier or an exchange of objects stands between, at the end of the helper that writes or at the start of the "
+        "one that reads, where the path is bound anew, and where no run does both."
+    ),
 )

@@ -283,6 +283,8 @@ if __name__ == "__main__":
         "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
         "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
         "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
-        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`)."
+        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`). "
+        "A method that a class of the project only inherits the calls of is judged by what its base class does before. "
+        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation."
     ),
 )

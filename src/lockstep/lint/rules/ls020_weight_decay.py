@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import guards, loops
 from lockstep.lint.analysis.index import Scope, Site
+from lockstep.lint.analysis.kinds import MODEL
 from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
@@ -20,6 +21,10 @@ DEFAULT = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bi
 # Those whose fifth argument is the decay (`SGD(params, 0.1, 0.9, 0, 5e-4)`).
 FIFTH = {"AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax"}
 MAKERS = ("torch.optim", "bitsandbytes.optim", "transformers", "torch.distributed.optim", "composer.optim")
+# What makes a tensor of the sizes that it is given, and what leaves it that.
+SIZED = ("empty", "zeros", "ones", "randn", "rand", "Tensor", "FloatTensor")
+KEEPS = ("cuda", "to", "float", "double", "half")
+REGISTERS = ("add_module", "register_module", "register_parameter")
 GIVES = ("parameters", "named_parameters")
 EMPTY = ("[]", "list()")
 # An optimizer's own way to leave biases and norms out.
@@ -142,15 +147,32 @@ def lone_matrix(view: View, node: ast.expr, scope: Scope) -> bool:
     start = owner.defs.get("__init__") if owner is not None else None
     if owner is None or start is None or any(True for _ in view.names.parents(owner)):
         return False
-    made = [s for s in start.sites if view.full(s).startswith("torch.nn.") and s.name[:1].isupper()]
-    other = any(view.names.definition(s.call.func, start) is not None for s in start.sites if s.name[:1].isupper())
-    return bool(made) and not other and all(s.name == "Parameter" and is_matrix(s.call) for s in made)
+    made = [site for method in owner.defs.values() for site in method.sites if site.name == "Parameter"]
+    return bool(made) and all(map(is_matrix, made)) and not any(may_hold(*each) for each in held(owner))
 
 
-def is_matrix(call: ast.Call) -> bool:
-    """Whether a parameter has two dimensions or more, as written (`nn.Parameter(torch.zeros([8, 4]))`)."""
-    inner = call.args[0] if call.args else None
-    sizes = inner.args if isinstance(inner, ast.Call) else []
+def held(owner: Scope) -> Iterator[tuple[str, ast.expr | None]]:
+    """What a class's methods put on its objects, by an assignment or a call, with its name."""
+    for method in owner.defs.values():
+        yield from ((key, b.value) for key, binds in method.binds.items() if key.startswith("self.") for b in binds)
+        yield from ((s.name, s.call) for name in REGISTERS for s in method.named(name))
+
+
+def may_hold(key: str, value: ast.expr | None) -> bool:
+    """Whether an attribute of a module may hold parameters beside those that are written out there: what a call gives,
+    a list, or what is called a model.
+    """
+    if isinstance(value, ast.Call):
+        return last(value) not in ("Parameter", "int", "float", "len", "bool", "str")
+    return isinstance(value, ast.List | ast.ListComp) or any(map(MODEL.search, (key.rpartition(".")[2], last(value))))
+
+
+def is_matrix(site: Site) -> bool:
+    """Whether a parameter has two dimensions or more, as written (`nn.Parameter(torch.zeros([8, 4]) * 0.1)`)."""
+    inner = site.call.args[0] if site.call.args else None
+    while isinstance(inner, ast.BinOp) or (isinstance(inner, ast.Call) and last(inner) in KEEPS):
+        inner = inner.left if isinstance(inner, ast.BinOp) else getattr(inner.func, "value", None)
+    sizes = inner.args if isinstance(inner, ast.Call) and last(inner) in SIZED else []
     if len(sizes) == 1 and isinstance(sizes[0], ast.List | ast.Tuple):
         sizes = sizes[0].elts
     return len(sizes) >= 2

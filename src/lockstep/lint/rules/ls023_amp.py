@@ -1,16 +1,21 @@
 """LS023: GradScaler with bf16, fp16 without a scaler, torch.cuda.amp."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, walk
+from lockstep.lint.analysis.context import above
+from lockstep.lint.analysis.index import Module, Scope, Site
+from lockstep.lint.analysis.nodes import Words, argument, constant, dotted, idents, is_true, keyword, last, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Edit, Severity
 from lockstep.lint.rules.base import Found, Rule, at, edit
 
 __all__ = ["RULE"]
 
+# What asks which torch there is.
+VERSION = Words(r"version|torch_(ge|gt|lt|le|\d)", re.IGNORECASE)
+MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 OLD = ("torch.cuda.amp.", "torch.cpu.amp.")
 
 
@@ -25,15 +30,16 @@ def check(view: View) -> Iterator[Found]:
         full = view.full(site)
         if site.name != "autocast" and full and bf16 and not fp16 and enabled(site) and not half(view, site):
             yield at(site, "bfloat16 has float32's range: drop the GradScaler, or use float16")
-        elif full.startswith(OLD):
+        elif full.startswith(OLD) and not by_version(site.stmt, site.call, view.module):
             new = f'torch.amp.{site.name}("{full.split(".")[1]}", ...)'
             yield at(site, f"torch.cuda.amp is deprecated: use {new}", edit=modern(view, site, full))
     yield from handed_on(view)
     for scope in view.scopes:
         for decorator in scope.decorators:
-            if not isinstance(decorator, ast.Call) and view.names.qualify(decorator, scope.parent or scope).startswith(
-                OLD
-            ):
+            if isinstance(decorator, ast.Call) or not isinstance(scope.node, ast.stmt):
+                continue
+            old = view.names.qualify(decorator, scope.parent or scope).startswith(OLD)
+            if old and not by_version(scope.node, decorator, view.module):
                 yield Found(decorator, "torch.cuda.amp is deprecated: use torch.amp")
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
@@ -47,15 +53,46 @@ def handed_on(view: View) -> Iterator[Found]:
     """Where a name is given the old autocast itself, which is called by that name
     (`context = torch.cuda.amp.autocast if mixed else nullcontext`).
     """
-    called = {site.name for site in view.sites("autocast") if view.full(site).startswith(OLD)}
+    told = {dotted(site.call.func) for site in view.sites("autocast") if view.full(site).startswith(OLD)}
     for scope in view.scopes if any(prefix[:-1] in view.module.text for prefix in OLD) else ():
-        for bind in (bind for key, binds in scope.binds.items() if key not in called for bind in binds):
-            values = list(walk(bind.value)) if bind.value is not None and bind.how == "assign" else []
-            calls = {node.func for node in values if isinstance(node, ast.Call)}
-            for node in values:
-                named = isinstance(node, ast.Name | ast.Attribute) and node not in calls
-                if named and view.names.qualify(node, scope) in (f"{prefix}autocast" for prefix in OLD):
+        for bind in (bind for key, binds in scope.binds.items() if key not in told for bind in binds):
+            for node in values(bind.value) if bind.value is not None and bind.how == "assign" else ():
+                old = view.names.qualify(node, scope) in (f"{prefix}autocast" for prefix in OLD)
+                if old and not by_version(bind.stmt, node, view.module):
                     yield Found(node, "torch.cuda.amp is deprecated: use torch.amp")
+
+
+def values(node: ast.expr) -> Iterator[ast.expr]:
+    """The names that an expression may give, by a choice, in a table or with arguments (`partial(autocast, ...)`)."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield node
+    elif isinstance(node, ast.IfExp):
+        parts = [node.body, node.orelse]
+    elif isinstance(node, ast.BoolOp | ast.Dict):
+        parts = node.values
+    elif isinstance(node, ast.Tuple | ast.List):
+        parts = node.elts
+    elif isinstance(node, ast.Call) and last(node) == "partial":
+        parts = node.args[:1]
+    for part in parts:
+        yield from values(part)
+
+
+def by_version(stmt: ast.stmt, node: ast.expr, module: Module) -> bool:
+    """Whether the version of torch, or what it has, decides whether something is used, or it is what remains where the
+    new one is missing (`except ImportError:`).
+    """
+    around = above(stmt, module)
+    tests = [each.test for each, _ in around if isinstance(each, ast.If)]
+    choices = (part for part in walk(stmt) if isinstance(part, ast.IfExp))
+    tests += [part.test for part in choices if any(item is node for item in walk(part))]
+    tried = [each for each, place in around if isinstance(each, ast.Try) and place == "handlers"]
+    return any(MISSING & set(idents(h.type)) for each in tried for h in each.handlers if h.type is not None) or any(
+        VERSION.search(name) or (name == "hasattr" and "torch" in idents(test))
+        for test in tests
+        for name in idents(test)
+    )
 
 
 def half(view: View, site: Site) -> bool:
@@ -205,5 +242,10 @@ def train(model, loader, optimizer, criterion, dtype):
     check=check,
     fix="safe",
     remedy='Use torch.amp.GradScaler("cuda") with float16 only, and torch.amp.autocast("cuda")',
-    note=("It is told where a scaler or an autocast is used, as a call or a decorator, not at the import."),
+    note=(
+        "It is told where a scaler or an autocast is used, as a call or a decorator, or where the old autocast is "
+        "given to a name that is called (`context = torch.cuda.amp.autocast if mixed else nullcontext`), not at the "
+        "import. Silent about the old one beside the new, where a test of torch's version, `hasattr(torch, ...)` or an "
+        "`except` chooses between the two."
+    ),
 )

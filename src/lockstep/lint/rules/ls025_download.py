@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep.lint.analysis.context import above, guards, withs
 from lockstep.lint.analysis.index import Site
 from lockstep.lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
-from lockstep.lint.analysis.rankwords import RANK
+from lockstep.lint.analysis.rankwords import RANK, RANKED
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -16,7 +16,10 @@ from lockstep.lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 # What says that a path is the process's own.
-OWN = Words(r"rank|(?<![a-z])te?mp(?!lat)|worker|(?<![a-z])(get)?pid(?![a-z])|uuid", re.IGNORECASE)
+OWN = Words(
+    rf"{RANKED}|(?<![a-z])te?mp(?!lat)|(?-i:(?<=[a-z])Te?mp(?!lat))|worker(?!s)|(?<![a-z])(get)?pid(?![a-z])|uuid",
+    re.IGNORECASE,
+)
 WAITS = {"barrier", "wait_for_everyone", "synchronize", "monitored_barrier", "all_reduce", "broadcast"}
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 # What processes hold one after the other (`with FileLock(path):`).
@@ -95,8 +98,9 @@ def helped(view: View, site: Site) -> bool:
 def own(site: Site) -> bool:
     """Whether a call names a place of the process's own, or is given one by a name."""
     words = [*idents(site.call), *strings(site.call)]
-    given = [dotted(value) for value in (site.receiver, *site.call.args, *(k.value for k in site.call.keywords))]
-    for bind in (bind for name in given if name is not None for bind in site.scope.binds.get(name, [])):
+    inner = {id(node.value) for node in walk(site.call) if isinstance(node, ast.Attribute)}  # `args` in `args.folder`
+    given = {dotted(node) or "" for node in walk(site.call) if id(node) not in inner}
+    for bind in (bind for name in given for bind in site.scope.binds.get(name, [])):
         if bind.value is not None and bind.stmt.lineno < site.line:
             words += [*idents(bind.value), *strings(bind.value)]
     return any(RANK.search(word) or OWN.search(word) for word in words)

@@ -197,10 +197,15 @@ def comes_first(view: View, call: ast.Call, home: Scope, scope: Scope) -> bool:
 
 def comes_later(view: View, node: ast.expr, stmt: ast.stmt, scope: Scope) -> bool:
     """Whether an attribute of the method's object is wrapped only after a statement of the same method, which no loop
-    brings back to that: what other methods give it is no wrapper.
+    brings back to that, or in the other arm of its test: what other methods give it is no wrapper.
     """
     key, end = dotted(node) or "", stmt.end_lineno or stmt.lineno
-    own = [bind.stmt.lineno > end for bind in scope.binds.get(key, [])]
+    arms: dict[ast.stmt, str] = {each: place for each, place in above(stmt, scope.module) if isinstance(each, ast.If)}
+    own = [
+        bind.stmt.lineno > end
+        or any({place, arms.get(each)} == {"body", "orelse"} for each, place in above(bind.stmt, scope.module))
+        for bind in scope.binds.get(key, [])
+    ]
     if not key.startswith("self.") or not own or not all(own) or loops(stmt, scope.module):
         return False
     others = [(bind.value, home) for bind, home in view.origins.binds(key, scope, stmt.lineno) if home is not scope]

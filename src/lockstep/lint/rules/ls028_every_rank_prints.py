@@ -21,27 +21,15 @@ from lockstep.lint.analysis.logs import (
     untracked,
 )
 from lockstep.lint.analysis.muting import HUSHES, muted, quietens
-from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, is_none, keyword, last, walk
+from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
 from lockstep.lint.analysis.rankwords import RANK
+from lockstep.lint.analysis.trackers import LOGGERS, apart_run, tracked
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-LOGGERS = {
-    "wandb.init",
-    "wandb.log",
-    "wandb.watch",
-    "swanlab.init",
-    "swanlab.log",
-    "mlflow.log_metric",
-    "mlflow.start_run",
-}
-LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment", "comet_ml.start"}
-LOGGERS |= {"neptune.init_run", "neptune.init", "aim.Run", "clearml.Task.init", "trackio.init", "trackio.log"}
-# The methods of a run of W&B that feed it.
-RUNS = ("log", "watch")
 WRITERS = ("SummaryWriter",)
 # Other ways to print, by their full names; and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
@@ -133,32 +121,6 @@ def speaks(view: View, site: Site) -> str:
         site.name == "debug" and (loguru(view, site) or debugs(view, site))
     )
     return "log" if shown and site.receiver is not None and is_logger(view, site, site.receiver) else ""
-
-
-def tracked(view: View, site: Site) -> str:
-    """The full name of what a call calls; that of a tracker also where a function is given its module, or imports it
-    where it is needed (`wandb = None`, then `if args.wandb: import wandb`), and for the methods of a W&B run.
-    """
-    full, name = view.full(site), dotted(site.call.func) or ""
-    if full or not name:
-        return full
-    if name in LOGGERS:
-        head = name.partition(".")[0]
-        binds = site.scope.binds.get(head, [])
-        none = bool(binds) and all(bind.value is not None and is_none(bind.value) for bind in binds)
-        if (none and head in site.module.imports) or (head in site.scope.params and not binds):
-            return name
-    if site.name in RUNS and view.project.says(view.module, "wandb.init"):
-        made = view.origins.calls_of(site.receiver, site.scope)
-        runs = [s for call, home, known in made if known == "wandb.init" for s in home.named("init") if s.call is call]
-        kept = all(view.ranks.main_only(s.stmt, s.scope) or view.ranks.chosen(s) for s in runs)
-        return "" if kept or any(map(apart_run, runs)) else f"wandb.{site.name}"
-    return ""
-
-
-def apart_run(site: Site) -> bool:
-    """Whether a tracker's run is one of a group, as W&B says to where each rank has a run."""
-    return keyword(site.call, "group") is not None
 
 
 def borrowed(view: View, site: Site, what: str) -> bool:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.analysis.context import guards, loops
+from lockstep.lint.analysis.context import guards, inside, loops
 from lockstep.lint.analysis.index import Module, Scope, Site
 from lockstep.lint.analysis.kept import kept
 from lockstep.lint.analysis.nodes import Words, constant, dotted, idents, last, strings, targets, walk
@@ -25,6 +25,10 @@ MAX_HELPERS = 3
 # What gives back all that is in its argument.
 SHOWS = {"vars", "str", "repr", "dict", "pformat", "dumps", "join", "sorted", "format", "items", "asdict", "deepcopy"}
 SHOWS |= {"copy", "list", "to_container"}
+# Those that go through what they are given: of a dictionary that is the names alone.
+GOES = {"list", "sorted", "join"}
+# What gives a text or a value on, in another shape or width.
+SHAPES = SHOWS | {"getattr", "ljust", "rjust", "center", "colored"}
 # Where a program keeps its options.
 OPTIONS = Words(r"(^|_)(args|opts?|params|cfg|conf|config|configs|hparams|FLAGS)$")
 # What makes an object of the options of a file.
@@ -92,29 +96,69 @@ def options(view: View, node: ast.expr, scope: Scope) -> Iterator[tuple[Module, 
     for module in parsers(view, node, scope):
         yield module, secret_options(module)
     key = dotted(node) or ""
-    if OPTIONS.search(key.rpartition(".")[2]) and any(last(c) in LOADS for c, *_ in view.origins.calls_of(node, scope)):
-        yield view.module, secret_reads(view.module, key)
+    made = {c for c, *_ in view.origins.calls_of(node, scope)} if OPTIONS.search(key.rpartition(".")[2]) else set()
+    if any(last(call) in LOADS for call in made):
+        yield view.module, secret_reads(view, key, made)
 
 
 def one_by_one(value: ast.expr, site: Site) -> Iterator[ast.expr]:
     """The options of which a call in a loop over all of them shows one a turn (`for k in vars(args): print(k,
     getattr(args, k))`), where no test picks some of them.
     """
-    shows = [part for part in walk(value) if isinstance(part, ast.Name)]
-    looks = {
-        last(part.args[1])
-        for part in walk(value)
-        if isinstance(part, ast.Call) and last(part) == "getattr" and len(part.args) == 2
-    }
-    looks |= {last(part.slice) for part in walk(value) if isinstance(part, ast.Subscript)}
     for loop in loops(site.stmt, site.module):
         if not isinstance(loop, ast.For) or any(guards(site.stmt, site.module, loop)):
             continue
-        pairs = "items" in idents(loop.iter)
-        names = {name for name, path in targets(loop.target) if path == ((0,) if pairs else ())}
-        values = {name for name, path in targets(loop.target) if pairs and path == (1,)}
-        given = any(part.id in values for part in shows) or bool(looks & names)
-        yield from (part for part in shown(loop.iter) if given)
+        binds = [bind for name, _ in targets(loop.target) for bind in site.scope.binds.get(name, [])]
+        anew = {bind.key for bind in binds if inside(bind.stmt, loop, site.module)}
+        if shows_one(value, loop.target, loop.iter, anew):
+            yield from shown(gone_through(loop.iter))
+
+
+def shows_one(value: ast.expr, target: ast.expr, source: ast.expr, anew: set[str]) -> bool:
+    """Whether an expression shows, for the variables of a loop over options, the value of one of them as it is: that of
+    a pair, the pair itself, or what is looked up under the name; not of a variable that is bound `anew`.
+    """
+    pairs = "items" in idents(source)
+    whole = {name for name, path in targets(target) if pairs and path in ((), (1,))} - anew
+    names = {name for name, path in targets(target) if path == ((0,) if pairs else ())} - anew
+    tables = {dotted(node) for node in shown(gone_through(source))}
+    for part in open_parts(value, names):
+        if isinstance(part, ast.Name) and part.id in whole:
+            return True
+        looked = part.args[:2] if isinstance(part, ast.Call) and last(part) == "getattr" else []
+        looked = [part.value, part.slice] if isinstance(part, ast.Subscript) else looked
+        if len(looked) == 2 and last(looked[1]) in names and tables & {dotted(node) for node in shown(looked[0])}:
+            return True
+    return False
+
+
+def open_parts(value: ast.expr, names: set[str]) -> Iterator[ast.expr]:
+    """The parts of an expression that are shown as they are: not what another function, or a choice by the option's
+    name, stands before (`mask(name, value)`, `"***" if "key" in name else value`).
+    """
+    queue = [value]
+    while queue:
+        part = queue.pop()
+        yield part
+        if isinstance(part, ast.Call) and last(part) in SHAPES:
+            queue += [*part.args, *(item.value for item in part.keywords)]
+            queue += [part.func.value] if isinstance(part.func, ast.Attribute) else []
+        elif isinstance(part, ast.IfExp):
+            queue += [part.body, part.orelse] if not names & set(idents(part.test)) else []
+        elif isinstance(part, ast.JoinedStr | ast.BinOp | ast.Tuple | ast.List | ast.FormattedValue | ast.Starred):
+            queue += [node for node in ast.iter_child_nodes(part) if isinstance(node, ast.expr)]
+
+
+def gone_through(node: ast.expr) -> ast.expr:
+    """The table that a loop goes through, sorted or not, by its names or its pairs (`sorted(vars(args).keys())`)."""
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("keys", "items") and not node.args:
+            node = node.func.value
+        elif last(node) in ("list", "sorted", "tuple") and node.args:
+            node = node.args[0]
+        else:
+            break
+    return node
 
 
 def parsers(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> Iterator[Module]:
@@ -139,6 +183,7 @@ def shown(node: ast.expr) -> Iterator[ast.expr]:
         yield node
     elif isinstance(node, ast.Call) and last(node) in SHOWS:
         parts = [*node.args, node.func.value] if isinstance(node.func, ast.Attribute) else node.args
+        parts = [part for part in parts if last(node) not in GOES or not by_names(part)]
     elif isinstance(node, ast.JoinedStr):
         parts = [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
     elif isinstance(node, ast.BinOp):
@@ -146,9 +191,17 @@ def shown(node: ast.expr) -> Iterator[ast.expr]:
     elif isinstance(node, ast.Tuple | ast.List):
         parts = node.elts
     elif isinstance(node, ast.GeneratorExp | ast.ListComp | ast.DictComp) and not node.generators[0].ifs:
-        parts = [node.generators[0].iter]
+        each, source = node.value if isinstance(node, ast.DictComp) else node.elt, node.generators[0]
+        parts = [gone_through(source.iter)] if shows_one(each, source.target, source.iter, set()) else []
     for part in parts:
         yield from shown(part)
+
+
+def by_names(node: ast.expr) -> bool:
+    """Whether going through a value gives the names of options alone (`sorted(vars(args))`)."""
+    return isinstance(node, ast.Name | ast.Attribute) or (
+        isinstance(node, ast.Call) and last(node) in ("vars", "dict", "asdict", "copy", "deepcopy", "to_container")
+    )
 
 
 @kept
@@ -159,12 +212,17 @@ def secret_options(module: Module) -> tuple[str, ...]:
     return tuple(name for name in names if SECRET.search(name) or SERVICE.search(name))
 
 
-@kept
-def secret_reads(module: Module, key: str) -> tuple[str, ...]:
-    """The keys, tokens and passwords that a file reads from an object of options."""
-    reads = (node for scope in module.scopes for node, _ in scope.reads if isinstance(node.ctx, ast.Load))
-    names = dict.fromkeys(node.attr for node in reads if dotted(node.value) == key)
-    return tuple(name for name in names if SECRET.search(name) or SERVICE.search(name))
+def secret_reads(view: View, key: str, made: set[ast.Call]) -> tuple[str, ...]:
+    """The keys, tokens and passwords that a file reads from the object of options that some calls make."""
+    reads = ((node, scope) for scope in view.module.scopes for node, _ in scope.reads if isinstance(node.ctx, ast.Load))
+    names = dict.fromkeys(
+        node.attr
+        for node, scope in reads
+        if (SECRET.search(node.attr) or SERVICE.search(node.attr))
+        and dotted(node.value) == key
+        and any(call in made for call, *_ in view.origins.calls_of(node.value, scope))
+    )
+    return tuple(names)
 
 
 @kept
@@ -192,6 +250,8 @@ def covered(node: ast.AST) -> Iterator[ast.AST]:
         yield from walk(node)
     elif isinstance(node, ast.IfExp):
         yield from walk(node.test)
+    elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+        yield from (part for value in node.values[:-1] for part in walk(value))
     elif isinstance(node, ast.Subscript):
         yield node.value
     elif not isinstance(node, ast.Call):
@@ -251,4 +311,10 @@ print(os.environ["CUDA_VISIBLE_DEVICES"])
     check=check,
     fix="unsafe",
     remedy="Log only the variables that are needed, by name",
+    note=(
+        "Options are known by the parser that declares the key, or, where they come from a file, by the file's own "
+        "reading of it (`config.hf_token`). They may be shown as a whole, or one by one in a loop "
+        "(`for name, value in vars(args).items(): print(name, value)`). Silent where names alone are shown, where a "
+        "test or a function stands before the values, and where the key is taken out or replaced."
+    ),
 )

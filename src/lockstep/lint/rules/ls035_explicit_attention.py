@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep.lint.analysis.context import above
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, keyword, last, walk
 from lockstep.lint.analysis.view import View
@@ -146,24 +147,36 @@ def into_product(site: Site, scope: Scope) -> bool:
 
 def kept_for_others(site: Site, scope: Scope) -> bool:
     """Whether the function gives the weights away or keeps them, which the fused kernel never makes."""
-    names = {bind.key for bind in scope.bound(site.stmt)}
-    for binds in scope.binds.values():
-        for bind in binds:
-            if (
-                bind.value is not None
-                and bind.stmt.lineno > site.line
-                and (last(bind.value) in ("dropout", "attn_dropout", "attn_drop") or whole(bind.value, names))
-            ) and any(dotted(n) in names for n in walk(bind.value) if isinstance(n, ast.Name)):
-                names.add(bind.key)
+    names, stmts = {bind.key for bind in scope.bound(site.stmt)}, {site.stmt}
+    later = (bind for binds in scope.binds.values() for bind in binds if bind.stmt.lineno > site.line)
+    for bind in sorted(later, key=lambda bind: bind.stmt.lineno):
+        if bind.value is None or not any(dotted(n) in names for n in walk(bind.value) if isinstance(n, ast.Name)):
+            continue
+        if last(bind.value) in ("dropout", "attn_dropout", "attn_drop") or whole(bind.value, names):
+            names.add(bind.key)
+            stmts.add(bind.stmt)
     if any(name.startswith("self.") for name in names):
         return True
     after = (stmt for stmt in scope.stmts if stmt.lineno >= site.line and isinstance(stmt, ast.Assign | ast.Expr))
-    given = (part for value in scope.returns() for part in parts(value))
-    return any(whole(part, names) for part in given) or any(stores(stmt, names) for stmt in after)
+    given = [(stmt, part) for stmt in scope.stmts if isinstance(stmt, ast.Return) for part in parts(stmt.value)]
+    still = (part for stmt, part in given if not anew(part, stmt, stmts, scope))
+    return any(whole(part, names) for part in still) or any(stores(stmt, names) for stmt in after)
 
 
-def parts(value: ast.expr) -> list[ast.expr]:
+def anew(value: ast.expr, use: ast.stmt, stmts: set[ast.stmt], scope: Scope) -> bool:
+    """Whether the name that a value is made of certainly holds something else than weights where it is used, which only
+    some statements give it (`weights = weights @ values; return weights`).
+    """
+    found = [bind.stmt for bind in scope.binds.get(dotted(base(value)) or "", []) if bind.stmt.lineno < use.lineno]
+    around = {stmt for stmt, _ in above(use, scope.module)}
+    sure = bool(found) and around.issuperset(stmt for stmt, _ in above(found[-1], scope.module))
+    return sure and found[-1] not in stmts
+
+
+def parts(value: ast.expr | None) -> list[ast.expr]:
     """What is given away with a value: the elements of a tuple, a list or a dictionary, what an object is made of."""
+    if value is None:
+        return []
     if isinstance(value, ast.Tuple | ast.List):
         return value.elts
     if isinstance(value, ast.Dict):
@@ -182,7 +195,9 @@ def stores(stmt: ast.Assign | ast.Expr, names: set[str]) -> bool:
         own = any(dotted(base(place)) in names for place in places)
         return bool(places) and not own and any(whole(part, names) for part in parts(stmt.value))
     call = stmt.value
-    given = [*call.args, *(item.value for item in call.keywords)] if isinstance(call, ast.Call) else []
+    if not isinstance(call, ast.Call) or last(call).endswith("_") or keyword(call, "inplace") is not None:
+        return False  # changes them in their place
+    given = [*call.args, *(item.value for item in call.keywords)]
     return any(whole(part, names) for item in given for part in parts(item))
 
 

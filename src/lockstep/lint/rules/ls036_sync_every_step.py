@@ -11,7 +11,7 @@ from lockstep.lint.analysis.hosts import made_on_host, on_host
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.losses import LOSS, READS, SYNCS, bare, loss_names
 from lockstep.lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
-from lockstep.lint.analysis.pace import every_so_often
+from lockstep.lint.analysis.pace import every_so_often, rarely
 from lockstep.lint.analysis.project import unit_test
 from lockstep.lint.analysis.training import LOSSES, Training
 from lockstep.lint.analysis.unmoved import from_loader, looped
@@ -42,15 +42,13 @@ def check(view: View) -> Iterator[Found]:
         steps = trainings.each_step(training)
         here = [site for site in steps if site.module is view.module]
         other = [site for site in steps if site.module is not view.module] if here else []
-        beyond = {site.scope for site in other if reads_given(view, site)}
-        afar = {site.scope for site in other if site.name in SYNCS and reads_device(view, site)}
-        afar |= {scope for scope in dict.fromkeys(site.scope for site in other) if tests_device(view, scope)}
+        beyond, afar = {site.scope for site in other if reads_given(view, site)}, readers(view, other)
         losses = loss_names(trainings, training) if here else set()
         yield from old_reads(view, training, here, losses, seen)
         yield from tests(view, training, here, losses, seen)
         yield from texts(view, training, losses, seen)
         for site in here:
-            if site.stmt.lineno in seen:
+            if site.stmt.lineno in seen or (site.scope is training.scope and id(site.call) in rarely(site.stmt)):
                 continue
             if in_model(site) and not (LOSS.search(last(site.receiver)) or reads_device(view, site)):
                 continue
@@ -60,6 +58,12 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site, f"{what} waits for the device in every step: keep tensors, and read them every n-th step"
                 )
+
+
+def readers(view: View, sites: list[Site]) -> set[Scope]:
+    """The functions of some calls that read, or decide by, what they compute of tensors on the device."""
+    found = {site.scope for site in sites if site.name in SYNCS and reads_device(view, site)}
+    return found | {scope for scope in dict.fromkeys(site.scope for site in sites) if tests_device(view, scope)}
 
 
 def old_reads(view: View, training: Training, here: list[Site], losses: set[str], seen: set[int]) -> Iterator[Found]:
@@ -113,20 +117,20 @@ def tests_device(view: View, scope: Scope) -> bool:
 
 
 def texts(view: View, training: Training, losses: set[str], seen: set[int]) -> Iterator[Found]:
-    """`line = f"loss {loss:.3f}"`: a text is made of what stands on the device."""
+    """`line = f"loss {loss:.3f}"`: a text is made of a loss, or of another name for what stands on the device."""
     scope, loop = training.scope, training.loop
     for stmt in scope.stmts if losses and scope.module is view.module else ():
         if not isinstance(stmt, ast.Assign | ast.AugAssign) or stmt.lineno in seen:
             continue
-        if not training.holds(stmt) or not any(
-            on_losses(view, node, scope, losses) or (isinstance(node, ast.Name) and on_device(view, node, scope))
-            for part in written(stmt.value)
-            for node in bare(part)
-        ):
+        parts = written(stmt.value) if training.holds(stmt) else ()
+        shown = [node for part in parts if id(part) not in rarely(stmt) for node in bare(part)]
+        of_loss = any(on_losses(view, node, scope, losses) for node in shown)
+        if not of_loss and not any(isinstance(node, ast.Name) and on_device(view, node, scope) for node in shown):
             continue
         if not view.trainings.rare(stmt, scope, loop):
             seen.add(stmt.lineno)
-            yield Found(stmt, "a text of a loss waits for the device in every step: make it every n-th step")
+            what = "a loss" if of_loss else "a tensor"
+            yield Found(stmt, f"a text of {what} waits for the device in every step: make it every n-th step")
 
 
 def written(value: ast.expr) -> Iterator[ast.expr]:
@@ -169,12 +173,10 @@ def syncs(view: View, site: Site, losses: set[str]) -> str:
 
 def said(value: ast.expr, plain: bool) -> Iterator[ast.expr]:
     """What a call that makes a number or a text is given: the value, or what the text is made of; of what is handed to
-    a tracker the names alone, also those in a dictionary, where nothing beside them is told by itself (`.item()`).
+    a tracker the names alone, also those in a dictionary.
     """
     if plain:
         yield value
-    elif any(isinstance(node, ast.Call) and last(node) in SYNCS for node in walk(value)):
-        return
     if not plain or isinstance(value, ast.BinOp | ast.JoinedStr):
         yield from (node for node in bare(value) if isinstance(node, ast.Name))
 
@@ -372,14 +374,15 @@ def train(model, loader, optimizer, criterion):
     remedy="Add up detached tensors and read them every n-th step",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
     note=(
-        "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every n-th "
-        "step does not (a test of an option comes out alike in all), nor does an evaluation or a unit test, nor what "
-        "is read of a batch before it is moved, nor an arm where an optimizer that steps in every turn steps once more "
-        "now and then. The function of an ignite `Engine` that trains is such a loop, and so "
-        "is a method, or a function that another one makes, that makes one step and whose loop is out of sight, and a "
-        "function that makes one of micro-batches. What runs every n-th turn of a loop inside the step comes in every "
-        'step. A function that the step calls is told where it reads, in its own file (`return loss, {"bce": '
-        "float(bce.detach())}`), and also where it is handed a loss, or a tensor on the device that it reads or tests, "
-        "if that is another file."
+        "What runs beside every step of the optimizer counts, also under gradient accumulation. What runs every "
+        "n-th step, or in the first turn only, does not (a test of an option comes out alike in all), nor does an "
+        "evaluation or a unit test, nor what is read of a batch before it is moved, nor an arm where an optimizer "
+        "that steps in every turn steps once more now and then. The function of an ignite `Engine` that trains is "
+        "such a loop, and so is a method, or a function that another one makes, that makes one step and whose loop "
+        "is out of sight, and a function that makes one of micro-batches. What runs every n-th turn of a loop "
+        "inside the step comes in every step. A function that the step calls is told where it reads, in its own "
+        'file (`return loss, {"bce": float(bce.detach())}`), and also where it is handed a loss, or a tensor on the '
+        "device that it reads or tests, if that is another file. A tracker or a writer reads the names that it is "
+        "given, those in a dictionary too."
     ),
 )

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from lockstep.lint.analysis.context import inside, loops
 from lockstep.lint.analysis.index import Site
-from lockstep.lint.analysis.nodes import dotted
+from lockstep.lint.analysis.nodes import dotted, last
+from lockstep.lint.analysis.pace import rarely
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at
@@ -25,7 +26,9 @@ def check(view: View) -> Iterator[Found]:
         nest = loops(site.stmt, site.module)
         if not nest or id(nest[0]) not in steps or view.trainings.rare(site.stmt, site.scope, nest[0]):
             continue
-        if view.kinds.is_loader(loader, site.scope) and not made_inside(site, loader):
+        if id(site.call) in rarely(site.stmt) or goes_on(view, site, loader) or made_inside(site, loader):
+            continue
+        if view.kinds.is_loader(loader, site.scope):
             yield at(
                 site,
                 "begins the loader anew for one batch: its workers start in every turn, and without shuffling it is "
@@ -44,6 +47,11 @@ def begun(site: Site) -> ast.expr | None:
     return loader if loader is not taken else None
 
 
+def goes_on(view: View, site: Site, loader: ast.expr) -> bool:
+    """Whether a name may hold an iterator already (`loader = iter(loader)`), which `iter` gives back as it is."""
+    return any(last(call) == "iter" for call, *_ in view.origins.calls_of(loader, site.scope))
+
+
 def made_inside(site: Site, loader: ast.expr) -> bool:
     """Whether the loop makes the loader itself, so that there is nothing to keep."""
     key = dotted(loader)
@@ -54,7 +62,7 @@ def made_inside(site: Site, loader: ast.expr) -> bool:
 RULE = Rule(
     code="LS038",
     name="next(iter(loader)) in a loop",
-    what="A training loop takes its batch by `next(iter(loader))` in every turn.",
+    what="A training loop takes its batch by `next(iter(loader))`, or `next(enumerate(loader))`, in every turn.",
     why=(
         "Every `iter` starts the loader's workers, draws a new order and fills its queue, for one batch of it: most of "
         "the time goes into that. Samples are drawn with repeats, a loader that does not shuffle gives its first batch "
@@ -108,4 +116,9 @@ def train(model, loader, held_out_loader, optimizer, criterion, show):
     fix="unsafe",
     remedy="Keep one iterator over the loader, and begin a new one when it ends",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
+    note=(
+        "It is told where each turn of a training loop does so, also for a second loader beside the loop's own; not "
+        "where it is done now and then, with a loader that the loop makes itself, or with a name that holds an "
+        "iterator already, which `iter` gives back as it is."
+    ),
 )
