@@ -126,7 +126,7 @@ def test_a_model_that_trains_beside_the_wrapped_one(made, trained, exchanging, a
 
 @pytest.mark.parametrize(("helper", "number"), [("wrap_model", 0), ("show", 1)])
 def test_a_helper_out_of_sight_may_wrap_the_model_that_is_trained(helper, number):
-    beside = BESIDE.format(made=f"{TEACHER}\n    {helper}(student)", trained="student")
+    beside = BESIDE.format(made=f"{TEACHER}\n    {helper}(rank)", trained="student")
     assert told(f"from mine import {helper}\n{beside}", "LS031") == number
     around = AROUND.format(line="loss = model.module.loss(x)") + STEP  # the steps go around the wrapper in any case
     assert told(f"from mine import {helper}\n{helper}(1)\n{around}", "LS031") == 1
