@@ -12,7 +12,7 @@ from lockstep.lint.analysis.index import Bind, Scope
 from lockstep.lint.analysis.literals import Entry, excluded, returned, truth
 from lockstep.lint.analysis.nodes import constant, dotted, element_of, last
 
-__all__ = ["SAME", "Origin", "Origins", "element_of", "reaching", "under"]
+__all__ = ["SAME", "Origin", "Origins", "reaching", "under"]
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {

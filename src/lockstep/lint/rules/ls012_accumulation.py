@@ -8,8 +8,7 @@ from lockstep.lint.analysis.accumulation import Accumulation, accumulations, mod
 from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.context import loops
 from lockstep.lint.analysis.index import Scope, Site
-from lockstep.lint.analysis.nodes import constant, dotted, has_star, idents, keyword, last, targets, walk
-from lockstep.lint.analysis.origins import element_of
+from lockstep.lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
 from lockstep.lint.analysis.view import View
 from lockstep.lint.finding import Confidence, Severity
 from lockstep.lint.rules.base import Found, Rule, at

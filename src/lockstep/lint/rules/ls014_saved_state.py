@@ -9,8 +9,8 @@ from lockstep.lint.analysis.calls import passed
 from lockstep.lint.analysis.filed import written
 from lockstep.lint.analysis.index import Scope, Site
 from lockstep.lint.analysis.kept import kept
-from lockstep.lint.analysis.nodes import dotted, idents, last, walk
-from lockstep.lint.analysis.origins import SAME, element_of
+from lockstep.lint.analysis.nodes import dotted, element_of, idents, last, walk
+from lockstep.lint.analysis.origins import SAME
 from lockstep.lint.analysis.rankwords import RANK, RANKED
 from lockstep.lint.analysis.saving import SAVES, is_saved
 from lockstep.lint.analysis.unwrapped import by_shards, guarded_by_type, knows_shards, stripped, taken_out
