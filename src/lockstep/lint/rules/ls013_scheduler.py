@@ -94,7 +94,7 @@ def leftover(view: View, site: Site) -> bool:
     too: for the last incomplete group of an accumulation.
     """
     key = dotted(site.receiver)
-    others = [s for s in site.scope.named("step") if s is not site and dotted(s.receiver) == key is not None]
+    others = [s for s in site.scope.named("step") if s is not site and key is not None and dotted(s.receiver) == key]
     return any(True for _ in guards(site.stmt, site.module)) and any(place(view, s) == "batch" for s in others)
 
 
