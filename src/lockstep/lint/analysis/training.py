@@ -42,8 +42,6 @@ STEADY = re.compile(
 EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 # From when on something is done in every step.
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
-
-
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$|^criteria(_|\d|$)", re.IGNORECASE)
 # What may step an optimizer out of sight.
