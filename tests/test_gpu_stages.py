@@ -85,6 +85,7 @@ def test_all_stages_together_take_25_minutes_at_most(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_all_of_it_is_rehearsed_compiled_and_beside_the_others(tmp_path):
     found, said = rehearse(tmp_path, "parts", "contest", "exact", "large", compiled=True)
     assert {name: each["ended"] for name, each in found.items()} == dict.fromkeys(found, "done"), said
