@@ -69,9 +69,7 @@ def main():
         seconds, worked, code, findings = measure(given)
         print(f"{len(paths)} files, {lines} lines: {seconds:.1f} s, {worked:.1f} s of processor time (exit {code})")
         unread = sum(one["rule"] == "LS000" for one in findings)
-        print(
-            f"{len(findings)} findings in {len({one['path'] for one in findings})} files, {unread} of files not checked"
-        )
+        print(f"{len(findings)} findings, {unread} of them of files that could not be checked")
         if args.parts:
             same = sorted(map(json.dumps, findings)) == sorted(map(json.dumps, apart(paths, args.parts)))
             print(f"in parts of {args.parts}, in another order: {'the same findings' if same else 'OTHER FINDINGS'}")
