@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from lockstep.lint.discover import find_files
@@ -68,8 +69,8 @@ def main():
         lines = sum(Path(path).read_bytes().count(b"\n") for path in paths)
         seconds, worked, code, findings = measure(given)
         print(f"{len(paths)} files, {lines} lines: {seconds:.1f} s, {worked:.1f} s of processor time (exit {code})")
-        unread = sum(one["rule"] == "LS000" for one in findings)
-        print(f"{len(findings)} findings, {unread} of them of files that could not be checked")
+        unread = Counter(one["message"].split(": ")[1] for one in findings if one["rule"] == "LS000")
+        print(f"{len(findings)} findings; of files that could not be checked: {dict(unread)}")
         if args.parts:
             same = sorted(map(json.dumps, findings)) == sorted(map(json.dumps, apart(paths, args.parts)))
             print(f"in parts of {args.parts}, in another order: {'the same findings' if same else 'OTHER FINDINGS'}")

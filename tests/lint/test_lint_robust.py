@@ -123,6 +123,12 @@ def test_hostile_files(text):
     timed("import torch\nimport torch.distributed as dist\n" + text)
 
 
+@pytest.mark.parametrize("name", ["counts of counts", "tuples that many functions give"])
+def test_names_that_branch_again_and_again_are_followed_to_their_end(name):
+    found = check_text("import torch\nimport torch.distributed as dist\n" + HOSTILE[name], ALL)
+    assert [finding.message for finding in found if finding.rule == "LS000"] == []
+
+
 def test_memory_is_bounded(tmp_path):
     (tmp_path / "x.py").write_text("import torch\n" + "x[1]=a+b*c-d;" * 23000)
     script = (

@@ -112,7 +112,8 @@ def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(f
         ran("-m", "lockstep", "trace", "-o", name, "--", sys.executable, *words, cwd=folder, WORLD_SIZE=world)
     done = ran("-m", "lockstep", "compare", "single", "both", cwd=folder)
     assert done.returncode == 0, done
-    assert "both: the 2 processes do not train together: there is no process group" in done.stdout
+    assert "  both: its 2 processes have no process group of torch" in done.stdout
+    assert "single: its" not in done.stdout
 
 
 def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(tmp_path):

@@ -60,8 +60,8 @@ def judged(one: Run, two: Run) -> Verdict:
             state.follow(step, verdict)
     for side in (pair.one, pair.two):
         if apart_from_each_other(side.spots[0]):
-            text = f"{side.name}: the {side.world} processes do not train together: there is no process group"
-            verdict.notes.append(f"{text}, and each does the whole training by itself")
+            text = f"{side.name}: its {side.world} processes have no process group of torch: unless something else"
+            verdict.notes.append(f"{text} brings them together, each trains by itself")
     verdict.notes += state.trained.note(verdict.judged)
     if state.noise:
         text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
