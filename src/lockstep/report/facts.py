@@ -107,7 +107,7 @@ class Facts:
     def status(self) -> str:
         """How it ended, by its own word."""
         said = self.ended.get("status")
-        if said in ("finished", "stopped", "interrupted", "preempted", "failed"):
+        if said in ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed"):
             return str(said)
         return "no word of its end"
 

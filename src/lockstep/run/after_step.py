@@ -208,11 +208,17 @@ def taken(works: Works, world: World, records: Iterable[StepRecord]) -> Iterator
 
 
 def leave_early(session: Session, works: Works, told: Told | None, now: bool) -> None:
-    """The caller left the loop in the body of a step. It is saved, where all ranks do so after the same step."""
-    built, session.status = session.built, "interrupted" if now else "stopped"
+    """End a run whose loop was left in the body of a step.
+
+    It is saved, unless the caller abandoned it. All ranks leave after the same step, and alike; else the run failed.
+    """
+    built, session.status = session.built, "interrupted" if now else session.status_when_left
     if built is None or now or sys.is_finalizing():
         return
-    if all_do(told, built.world.rank, "leave", session.global_step - 1, lambda: _PATIENCE):
+    what = "abandon" if session.abandoned else "leave"
+    if all_do(told, built.world.rank, what, session.global_step - 1, lambda: _PATIENCE):
+        if session.abandoned:
+            return
         save(works, session.global_step)
         works.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure

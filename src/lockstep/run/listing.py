@@ -27,7 +27,7 @@ from lockstep.sinks.jsonl import each, plain, tail
 __all__ = ["Row", "listed", "show"]
 
 _OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
-_STATES = ("finished", "stopped", "interrupted", "preempted", "failed")
+_STATES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
 _CODES = {130: "interrupted", 75: "preempted"}  # of an end whose status was not noted yet
 _TIME = "time/total"
 _WIDE = 200  # columns where no terminal sets them

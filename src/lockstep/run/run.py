@@ -40,7 +40,7 @@ class Result:
 
     Attributes:
         status: "finished" (the plan's last step was taken), "stopped" (run.stop(), --stop-at, or the loop was left),
-            "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
+            "abandoned" (run.abandon()), "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
         global_step: steps taken, in all starts of the run.
         evaluation: the last one in this process, or None.
         best: the best evaluation of the run by `--best-metric`, or None.
@@ -109,7 +109,7 @@ class Run:
             self.__enter__()
         steps, self._steps = self._steps, None  # the loop alone holds it: leaving the loop closes it
         assert steps is not None
-        return _only_steps(steps)
+        return _only_steps(steps, self._session)
 
     def __call__(self) -> Result:
         """Trains to the end. Raises as the loop does."""
@@ -133,6 +133,19 @@ class Run:
         What a rank asks for alone is agreed on with the next exchange, so a few steps later, on all ranks at once.
         """
         self._session.wants_stop = True
+
+    def abandon(self) -> None:
+        """End the run in the present step without saving it.
+
+        Every rank calls it in the body of the same step, before the body ends or leaves the loop. A checkpoint that
+        is being written is finished; earlier ones stay, and the next start resumes from them.
+
+        Raises:
+            UsageError: the run has not begun, or has ended.
+        """
+        if self.status != "running":
+            raise UsageError(f"this run is {self.status}: there is nothing to abandon")
+        self._session.abandoned = True
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps an object of one's own (an average of the weights, a queue) in the checkpoints of this run.
@@ -205,11 +218,13 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Resul
     return Run(config, task, world)()
 
 
-def _only_steps(steps: Training) -> Iterator[Step]:
+def _only_steps(steps: Training, session: Session) -> Iterator[Step]:
     try:
-        for step in steps:
+        for step in () if session.abandoned else steps:
             if step is not None:
                 yield step
+            if session.abandoned:
+                break
     finally:
         steps.close()
 

@@ -42,6 +42,7 @@ class Session:
         kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
         present: the step whose body runs, and `reader`, which reads its loss.
         wants_stop: the caller asked for the end in the present body.
+        abandoned: the caller asked for the end without a save.
         has_body: the caller has a loop of their own around the steps.
         joined: the present world.
         member: this process as a member of a run that outlives the loss of a rank; None: a loss ends the run.
@@ -68,6 +69,7 @@ class Session:
     present: Step | None = None
     reader: Callable[[Step], float] | None = None
     wants_stop: bool = False
+    abandoned: bool = False
     has_body: bool = True
     is_main: bool = True
     global_step: int = 0
@@ -84,6 +86,11 @@ class Session:
     tries: int = 0
     save_due: bool = False
     timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def status_when_left(self) -> str:
+        """How a run ends whose loop was left."""
+        return "abandoned" if self.abandoned else "stopped"
 
     def note_first(self, own: dict[str, Tensor]) -> None:
         """Notes what the task's tensors, or those of what is kept, begin with, where a run may go back to its start."""

@@ -72,7 +72,9 @@ Training = Generator[Step | None, None, None]
 
 
 def training(session: Session) -> Training:
-    """The whole run. Closing it in a step's body saves and ends, where all ranks do so in the same step.
+    """The whole run.
+
+    Closing it in a step's body saves, unless the run is abandoned, and ends, where all ranks do so in the same step.
 
     Raises:
         UsageError: what was asked for cannot be done; nothing was written.
@@ -94,9 +96,9 @@ def training(session: Session) -> Training:
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.ends("its own loop was left, by an error or a break, so the others do not go on")
-        session.status = "stopped" if session.status == "running" else session.status
+        session.status = session.status_when_left if session.status == "running" else session.status
         if session.world is None:
-            if session.status == "stopped":
+            if session.status == session.status_when_left:
                 session.joined.leave()
             else:  # the others may never come
                 session.joined.abandon()
@@ -348,7 +350,7 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
     """Leaves word in the folder of a run that failed, or whose loop was left."""
     if built.world.is_main:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
-        status = "failed" if not left else "stopped" if session.status == "running" else session.status
+        status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
         with suppress(OSError):  # the disk that is full, and why it failed
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
 
