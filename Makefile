@@ -59,7 +59,7 @@ mutants: .venv/dev ## plausible mistakes put into a copy of the core: do the tes
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-gpu: ## all that only a GPU shows, at most 25 minutes, written into docs/gpu-results.md (nothing is installed; ARGS="--toy" rehearses)
+gpu: ## all that only a GPU shows, into outputs/gpu: ARGS="--call 1" (510 s at most), then "--call 2" (240 s); --toy rehearses
 	$(PYTHON) bench/device/run.py $(ARGS)
 
 clean: ## removes the virtual environment and every cache

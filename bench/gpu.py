@@ -1,14 +1,19 @@
 """GPT-2 on one GPU, beside a tuned bare loop and other frameworks: python bench/gpu.py [--only bare lockstep] [--toy]
 
 Every contestant trains the same weights on the same random tokens in each step, in bf16, compiled, with fused AdamW and
-clipping, and is set up for speed as its documents say. The model they get computes its own loss, so that their compiler
-sees it too. "bare" is a loop by hand with everything tuned: model and loss in one graph, batches pinned and copied on a
-side stream one step ahead, cuDNN's attention where it is the faster, and no wait for the device. lockstep is the whole
-product. Each lives in a process of its own and takes turns of a few steps; "bare again" is the A/A control. At the end
-all are evaluated on the same samples: a loss that differs by more than 0.5% means that one trained something else.
+clipping, and is set up for speed as its documentation advises. The model they get computes its own loss and is compiled
+for them in the same way (each block, and what follows the blocks up to the loss; or --scope whole), so that all share
+one compilation. "bare" is a loop by hand with everything tuned: batches pinned and copied on a side stream one step
+ahead, cuDNN's attention where it is the faster, and no wait for the device. lockstep is the whole product.
 
-MFU = tokens/s * FLOPs per token / peak, see bench/device/common.py. Aims on an H100 or H200: MFU 45% for GPT-2 124M;
-0.99 of the tuned loop, 1.10 of Lightning, 1.20 of HF Trainer, 1.12 of Accelerate.
+Each lives in a process of its own and takes turns of a few steps. Between its turns it holds weights and optimizer
+states alone, and the first step of a turn is not timed. At most three are on the card at once: the first stays, the
+others come two at a time. "bare again" is the A/A control. At the end each is evaluated on the same samples: a loss
+that differs by more than 0.5% means that one trained something else. An error in one contestant is a line, and the
+others go on.
+
+MFU = tokens/s * FLOPs per token / peak, see bench/device/common.py. Aims on an H100 or H200: the MFU of llm.c, 40.5%
+for GPT-2 124M (stretch 45%), and 0.99 of the tuned loop's speed.
 """
 
 import argparse
@@ -17,33 +22,51 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "device"))
 
 import torch
-from common import SIZES, TOY, Sizes, failed, figure, given, language_model, mfu
+from common import (
+    LLM_C,
+    SIZES,
+    STRETCH,
+    TOY,
+    Sizes,
+    failed,
+    figure,
+    language_model,
+    read_arguments,
+    throughput,
+)
 from loop import STEPS, rate
 from others import Group, Micro, Turns, measured
 from torch import nn
 
-from lockstep.models.chunked import summed_cross_entropy
 from lockstep.optim.groups import groups
 from lockstep.seeds import derive
+from lockstep.transforms.eager import eager
+from lockstep.transforms.precision import compiled
 
 ROWS = 1024
-AIMS = {"bare": 0.99, "lightning": 1.10, "hf": 1.20, "accelerate": 1.12}
+AT_ONCE = 3  # contestants on the card
+AIM = 0.99  # of the bare loop's speed
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss: cross entropy in nats, summed."""
+    """A GPT that returns its loss: cross entropy in nats, summed. Compiled, by blocks or as a whole."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, scope):
         super().__init__()
         self.inner = inner
+        if scope == "blocks":
+            compiled(inner, list(inner.blocks))
+        else:
+            self.compile()
 
     def forward(self, ids, labels):
-        return summed_cross_entropy(self.inner(ids), labels)
+        return self.inner(ids, labels=labels)
 
 
 class Rows:
@@ -61,11 +84,15 @@ class Rows:
 
 
 class Setting:
-    """What a contestant is given."""
+    """What a contestant is given.
 
-    def __init__(self, name, toy, folder):
-        shape: Sizes = TOY if toy else SIZES[name]
-        self.device = torch.device("cpu" if toy else "cuda")
+    Args:
+        kind: the arguments of the contest.
+    """
+
+    def __init__(self, name, kind, folder):
+        shape: Sizes = TOY if kind.small else SIZES[name]
+        self.device, self.scope = kind.device, kind.scope
         self.shape, self.size, self.micro, self.rank, self.world = shape, shape.batch, shape.micro, 0, 1
         self.accumulation = shape.batch // shape.micro
         self.task = language_model(f"{folder}/tokens", shape, ROWS)
@@ -91,8 +118,7 @@ class Setting:
 
 def bare(setting, turns):
     s, device = setting, setting.device
-    model = WithLoss(s.model).to(device)
-    model.compile()
+    model = WithLoss(s.model, s.scope).to(device)
     optimizer = s.optimizer(s.model)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     batches = ahead(s.loader(), device)
@@ -145,7 +171,7 @@ def faster_attention(device):
 
 def lockstep_itself(setting, turns):
     """The whole product, with its records, heartbeat, guards and timers, as `lockstep train` has it."""
-    from parts import settings
+    from runs import settings
 
     import lockstep
 
@@ -158,6 +184,7 @@ def lockstep_itself(setting, turns):
         engine="single",
         max_steps=STEPS,
         lr=1e-3,
+        compile_scope=s.scope,
         **{"optim.warmup_steps": 20, "data.workers": 2},
     )
     run = lockstep.Run(config, s.task)
@@ -169,7 +196,7 @@ def lockstep_itself(setting, turns):
 
 
 def lightning(setting, turns):
-    """Trainer.fit, lean, bf16-mixed, its module's model compiled."""
+    """Trainer.fit, lean, bf16-mixed."""
     import lightning
 
     s = setting
@@ -177,8 +204,7 @@ def lightning(setting, turns):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.inner = WithLoss(s.model)
-            self.inner.compile()
+            self.inner = WithLoss(s.model, s.scope)
 
         def training_step(self, batch, index):
             return s.mean(self.inner(*batch))
@@ -215,7 +241,7 @@ def lightning(setting, turns):
 
 
 def accelerate(setting, turns):
-    """Accelerator with bf16 and the model compiled by it."""
+    """Accelerator with bf16."""
     from accelerate import Accelerator
 
     s = setting
@@ -223,10 +249,9 @@ def accelerate(setting, turns):
         cpu=s.device.type == "cpu",
         mixed_precision="bf16",
         gradient_accumulation_steps=s.accumulation,
-        dynamo_backend="inductor",
     )
     plain = s.optimizer(s.model)
-    model, optimizer, loader = made.prepare(WithLoss(s.model), plain, s.loader())
+    model, optimizer, loader = made.prepare(WithLoss(s.model, s.scope), plain, s.loader())
     schedule = s.schedule(plain)
     turns.ready(s.model)
     for batch in loader:
@@ -243,7 +268,7 @@ def accelerate(setting, turns):
 
 
 def hf(setting, turns):
-    """The Trainer of `transformers`, with bf16 and torch_compile."""
+    """The Trainer of `transformers`, with bf16."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     s = setting
@@ -268,7 +293,6 @@ def hf(setting, turns):
         output_dir=os.environ["BENCH_FOLDER"],
         use_cpu=s.device.type == "cpu",
         bf16=True,
-        torch_compile=True,
         per_device_train_batch_size=s.micro,
         gradient_accumulation_steps=s.accumulation,
         max_grad_norm=1.0,
@@ -281,7 +305,9 @@ def hf(setting, turns):
     )
     optimizer = s.optimizer(s.model)
     pair = (optimizer, s.schedule(optimizer))
-    Own(WithLoss(s.model).to(s.device), arguments, train_dataset=s.data, optimizers=pair, callbacks=[Hook()]).train()
+    Own(
+        WithLoss(s.model, s.scope).to(s.device), arguments, train_dataset=s.data, optimizers=pair, callbacks=[Hook()]
+    ).train()
 
 
 class Named:
@@ -303,89 +329,180 @@ CONTESTANTS = {
 
 
 class DeviceTurns(Turns):
-    """A turn is over when the device has done it."""
+    """A turn's clock runs from the end of its first step, which takes memory, until the device has done the last."""
+
+    turn_began, opening = 0.0, False
 
     def step(self):
-        if self.left == 1 and torch.cuda.is_available():
-            torch.cuda.synchronize()
+        closing = self.left == 1
+        if self.opening or closing:
+            synchronize()
+        if self.opening:
+            self.opening, self.turn_began = False, time.perf_counter()
+            return
+        if closing:
+            ended = time.perf_counter()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # until the next turn it holds weights and states alone
+            self.turn_began += time.perf_counter() - ended
         super().step()
+        self.opening = closing
 
 
-def contestant(pipe, began, who, name, toy, rank, world, port, folder, log):
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def contestant(pipe, began, who, name, kind, rank, world, port, folder, log):
     """The life of one process."""
     with open(log, "a") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         os.environ["BENCH_FOLDER"] = folder
-        if toy:
+        if kind.toy:
             torch.set_num_threads(1)
         torch.set_float32_matmul_precision("high")
         turns = DeviceTurns(pipe, began)
         try:
-            setting = Setting(name, toy, folder)
-            first = [setting.data[i] for i in range(setting.micro)]
-            ids, labels = (torch.stack(part).to(setting.device) for part in zip(*first, strict=True))
+            setting = Setting(name, kind, folder)
+            rows = [setting.data[i] for i in range(min(setting.micro, 16))]
 
             def evaluate(model):
-                with torch.autocast(setting.device.type, torch.bfloat16):
-                    return float(summed_cross_entropy(model(ids), labels)) / labels.numel()
+                total = count = 0
+                for at in range(0, len(rows), 2):  # few at a time: logits of all would take gigabytes
+                    ids, labels = (
+                        torch.stack(part).to(setting.device) for part in zip(*rows[at : at + 2], strict=True)
+                    )
+                    with torch.autocast(setting.device.type, torch.bfloat16), eager():
+                        total += float(model(ids, labels=labels))
+                    count += labels.numel()
+                return total / count
 
             turns.evaluate = evaluate
             CONTESTANTS[who](setting, turns)
         except Exception as error:
+            traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}")
             raise
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["gpt2", "gpt2-xl"], default="gpt2")
+    parser.add_argument("--model", choices=LLM_C, default="gpt2")
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--scope", choices=["blocks", "whole"], default="blocks", help="what is compiled")
+    parser.add_argument("--rounds", type=int, default=6, help="0: one step each, which fills the compiler's cache")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn")
     parser.add_argument("--seconds", type=float, default=240, help="after which no further round begins")
-    arguments = given(parser)
-    rounds, steps = (2, 2) if arguments.toy else (arguments.rounds, arguments.steps)
-    shape = TOY if arguments.toy else SIZES[arguments.model]
-    began, running, found = time.monotonic(), [], {}
-    with tempfile.TemporaryDirectory() as folder:
+    arguments = read_arguments(parser)
+    if arguments.small and arguments.rounds:
+        arguments.rounds, arguments.steps = 2, 2
+    Contest(arguments).run()
+
+
+class Contest:
+    """Waves of contestants, each wave by turns with the first of all."""
+
+    def __init__(self, arguments):
+        self.arguments, self.began = arguments, time.monotonic()
+        self.shape = TOY if arguments.small else SIZES[arguments.model]
+        self.folder, self.groups = "", []
+        self.base_times, self.losses = [], {}
+
+    def run(self):
+        first, *others = self.arguments.only
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as self.folder:
+            try:
+                base = self.start(first)
+                if base is None:
+                    return
+                for at in range(0, max(len(others), 1), AT_ONCE - 1):
+                    self.wave(base, others[at : at + AT_ONCE - 1])
+                if self.base_times:
+                    base.times = self.base_times
+                    self.rate(first, measured(base, base))
+            finally:
+                for group in self.groups:
+                    group.end()
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def start(self, who):
+        """A contestant whose first step is done; None where it failed."""
         try:
-            for who in arguments.only:  # one after the other, so that the start of one does not slow another's
-                try:
-                    running.append(Group(who, arguments.model, arguments.toy, 1, folder, contestant, daemon=False))
-                    print(f"{who} is ready after {time.monotonic() - began:.0f} s", flush=True)
-                except RuntimeError as problem:
-                    failed(who, problem)
-            for turn in range(rounds + 1):
-                for place in range(len(running)):
-                    group = running[(place + turn) % len(running)]
-                    took = group.turn(steps) / steps * 1e6
-                    if turn:  # the first turn is not measured
-                        group.times.append(took)
-                if time.monotonic() - began > arguments.seconds:
-                    break
-            for group in running:
-                found[group.who] = measured(group, running[0])
-        finally:
-            for group in running:
-                group.end()
-    report(arguments, shape, found)
+            group = Group(who, self.arguments.model, self.arguments, 1, self.folder, contestant, daemon=False)
+        except RuntimeError as problem:
+            failed(who, problem)
+            return None
+        self.groups.append(group)
+        print(f"{who} is ready after {self.seconds():.0f} s", flush=True)
+        return group
 
+    def wave(self, base, names):
+        """Some contestants beside the base, by turns; an error ends the one that has it alone."""
+        base.times = []
+        present = [base, *(group for who in names if (group := self.start(who)))]
+        for turn in range(self.arguments.rounds + 1 if self.arguments.rounds else 0):
+            for place in range(len(present)):
+                self.take_turn(present[(place + turn) % len(present)], measured=turn > 0)
+            if not base.alive:
+                return
+            present = [group for group in present if group.alive]
+            if turn:
+                self.print_round(turn, present)
+            if self.seconds() > self.arguments.seconds:
+                break
+        self.base_times += base.times
+        for group in present[1:]:
+            if base.times:
+                self.compare(group, base)
+            group.end()
 
-def report(arguments, shape, found):
-    for name, each in found.items():
-        tokens = shape.batch * shape.time / (each["microseconds"] * 1e-6)
-        utilisation = mfu(tokens, shape, arguments.device)
-        aim = {"aim": {"gpt2": 0.45, "gpt2-xl": 0.52}[arguments.model]} if name == "lockstep" else {}
-        title = f"{arguments.model}: {name}, MFU"
-        figure(title, utilisation, "", **aim, tokens_per_second=tokens, loss=each["loss"], first_s=each["first_step"])
-    own = found.get("lockstep")
-    for name, aim in AIMS.items():
-        if own and name in found:
-            times = found[name]["microseconds"] / own["microseconds"]
-            title = f"{arguments.model}: throughput beside {name}"
-            figure(title, times, "times", aim=aim, spread=found[name]["spread"])
-            apart = abs(found[name]["loss"] - own["loss"]) / own["loss"]
-            if apart > 5e-3:
-                print(f"{name} and lockstep trained different things: losses {found[name]['loss']}, {own['loss']}")
+    def take_turn(self, group, measured):
+        """A turn of one contestant; its time counts where it is `measured`."""
+        try:
+            took = group.turn(self.arguments.steps) / self.arguments.steps * 1e6
+        except (RuntimeError, OSError) as problem:
+            failed(group.who, problem)
+            group.alive = False
+            return
+        if measured:
+            group.times.append(took)
+
+    def print_round(self, turn, present):
+        """Prints a round's figures, so that a contest that is cut short leaves its figures."""
+        base, *others = present
+        speeds = "".join(f"; {group.who} {base.times[-1] / group.times[-1]:.4f} of its speed" for group in others)
+        print(f"round {turn}: {base.who} {base.times[-1] / 1e3:.2f} ms a step{speeds}", flush=True)
+
+    def rate(self, name, found):
+        """Prints a contestant's own throughput."""
+        more = {"loss": found["loss"], "first_s": found["first_step"]}
+        aim = LLM_C[self.arguments.model] if name == "lockstep" else None
+        throughput(
+            f"{self.arguments.model}, compiled: {self.arguments.scope}: {name}",
+            found["microseconds"] * 1e-6,
+            self.shape,
+            self.arguments.device,
+            aim=aim,
+            **more | ({"stretch": STRETCH[self.arguments.model]} if aim else {}),
+        )
+
+    def compare(self, group, base):
+        """Prints a contestant's throughput, and beside the base's."""
+        try:
+            found = measured(group, base)
+        except (RuntimeError, OSError) as problem:
+            failed(group.who, problem)
+            return
+        self.rate(group.who, found)
+        title = f"{self.arguments.model}: speed of {group.who} beside {base.who}"
+        aim = AIM if group.who == "lockstep" else None
+        figure(title, 1 / found["ratio"], "times", aim=aim, spread=found["spread"], rounds=len(base.times))
+        apart = [who for who, loss in self.losses.items() if abs(found["loss"] / loss - 1) > 5e-3]
+        self.losses[group.who] = found["loss"]
+        if apart:
+            failed(group.who, ValueError(f"its loss is {found['loss']:.5f}, another than that of {', '.join(apart)}"))
 
 
 if __name__ == "__main__":

@@ -345,6 +345,7 @@ class Group:
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self.who, self.pipes, self.processes, self.times = who, [], [], []
+        self.alive = True  # until a turn fails
         own = tempfile.mkdtemp(dir=folder)
         for rank in range(world):
             mine, theirs = context.Pipe()
@@ -354,7 +355,11 @@ class Group:
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)
-        self.began = self.hear()
+        try:
+            self.began = self.hear()
+        except RuntimeError:
+            self.end()
+            raise
 
     def hear(self):
         """What rank 0 says, once all ranks have said something."""

@@ -1,7 +1,7 @@
-"""What the stages of `make gpu` have in common: the device, the sizes, a corpus of random tokens, and their figures.
+"""What the stages of `make gpu` share: the device, the sizes, a corpus of random tokens, and how a figure is printed.
 
-Every stage is a program of its own. It prints figures, one JSON object a line; whatever else it says is for people.
-With --toy the sizes are tiny and the device is the CPU: a rehearsal, which shows that a stage runs, and no speed.
+Every stage is a program of its own. It prints figures, one JSON object a line; whatever else it prints is for people.
+--toy is a rehearsal at tiny size on the CPU, --tiny one on the CUDA device: they show that a stage runs, and no speed.
 """
 
 import argparse
@@ -27,8 +27,18 @@ from lockstep.text.hub_corpus import TokenCorpus  # noqa: E402
 from lockstep.text.written import Packing  # noqa: E402
 
 VOCABULARY = 50257
-# Dense bf16 FLOP/s by NVIDIA's datasheets; a device that is not here has no MFU.
-PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+# Dense bf16 FLOP/s by NVIDIA's data sheets, the most special name first. A device that is not here has no MFU.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
 
 
 @dataclass(frozen=True)
@@ -68,32 +78,41 @@ class Sizes:
 
 
 SIZES = {
-    "gpt2": Sizes(PRESETS["builtin:gpt2"], 1024, 16, 32),
-    "gpt2-xl": Sizes(PRESETS["builtin:gpt2-xl"], 1024, 4, 16),
+    "gpt2": Sizes(PRESETS["builtin:gpt2"], 1024, 64, 128),
+    "gpt2-xl": Sizes(PRESETS["builtin:gpt2-xl"], 1024, 12, 48),
     "llama-1b": Sizes(Llama(), 2048, 4, 16),
 }
+# MFU of llm.c on an H100 SXM by the definition of `mfu`: 524,288 tokens in 140 ms on 8 GPUs (modded-nanogpt,
+# records/track_1_short/2024-10-13_llmc), 1,048,576 in 2.80 s (llm.c, scripts/run_gpt2_1558M.sh).
+LLM_C = {"gpt2": 0.405, "gpt2-xl": 0.487}
+STRETCH = {"gpt2": 0.45, "gpt2-xl": 0.50}
 TOY = Sizes(GPTConfig(layers=2, heads=2, width=64, vocab_size=512, context=32), 32, 2, 4)
 TOY_LLAMA = replace(TOY, model=Llama(512, 64, 2, 4, 2, 128))
 
 
-def given(parser=None):
-    """The arguments, the device among them, with the switches of the process set."""
+def read_arguments(parser=None):
+    """Reads the arguments, chooses the device, and sets the switches of the process."""
     parser = parser or argparse.ArgumentParser()
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: a rehearsal")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CUDA device: a rehearsal there")
     found = parser.parse_args()
+    found.small = found.toy or found.tiny
     if found.toy:
         torch.set_num_threads(1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device; rehearse with --toy")
+        print("torch sees no CUDA device; rehearse with --toy")
+        raise SystemExit(2)
     found.device = torch.device("cpu") if found.toy else torch.device("cuda", 0)
     torch.set_float32_matmul_precision("high")
     return found
 
 
 def sizes(name, arguments, **changed):
-    toy = TOY_LLAMA if name.startswith("llama") else TOY
-    return replace(toy if arguments.toy else SIZES[name], **changed)
+    """The sizes of a model by name; tiny ones in a rehearsal. `changed` fields that are 0 stay as they are."""
+    if arguments.small:
+        return TOY_LLAMA if name.startswith("llama") else TOY
+    return replace(SIZES[name], **{field: value for field, value in changed.items() if value})
 
 
 def synchronize(device):
@@ -124,11 +143,11 @@ def corpus(folder, shape, rows=1024):
     return TokenCorpus(folder, facts | {"chat": False, "begin": []}, Numbers(), Packing("stream", shape.time, 0.1))
 
 
-def language_model(folder, shape, rows=1024):
-    """The language model's task on it, as `lockstep train --compile` has it."""
+def language_model(folder, shape, rows=1024, loss_chunk=0):
+    """The language model's task on it, as `lockstep train --compile --model.loss-chunk 0` has it."""
     made = corpus(folder, shape, rows)
     if not isinstance(shape.model, Llama):
-        return CausalLM(made, shape.model, inside=True)
+        return CausalLM(made, shape.model, inside=True, loss_chunk=loss_chunk)
     from lockstep.models.hf import HubModel
     from lockstep.tasks.hf import HubCausalLM
 
@@ -136,7 +155,8 @@ def language_model(folder, shape, rows=1024):
     shape.model.config(shape.time).save_pretrained(place)
     source = HubModel(str(place), cache=Path(folder), say=print)
     size = shape.model.vocab_size
-    return HubCausalLM(made, source, vocab_size=size, dtype=None, pretrained=False, sources={}, inside=True)
+    more = {"dtype": None, "pretrained": False, "sources": {}, "inside": True, "loss_chunk": loss_chunk}
+    return HubCausalLM(made, source, vocab_size=size, **more)
 
 
 def counted(shape):
@@ -160,7 +180,7 @@ def figure(name, value, unit="", aim=None, better="more", **more):
 
 
 def failed(name, error):
-    """A part that could not be had: it ends nothing, and stands in the table with its reason."""
+    """Prints that a part failed, with its reason: the stage goes on without it."""
     lines = str(error).splitlines() or [""]
     print(json.dumps({"failed": name, "why": f"{type(error).__name__}: {lines[0]}"}), file=sys.__stdout__, flush=True)
 
@@ -169,9 +189,31 @@ def mfu(tokens_per_second, shape, device):
     """Model FLOPs utilisation (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B); None for an unknown device."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((rate for part, rate in PEAKS.items() if part in name), None)
+    peak = peak_of(torch.cuda.get_device_name(device))
     return None if peak is None else tokens_per_second * counted(shape)[1] / peak
+
+
+def peak_of(name):
+    """Dense bf16 FLOP/s of a device by its name; None for an unknown one."""
+    return next((rate for part, rate in PEAKS.items() if part in name), None)
+
+
+def product_rate(device, size=8192):
+    """FLOP/s of a bf16 product of two random square matrices: what this card gives, beside its data sheet."""
+    size = size if device.type == "cuda" else 128
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (timed(lambda: a @ b, device) * 1e-3)
+
+
+def throughput(title, seconds, shape, device, *, aim=None, **more):
+    """Prints a step's MFU with what it comes from; `seconds` is the time of a step."""
+    tokens = shape.batch * shape.time / seconds
+    used = mfu(tokens, shape, device)
+    if device.type == "cuda":
+        rate = product_rate(device)
+        more |= {"of_measured_product": tokens * counted(shape)[1] / rate, "product_tflops": rate / 1e12}
+    more |= {"tokens_per_second": tokens, "ms_16_rows": 16e3 * seconds / shape.batch}
+    figure(title, used, "MFU", aim=aim, micro=shape.micro, batch=shape.batch, **more)
 
 
 def timed(work, device, *, warm=3, turns=10, each=1):

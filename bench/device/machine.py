@@ -5,13 +5,13 @@ import shutil
 import subprocess
 
 import torch
-from common import figure, given, timed, versions
+from common import figure, product_rate, read_arguments, timed, versions
 
 ASKED = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,memory.total"
 
 
 def main():
-    arguments = given()
+    arguments = read_arguments()
     device = arguments.device
     print(json.dumps({"versions": versions(device)}))
     smi = shutil.which("nvidia-smi")
@@ -20,9 +20,7 @@ def main():
         found = [part.strip() for part in said.stdout.splitlines()[0].split(",")]
         print(json.dumps({"nvidia_smi": dict(zip(ASKED.split(","), found, strict=False))}))
     size = 8192 if device.type == "cuda" else 128
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * size**3 / (timed(lambda: a @ b, device) * 1e-3)
-    figure(f"bf16 product of {size} x {size}", rate / 1e12, "TFLOP/s")
+    figure(f"bf16 product of {size} x {size}", product_rate(device) / 1e12, "TFLOP/s")
     big = torch.empty(1 << (30 if device.type == "cuda" else 20), dtype=torch.uint8, device=device)
     other = torch.empty_like(big)
     figure("copy on the device", 2 * big.numel() / (timed(lambda: other.copy_(big), device) * 1e-3) / 1e12, "TB/s")

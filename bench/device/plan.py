@@ -9,10 +9,11 @@ import contextlib
 import gc
 import sys
 import tempfile
+from dataclasses import replace
 
 import torch
-from common import ROOT, failed, figure, given, language_model, sizes
-from parts import running, settings
+from common import ROOT, failed, figure, language_model, read_arguments, sizes
+from runs import running, settings
 
 from lockstep.diagnose.plan.command import device_here
 from lockstep.diagnose.plan.devices import device_of
@@ -28,8 +29,8 @@ GIB = 2**30
 
 def ways(arguments):
     """(name, shape, settings) of each."""
-    shape = sizes("gpt2", arguments)
-    half, small = (sizes("gpt2", arguments, micro=micro) for micro in (shape.micro // 2, 1))
+    shape = sizes("gpt2", arguments, micro=16, batch=32)
+    half, small = (replace(shape, micro=micro) for micro in (shape.micro // 2, 1))
     return [
         ("bf16", shape, {}),
         ("float32", half, {"precision": "float32"}),
@@ -55,7 +56,7 @@ def taken(shape, device, folder, setting):
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with held or contextlib.nullcontext(), running(folder, "r", shape, **setting) as records:
+    with held or contextlib.nullcontext(), running(folder, "r", shape, **setting) as (_, records):
         for _ in range(STEPS):
             next(records)
         if device.type == "cuda":
@@ -65,7 +66,7 @@ def taken(shape, device, folder, setting):
 
 
 def main():
-    arguments = given()
+    arguments = read_arguments()
     device = arguments.device
     for name, shape, changed in ways(arguments):
         setting = {"device": device.type, "engine": "single", "compile": False, **changed}

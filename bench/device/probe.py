@@ -5,7 +5,7 @@ the clipping, and a batch's way to the device. Each figure replaces an estimate 
 """
 
 import torch
-from common import failed, figure, given, sizes, timed
+from common import failed, figure, read_arguments, sizes, timed
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -126,8 +126,8 @@ def copies(shape, device):
 
 
 def main():
-    arguments = given()
-    shape, device = sizes("gpt2", arguments), arguments.device
+    arguments = read_arguments()
+    shape, device = sizes("gpt2", arguments, micro=16), arguments.device
     for part in (products, attentions, losses, update, copies):
         attempt(part.__name__, lambda part=part: part(shape, device))
 
