@@ -97,3 +97,24 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path):
     while not ended(rank) and time.monotonic() < until:
         time.sleep(0.02)
     assert ended(rank)
+
+
+def compiles_with(world, say, devices, cores):
+    """Threads that torch's compiler has, and what a process that it starts would read."""
+    import torch
+    from torch._inductor import async_compile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        if devices:
+            patch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+            spawn._share_compilers("auto", world.size)
+        return async_compile.get_compile_threads(), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+
+
+def test_a_rank_compiles_in_itself_on_a_cpu_and_on_its_part_of_the_cores_on_a_device():
+    """In a process that was forked from one that had read torch's settings already."""
+    assert start(compiles_with, 2, (0, 16)) == [(1, "1")] * 2
+    assert start(compiles_with, 2, (8, 16)) == [(8, "8")] * 2
+    assert start(compiles_with, 2, (8, 1)) == [(1, "1")] * 2

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from lockstep.config.config import Config
 from lockstep.config.flags import Parser
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.errors import ConfigError
+from lockstep.launch.torch_variables import allocator_variables
 from lockstep.run.folder import RunFolder
 from lockstep.tasks.options import LIGHTNING
 
@@ -24,6 +26,8 @@ def command(argv: list[str]) -> int:
         UsageError: what was asked for cannot be done; nothing was written.
         LockstepError: the run failed.
     """
+    if "torch" not in sys.modules:  # later it would come too late: torch, and whoever loaded it, may have begun CUDA
+        os.environ.update(allocator_variables(os.environ))
     given = vars(_parser(argv).read(argv))
     told = options.told(given)
     options.build(presets.applied(told))  # what is wrong with it is said at once

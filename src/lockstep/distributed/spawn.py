@@ -13,6 +13,7 @@ that made the call.
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lockstep.distributed.cores import compile_threads
 from lockstep.distributed.world import World
 from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
@@ -180,7 +182,6 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, in the calling process
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself: helper processes would outlive it
     }
 
 
@@ -272,6 +273,7 @@ def _live(pipe: Connection, given: _Rank) -> None:
     gc.freeze()  # what was forked: leaving a world ends with a collection
     say()
     torch.set_num_threads(1)  # kernels cut their sums by the number of threads
+    _share_compilers(given.device, size)
     try:
         if given.before:
             given.before()
@@ -288,6 +290,19 @@ def _live(pipe: Connection, given: _Rank) -> None:
         send("failed", _failure(rank, error))
     pipe.close()
     os._exit(0)
+
+
+def _share_compilers(device: str, ranks: int) -> None:
+    """Compile kernels in the rank itself on a CPU; on CUDA, where there are many, on its part of the cores.
+
+    The server has loaded torch's settings, so that the variable alone would change nothing. Processes that compile end
+    with their rank, whose pipe to them breaks.
+    """
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    by_device = device != "cpu" and torch.cuda.is_available()
+    threads = os.environ.get(name, str(compile_threads(ranks))) if by_device else "1"
+    os.environ[name] = threads
+    importlib.import_module("torch._inductor.config").compile_threads = int(threads)
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.addresses import check_reachable, listening
+from lockstep.distributed.local_device import check_unshared, identity, local_device
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
@@ -44,7 +45,7 @@ class World:
 
     Attributes:
         rank: 0 .. size - 1, over all nodes.
-        local_rank: index of this process on its node; the index of its device.
+        local_rank: index of this process on its node. Its device has the same index, or 0 where it sees no other one.
         size: number of processes in the run.
         device: where the model and the batches live.
         timeout: seconds after which a collective that a peer did not join fails.
@@ -78,13 +79,13 @@ class World:
             timeout: seconds, for every collective.
 
         Raises:
-            ConfigError: the device does not exist, or the launcher's variables do not hold.
+            ConfigError: the device does not exist or is another rank's too, or the launcher's variables do not hold.
             PeerError: not all ranks arrived within the timeout.
         """
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
         rank, local_rank, size = (_launched(name, least) for name, least in _LAUNCHER)
-        where = _device(device, local_rank)
+        where = local_device(device, local_rank, _launched("LOCAL_WORLD_SIZE", 1))
         world = cls(rank, local_rank, size, where, timeout)
         if where.type == "cuda":
             torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
@@ -93,13 +94,14 @@ class World:
                 world._be_guest()
             else:
                 world._make_groups()
+            world._check_devices()
         return world
 
     @classmethod
     def alone(cls, device: str, timeout: float) -> Self:
         """A world of one in a process that a launcher started beside others, on the device that it would have there."""
         local_rank = _launched(*_LAUNCHER[1])
-        where = _device(device, local_rank)
+        where = local_device(device, local_rank, _launched("LOCAL_WORLD_SIZE", 1))
         if where.type == "cuda":
             torch.cuda.set_device(where)
         return cls(0, local_rank, 1, where, timeout, quiet=True)
@@ -153,7 +155,7 @@ class World:
             self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
-            if self._patience and dist.group.WORLD is not None:
+            if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
         except (dist.DistError, RuntimeError, ValueError) as error:
@@ -175,6 +177,18 @@ class World:
         # Not over the meeting point: the group's own store may be what listens there.
         self._scope = self._new_scope(dist.distributed_c10d._get_default_store())
         self.control = self.new_group()
+
+    def _check_devices(self) -> None:
+        """Raises ConfigError, the same on all ranks, where two of them have one device and NCCL. Collective.
+
+        After a loss it need not be asked again: a process that replaces another has its variables, and so its device.
+        """
+        by_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()  # a guest's may be gloo alone
+        try:
+            check_unshared(self.gather(identity(self.device) if by_nccl and self.size > 1 else None))  # collective
+        except LockstepError:
+            self.leave(_PATIENCE)
+            raise
 
     def _new_scope(self, store: Store) -> str:
         """A name for what these processes write in this join: another after each restart, and in each join.
@@ -354,15 +368,18 @@ def _start() -> str:
 
 
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
-    """What the group's collectives may take from now on, where its making had less time."""
+    """What the group's collectives may take from now on, where its making had less time; NCCL's a little more."""
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):
-            group._get_backend(torch.device(device))._set_default_timeout(timedelta(seconds=seconds))
+        with contextlib.suppress(RuntimeError):  # it has none for such a device
+            backend = group._get_backend(torch.device(device))
+            more = _NCCL_MORE if backend.name() == "nccl" else 0.0
+            backend._set_default_timeout(timedelta(seconds=seconds + more))
 
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
+_NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and ours is to have said before which rank was missing
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
@@ -373,16 +390,3 @@ def _launched(name: str, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ConfigError(f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number")
     return int(text)
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    found = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not found):
-        return torch.device("cpu")
-    if not found:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    if local_rank >= found:
-        raise ConfigError(
-            f"local rank {local_rank} has no device: this node shows {found}; start at most {found} processes on it"
-        )
-    return torch.device("cuda", local_rank)

@@ -22,9 +22,11 @@ from lockstep.config import hf_script, options, presets
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN
 from lockstep.distributed.addresses import check_reachable, own_address
+from lockstep.distributed.cores import cores
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
 from lockstep.launch.nccl_log import log_folder, log_variables, made
+from lockstep.launch.torch_variables import torch_variables
 
 __all__ = ["command"]
 
@@ -198,12 +200,12 @@ def _settings(text: str) -> dict[str, str]:
 
 def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[str, str]:
     """What torchrun leaves to the user; a variable that is set already stays as it is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = 1 if exact else max(1, cores // processes)
+    threads = 1 if exact else max(1, cores() // processes)
     found = {
         "OMP_NUM_THREADS": str(threads),  # all processes taking all cores is the usual slowness
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
         "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
+        **torch_variables(processes, os.environ),
     }
     loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
     if nodes[1] == 1 and loopback:

@@ -43,6 +43,9 @@ class Library:
     def nvmlDeviceGetName(self, handle):
         return b"NVIDIA H100" if handle else "NVIDIA H100"
 
+    def nvmlDeviceGetUUID(self, handle):
+        return b"GPU-1" if handle else "GPU-0"
+
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=80 * GIB, used=(1 + 30 * handle) * GIB)
 
@@ -101,7 +104,9 @@ def test_what_the_driver_says_is_read(library):
     assert first == Gpu(
         *(0, "NVIDIA H100", 80 * GIB, GIB, [], 0, False, False, 1980, 1980, [], 700.0, 700.0, 40, [], 16, 16),
         ways={1: "NVLink"},
+        uuid="GPU-0",
     )
+    assert second.uuid == "GPU-1"
     assert second.slowed == ["hardware slowdown", "hardware thermal slowdown"]
     assert (second.links_down, second.remap_pending, second.processes) == ([2], True, [(4711, 30 * GIB)])
     assert library.open == 0
@@ -128,8 +133,23 @@ def test_a_device_that_is_well_and_memory_that_nobody_shows():
     silent(gpus.judge_gpu(WELL))
     silent(gpus.judge_gpu(replace(WELL, slowed=["power cap"])))  # that is what a limit is for
     wrong(list(gpus.judge_gpu(replace(WELL, remap_failed=True))), "GPUs", "could not be put aside; have it replaced")
-    facts = [{"pid": 1, "gpus": [[0, "H100", 40 * GIB, []]]}]
+    facts = [{"pid": 1, "gpus": [[0, "H100", 40 * GIB, [], ""]]}]
     wrong(gpus.judge_gpus(facts, place()), "GPUs", "40 GiB of its memory are held, and no process is shown")
+
+
+def test_each_rank_that_is_shown_one_device_asks_the_driver(library):
+    """Under a scheduler's limits the driver shows each process its own device alone, as number 0."""
+    second = LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}
+    assert gpus.gpus(place(second, devices=2)).facts["gpus"] == []  # the first rank sees the same
+    both = gpus.gpus(place(second, devices=1)).facts
+    assert [each[0] for each in both["gpus"]] == [0, 1]
+
+    shown = [[{**both, "pid": rank, "gpus": [[0, *both["gpus"][rank][1:]]]} for rank in (0, 1)], [both, both]]
+    for facts in shown:
+        found = gpus.judge_gpus(facts, place(LAUNCHED, hosts=["a", "a"]))
+        assert len(found) == 1  # also where the driver shows all devices to both
+        assert "process 4711" in found[0].text
+    assert "rank 1 on a" in gpus.judge_gpus(shown[0], place(LAUNCHED, hosts=["a", "a"]))[0].text
 
 
 def test_the_kernels_word_for_a_fault():

@@ -20,8 +20,12 @@ _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if
 
 
 def gpus(place: Place) -> Found:
-    """What the driver says of each device, asked by the node's first rank before anything is computed."""
-    if place.local_rank:
+    """What the driver says of each device, before anything is computed.
+
+    The node's first rank asks for all. Where a scheduler shows each process one device, each asks: the driver may show
+    it no other one either, under the same number in every process.
+    """
+    if place.local_rank and place.devices != 1:
         return Found([], {"pid": os.getpid(), "gpus": []})
     try:
         found = read_gpus()
@@ -29,7 +33,7 @@ def gpus(place: Place) -> Found:
         return Found([ok("GPUs", f"not looked at: {error}; with one: {_LOOKS}")], {"pid": os.getpid(), "gpus": []})
     findings = [finding for gpu in found for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
-    held = [[gpu.index, gpu.name, gpu.used, gpu.processes] for gpu in found]
+    held = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in found]
     if not findings:
         findings = [ok("GPUs", _described(found))]
     return Found(findings, {"pid": os.getpid(), "gpus": held})
@@ -79,11 +83,14 @@ def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
 
 
 def judge_gpus(facts: list[Any], place: Place) -> list[Finding]:
-    """Who else holds memory: processes that are no rank of this run."""
+    """Who else holds memory: processes that are no rank of this run. A device that several ranks see is told once."""
     ours = {each["pid"] for each in facts if each}
-    found = []
+    found, seen = [], set[str]()
     for rank, each in enumerate(facts):
-        for index, name, used, processes in each["gpus"] if each else []:
+        for index, name, used, processes, uuid in each["gpus"] if each else []:
+            if uuid and uuid in seen:
+                continue
+            seen.add(uuid)
             foreign = [(pid, size) for pid, size in processes if pid not in ours and size > _FOREIGN]
             text = f"GPU {index} ({name}) at {place.who(rank)}: "
             if foreign:

@@ -53,6 +53,7 @@ class Gpu:
         links_down: NVLinks that are not up, of those that there are.
         link_width, link_width_limit: PCIe lanes now, and at most.
         ways: to each later device: how far apart they are.
+        uuid: its own in all the world, whatever number it has for a process; "": not told.
     """
 
     index: int
@@ -73,6 +74,7 @@ class Gpu:
     link_width: int = 0
     link_width_limit: int = 0
     ways: dict[int, str] = field(default_factory=dict)
+    uuid: str = ""
 
 
 def read_gpus() -> list[Gpu]:
@@ -106,7 +108,7 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         except nvml.NVMLError:
             return None
 
-    name = ask("nvmlDeviceGetName")
+    name, uuid = ask("nvmlDeviceGetName"), ask("nvmlDeviceGetUUID") or ""
     memory = ask("nvmlDeviceGetMemoryInfo")
     remapped = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
     running = ask("nvmlDeviceGetComputeRunningProcesses") or []
@@ -115,7 +117,7 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     return Gpu(
         index,
-        name.decode() if isinstance(name, bytes) else str(name),
+        _text(name),
         int(memory.total) if memory else 0,
         int(memory.used) if memory else 0,
         [(int(one.pid), int(one.usedGpuMemory or 0)) for one in running],
@@ -132,7 +134,13 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         int(ask("nvmlDeviceGetCurrPcieLinkWidth") or 0),
         int(ask("nvmlDeviceGetMaxPcieLinkWidth") or 0),
         {other: _way(nvml, handle, handles[other]) for other in range(index + 1, len(handles))},
+        _text(uuid),
     )
+
+
+def _text(said: Any) -> str:
+    """Text of the driver's library, whose older releases give bytes."""
+    return said.decode() if isinstance(said, bytes) else str(said)
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:

@@ -99,12 +99,13 @@ def _launcher(place: Place) -> Iterator[Finding]:
     port = environ["MASTER_PORT"]
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         yield fail(_NAME, f"MASTER_PORT is '{port}'", "give a number from 1 to 65535, the same on all nodes")
-    if place.devices and local >= place.devices and place.config.device != "cpu":
+    ranks = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
+    if 1 < place.devices < ranks and place.config.device != "cpu":  # a single one may be this process's own
         seen = environ.get("CUDA_VISIBLE_DEVICES")
-        mend = f"start at most {place.devices} processes on this node"
+        mend = f"start at most {place.devices} processes on this node, or show each one device of its own"
         if seen is not None:
             mend += f", or let each see all devices: CUDA_VISIBLE_DEVICES is '{seen}'"
-        yield fail(_NAME, f"LOCAL_RANK is {local}, and torch sees {place.devices} CUDA device(s) here", mend)
+        yield fail(_NAME, f"{ranks} processes are on this node, and torch sees {place.devices} CUDA devices here", mend)
 
 
 def _without_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
