@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from lockstep.errors import SETTINGS
 
+# ATen reads it at the first cuBLAS call of the process, which may be a test's own, made before lockstep is imported.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # No deadline: a machine that is busy with something else is not a failure. pytest's own timeout ends what hangs.
 settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")

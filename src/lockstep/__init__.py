@@ -4,6 +4,7 @@ Importing this loads no torch: the names below are imported when they are first 
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
@@ -29,6 +30,10 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.tasks.trainer import from_trainer
 
 __version__ = "0.1.0"
+
+# ATen reads it once, at the first cuBLAS call of a process, whether kernels must be deterministic then or not: set any
+# later, an exact run after a plain one would be refused.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The modules of the public names.
 _MODULES = {

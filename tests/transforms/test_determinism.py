@@ -1,18 +1,25 @@
 """The switches of the process: set by what was asked for, in a process of their own."""
 
+import importlib
 import os
+import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from ranks import run
+from small_runs import config
 from torch import nn
+from toys import Ragged
 
+import lockstep
 from lockstep.distributed.world import World
 from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.transforms import Chosen, prepare
-from lockstep.transforms.determinism import pin
+from lockstep.transforms.determinism import keep_fastpath_off, pin, pin_compiler
 
 CPU = torch.device("cpu")
 
@@ -58,6 +65,215 @@ def test_exact_pins_what_moves_bits_and_nothing_else_does():
     found = run(pinned, 1, False, "highest", False)[0]
     assert (found["deterministic"], found["filled"], found["benchmark"]) == (False, True, False)
     assert (found["fast path"], found["compiler"], found["threads"]) == (True, (None, False), 2)
+
+
+DYNAMO = ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit", "fail_on_recompile_limit_hit")
+
+
+def switches():
+    """Every switch that an exact run turns, as this thread and as another one sees it."""
+    inductor, dynamo = (sys.modules.get(f"torch.{name}.config") for name in ("_inductor", "_dynamo"))
+    found = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "filled": torch.utils.deterministic.fill_uninitialized_memory,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "variable": os.environ.get("TORCHINDUCTOR_DETERMINISTIC"),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "threads": torch.get_num_threads(),
+    }
+
+    def of_compiler(who):
+        found[f"inductor, {who}"] = bool(inductor and inductor.deterministic)
+        found.update({f"{name}, {who}": getattr(dynamo, name) for name in DYNAMO if dynamo})
+
+    of_compiler("here")
+    other = threading.Thread(target=of_compiler, args=("in a thread",))
+    other.start()
+    other.join()
+    return found
+
+
+def set_by_hand(how):
+    torch.set_num_threads(2)
+    if how == "deterministic":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    elif how == "all":
+        torch.backends.cudnn.benchmark = True
+        torch.backends.mha.set_fastpath_enabled(False)
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "0"
+        importlib.import_module("torch._dynamo.config").recompile_limit = 100
+
+
+def exact_and_plain(world, how, compiles, loaded):
+    """The switches before, in, and after an exact run."""
+    if loaded:
+        importlib.import_module("torch._inductor.config")
+        importlib.import_module("torch._dynamo.config")
+    set_by_hand(how)
+    found = [switches()]
+    for exact in (True, True, False):
+        pin(exact=exact, matmul="high", device=world.device)
+        if exact and compiles:
+            pin_compiler()
+        found.append(switches())
+    return found
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("how", ["", "deterministic", "all"])
+def test_a_plain_run_has_the_switches_that_an_exact_one_found(how, compiles):
+    before, exact, again, after = run(exact_and_plain, 1, how, compiles, True)[0]
+    assert after == before != exact == again
+    assert (exact["inductor, here"], exact["inductor, in a thread"]) == (True, True)
+    if compiles:
+        for who in ("here", "in a thread"):
+            assert [exact[f"{name}, {who}"] for name in DYNAMO] == [False, False, 100 if how == "all" else 64, True]
+
+
+def test_switches_of_modules_that_are_not_loaded_come_back_too():
+    before, exact, _, after = run(exact_and_plain, 1, "", False, False)[0]
+    assert after == before != exact
+
+
+def changed_between(world):
+    pin(exact=True, matmul="high", device=world.device)
+    torch.set_num_threads(3)
+    torch.backends.mha.set_fastpath_enabled(True)
+    pin(exact=False, matmul="high", device=world.device)
+    found = [torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()]
+    pin(exact=True, matmul="high", device=world.device)
+    keep_fastpath_off()  # a model with adapters in its attention layers was made
+    pin(exact=False, matmul="high", device=world.device)
+    return [*found, torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()]
+
+
+def test_what_the_caller_changed_since_is_kept():
+    assert run(changed_between, 1)[0] == [3, True, 3, False]
+
+
+def trained_twice(world, folder):
+    """An exact run and a plain one of `lockstep.train`, both compiled; then the exact one opened and a plain one."""
+    from lockstep.run.using import Wanted, opened
+    from lockstep.transforms import precision
+
+    precision.HOW = {"backend": "eager"}
+    torch.set_num_threads(2)
+    importlib.import_module("torch._dynamo.config")
+    found = [switches()]
+    for name, exact in (("exact", True), ("plain", False)):
+        settings = config(folder, experiment_name=name, exact=exact, compile=True, max_steps=2)
+        lockstep.train(settings, Ragged(), world)
+        found.append(switches())
+    with opened(Wanted(f"{folder}/exact", task=f"{__file__}:Same")):
+        found.append(switches())
+    with opened(Wanted(f"{folder}/plain", task=f"{__file__}:Same")):
+        found.append(switches())
+    return found
+
+
+class Same(Ragged):
+    """The same task, by name."""
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_training_after_an_exact_one_is_as_if_it_had_never_been(tmp_path):
+    before, exact, plain, opened_exact, opened_plain = run(trained_twice, 1, str(tmp_path))[0]
+    assert before == plain == opened_plain
+    assert exact["deterministic"]
+    assert exact["fail_on_recompile_limit_hit, here"]
+    assert opened_exact["deterministic"]
+
+
+def shapes_after(world, exact_first):
+    """Graphs that a plain run makes of one function at six widths."""
+    torch._dynamo.config.recompile_limit = 8
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    twice = torch.compile(lambda x: x * 2, backend=backend)
+    if exact_first:
+        pin(exact=True, matmul="high", device=world.device)
+        pin_compiler()
+        for width in range(2, 12):
+            twice(torch.ones(width))
+        assert len(graphs) == 10
+    pin(exact=False, matmul="high", device=world.device)
+    del graphs[:]
+    for width in range(20, 26):
+        twice(torch.ones(width))
+    return len(graphs)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_plain_run_compiles_as_if_no_exact_one_had_been():
+    assert run(shapes_after, 1, True) == run(shapes_after, 1, False) == [2]  # one size, then all
+
+
+# cuBLAS
+
+
+def of_a_new_process(code, **variables):
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("variables", "value"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+def test_importing_lockstep_sets_the_workspace_of_cublas_and_loads_no_torch(variables, value):
+    code = "import lockstep, os, sys; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
+    assert of_a_new_process(code, **variables) == f"{value} False"
+
+
+def tried(world, refusal, before):
+    """(switches before, switches after, what was multiplied under deterministic algorithms, the error)."""
+    real, seen = torch.mm, []
+
+    def mm(*matrices):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        if refusal == "device" or (refusal == "workspace" and seen[-1]):
+            raise RuntimeError("no")
+        return real(*matrices)
+
+    torch.mm = mm
+    torch.use_deterministic_algorithms(before)
+    found, error = [switches()], ""
+    with FakeCuda():
+        try:
+            pin(exact=True, matmul="highest", device=torch.device("cuda", 0))
+        except (ConfigError, RuntimeError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return *found, switches(), seen, error
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_exact_tries_cublas_once_under_its_switches(before):
+    found, after, seen, error = run(tried, 1, "", before)[0]
+    assert (seen, error) == ([True], "")
+    assert after["deterministic"]
+    assert after["threads"] == found["threads"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_exact_is_refused_where_cublas_began_without_its_workspace(before):
+    found, after, seen, error = run(tried, 1, "workspace", before)[0]
+    assert error.startswith("ConfigError: ")
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in error
+    assert "\n" not in error
+    assert (after, seen) == (found, [True, False])
+
+
+def test_a_device_that_cannot_multiply_is_not_taken_for_it():
+    found, after, _, error = run(tried, 1, "device", False)[0]
+    assert error == "RuntimeError: no"
+    assert after == found
 
 
 class Encoder(nn.Module):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
+from lockstep.transforms.determinism import keep_fastpath_off
 
 __all__ = [
     "Adapters",
@@ -225,7 +226,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
     fast = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     if any(True for each in fast for _ in _layers(each)):  # in an evaluation it reads the base's weights by itself
-        torch.backends.mha.set_fastpath_enabled(False)
+        keep_fastpath_off()
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
