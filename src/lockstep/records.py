@@ -114,7 +114,7 @@ class Best:
     Attributes:
         step: after so many steps.
         loss: its loss.
-        path: the checkpoint that keeps it.
+        path: the checkpoint that keeps it; "" where none does (`--checkpoint.mode none`).
         metric, value: what it was judged by, and that number.
     """
 

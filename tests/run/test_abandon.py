@@ -1,4 +1,4 @@
-"""Runs that end without a save: `run.abandon()`."""
+"""Runs that end without a save: `run.abandon()`, and `--checkpoint.mode none`."""
 
 import json
 
@@ -9,8 +9,11 @@ from toys import Ragged, taken
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.config.fields import FieldError
 from lockstep.errors import UsageError
 from lockstep.run import after_step
+from lockstep.run.folder import RunFolder
+from lockstep.sinks.jsonl import read
 
 
 def config(folder, **changes):
@@ -133,3 +136,68 @@ def abandoning_or_leaving(world, folder):
 def test_ranks_that_abandon_and_ranks_that_leave_do_not_meet(tmp_path):
     assert run(abandoning_or_leaving, 2, tmp_path) == ["failed", "failed"]
     assert checkpoint.list_steps(tmp_path / "r") == [3]
+
+
+UNSAVED = {"checkpoint": {"mode": "none"}, "ckpt_freq": 2, "eval_freq": 3}
+
+
+def unsaved(world, folder, leave_at, **changes):
+    run, seen = lockstep.Run(config(folder, **UNSAVED | changes), task(), world), []
+    for step in run:
+        seen.append(step.global_step)
+        if step.global_step == leave_at:
+            break
+    return run.result.status, seen, run.best and (run.best.step, run.best.path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_checkpoints_does_all_else(tmp_path, ranks):
+    found = run(unsaved, ranks, tmp_path, None)
+    status, seen, (best, path) = found[0]
+    assert found == [found[0]] * ranks
+    assert (status, seen, path) == ("finished", list(range(1, 9)), "")
+    assert not list(tmp_path.glob("r/checkpoints/step-*"))
+    records = read(tmp_path / "r" / "metrics.jsonl")
+    evaluated = {record["global_step"]: record["evaluation/loss"] for record in records if "evaluation/loss" in record}
+    assert min(evaluated, key=evaluated.get) == best
+    assert [record["global_step"] for record in records if "running_loss" in record] == seen
+    assert list(evaluated) == [3, 6, 8]
+    assert json.loads((tmp_path / "r" / "state.json").read_text())["global_step"] == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_without_checkpoints_is_left_unsaved_and_begins_again(tmp_path, ranks):
+    for _ in range(2):
+        status, seen, _ = run(unsaved, ranks, tmp_path, 4)[0]
+        assert (status, seen) == ("stopped", [1, 2, 3, 4])
+    assert not list(tmp_path.glob("r/checkpoints/step-*"))
+
+
+def test_a_run_without_checkpoints_resumes_from_those_there_are_and_leaves_them(tmp_path):
+    lockstep.train(config(tmp_path, ckpt_freq=1, stop_at=4, checkpoint={"keep": 4}), task())
+    assert unsaved(None, tmp_path, None, eval_freq=0)[:2] == ("finished", [5, 6, 7, 8])
+    assert checkpoint.list_steps(tmp_path / "r") == [1, 2, 3, 4]
+
+
+def test_no_room_is_asked_for_where_nothing_is_written(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(RunFolder, "check_writable", lambda self, least: asked.append(least))
+    lockstep.train(config(tmp_path, max_steps=1), task())
+    lockstep.train(config(tmp_path, experiment_name="unsaved", max_steps=1, checkpoint={"mode": "none"}), task())
+    assert asked[0] > 0
+    assert asked[1] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guards": {"nonfinite": "rollback"}},
+        {"guards": {"spike": "rollback"}},
+        {"checkpoint": {"mode": "none", "keep": 2}},
+        {"checkpoint": {"mode": "none", "every": 2}},
+        {"checkpoint": {"mode": "none", "on_failure": "stop"}},
+    ],
+)
+def test_what_needs_checkpoints_is_refused(tmp_path, changes):
+    with pytest.raises(FieldError):
+        config(tmp_path, **{"checkpoint": {"mode": "none"}} | changes)

@@ -350,6 +350,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     recorder = SimpleNamespace(
         _built=built,
         saved=saved,
+        _saves=True,
         is_best=bool(is_best),
         _began=0.0,
         _engine_name="ddp",

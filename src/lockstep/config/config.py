@@ -25,7 +25,7 @@ from lockstep.config.ranges import range_of
 from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
 from lockstep.config.shares import counts_of
 from lockstep.config.spans import SPAN, is_share, is_span
-from lockstep.config.together import check_together
+from lockstep.config.together import check_together, check_unsaved
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 from lockstep.tasks.options import TASKS, Images, check, suited
@@ -187,6 +187,7 @@ class Config:
                     )
         check(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
+        check_unsaved(self.checkpoint, self.guards)
         counts_of(self.shares)
         range_of(self.profile)
         _check_best(self)

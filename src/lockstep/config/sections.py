@@ -198,7 +198,11 @@ class Checkpoint:
 
     keep: int = option(3, "newest checkpoints that are kept, beside the best")
     every: int = option(0, "also keep each checkpoint whose step is a multiple of this; 0: none")
-    mode: str = option("async", "async: written by a thread while steps go on; sync: steps wait", "async", "sync")
+    mode: str = option(
+        "async",
+        "async: written by a thread while steps go on; sync: steps wait; none: never written",
+        *("async", "sync", "none"),
+    )
     on_failure: str = option(
         "continue", "after a save that failed; continue: until two in a row have", "continue", "stop"
     )

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.fields import FieldError, FieldName
-from lockstep.config.sections import Fp16, Lora, Optim
+from lockstep.config.sections import Checkpoint, Fp16, Guards, Lora, Optim
 
-__all__ = ["check_together", "without_idle"]
+__all__ = ["check_together", "check_unsaved", "without_idle"]
 
 # (field, values) of Optim -> the fields that go with these values alone
 _FIELDS_OF = {
@@ -72,6 +72,26 @@ def _check_scale(fp16: Fp16, precision: str) -> None:
             f" is {least:g}: it must be a power of two, so that scaling rounds nothing, and not above the first scale, "
             f"2**{fp16.initial_scale_power}",
         )
+
+
+def check_unsaved(checkpoint: Checkpoint, guards: Guards) -> None:
+    """Raise FieldError for what needs checkpoints that `--checkpoint.mode none` does not write."""
+    if checkpoint.mode != "none":
+        return
+    for name in ("nonfinite", "spike"):
+        if getattr(guards, name) == "rollback":
+            raise FieldError(
+                *(FieldName(f"guards.{name}"), " rollback goes back to a checkpoint, and "),
+                *(FieldName("checkpoint.mode"), " none writes none: choose async, or "),
+                *(FieldName(f"guards.{name}"), " skip"),
+            )
+    plain = Checkpoint()
+    for name in ("keep", "every", "on_failure"):
+        if getattr(checkpoint, name) != getattr(plain, name):
+            raise FieldError(
+                *(FieldName(f"checkpoint.{name}"), " has no effect, since "),
+                *(FieldName("checkpoint.mode"), " none writes no checkpoints: leave it out"),
+            )
 
 
 def without_idle(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

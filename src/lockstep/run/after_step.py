@@ -151,7 +151,7 @@ def saved_and_evaluated(session: Session, built: Built, works: Works, step: Step
     """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
     config, state, done = built.config, built.state, step.global_step
     due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
-    saves = ending or bool(config.ckpt_freq and done % config.ckpt_freq == 0)
+    saves = ending or works.recorder.save_due(done)
     late = bool(session.kept or built.task.hooks)  # which have yet to be brought up to this step
     if due and built.evaluation:
         state["evaluation_due"] = True
@@ -287,6 +287,7 @@ def note_best(session: Session) -> None:
     built = session.built
     best = built.state.get("best") if built else None
     if built and best:
-        path = str(checkpoint.path_of(built.folder.path, best["step"]))
+        path = checkpoint.path_of(built.folder.path, best["step"])
+        kept = built.config.checkpoint.mode != "none" or path.is_dir()  # by an earlier start
         metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
-        session.best = Best(best["step"], best["loss"], path, metric, value)
+        session.best = Best(best["step"], best["loss"], str(path) if kept else "", metric, value)

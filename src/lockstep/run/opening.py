@@ -34,7 +34,8 @@ def claimed(built: Built) -> None:
     if built.world.is_main:
         kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
         size = sum(p.numel() * p.element_size() for p in kept)
-        built.folder.check_writable((3 + bool(built.config.optim.ema)) * size)  # the parameters, AdamW's two moments
+        saves = built.config.checkpoint.mode != "none"
+        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # AdamW's two moments among it
         built.folder.claim()
 
 

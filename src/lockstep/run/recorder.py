@@ -46,7 +46,7 @@ class RunRecorder:
     """Every rank calls each method at the same steps; rank 0 alone writes.
 
     Attributes:
-        saved: the step of the newest checkpoint that was begun.
+        saved: the step of the newest checkpoint that was begun; without checkpoints, up to which the run is recorded.
         saver: writes them.
         is_best: whether the last evaluation was the best of the run.
     """
@@ -65,6 +65,7 @@ class RunRecorder:
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
         self._outlives = outlives  # the run goes on where a rank is lost
         keep = built.config.checkpoint
+        self._saves = keep.mode != "none"
         self.saver = checkpoint.Saver(
             built.world,
             background=keep.mode == "async",
@@ -138,12 +139,23 @@ class RunRecorder:
             built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED if name in built.state})
         return found
 
+    def save_due(self, done: int) -> bool:
+        """Say whether a periodic checkpoint follows `done` steps."""
+        every = self._built.config.ckpt_freq
+        return self._saves and bool(every) and done % every == 0
+
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
+
+        With `--checkpoint.mode none` the run's state alone is brought up to this step.
 
         Raises:
             LockstepError: saves fail, and --checkpoint.on-failure ends the run.
         """
+        if not self._saves:
+            self._note(done)
+            self.saved = done
+            return
         began = time.perf_counter()
         self._exchange.progress.at(done, SAVING)
         with self._timeline.during(SAVES):
@@ -151,7 +163,8 @@ class RunRecorder:
         self.saved = done
         self._meter.pause(time.perf_counter() - began, "saves")
 
-    def _begin_save(self, done: int) -> None:
+    def _note(self, done: int) -> None:
+        """Bring the run's state up to `done` steps."""
         built = self._built
         self._meter.settle()
         built.state |= built.run_plan.place(done) | {
@@ -160,6 +173,10 @@ class RunRecorder:
             "plan": built.plan,
             "world_size": built.world.size,
         }
+
+    def _begin_save(self, done: int) -> None:
+        self._note(done)
+        built = self._built
         if built.task.hooks:
             built.task.hooks.saves(kept(built.state), done)
         state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
@@ -179,7 +196,8 @@ class RunRecorder:
         """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
         folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
         folder.write_state(state)
-        checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+        if self._saves:
+            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +237,7 @@ class RunRecorder:
                 "best": shown(built.state) if built.state.get("best") else None,
                 "sample": text,
                 "files": {
-                    "checkpoint": checkpoint.path_of(built.folder.path, self.saved),
+                    **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved)} if self._saves else {}),
                     "records": built.folder.metrics,
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
@@ -235,6 +253,10 @@ class RunRecorder:
         if self.saved < whole and out_of_patience(self._built.config, self._built.state):
             why = stopped_by(self._built.config, self._built.state)
             return f"stopped early after step {self.saved} of {whole}: {why}"
+        if not self._saves and (code or self.saved < whole):
+            return f"ended after step {self.saved} of {whole}; nothing was saved (--checkpoint.mode none)"
+        if not self._saves:
+            return "finished; nothing was saved (--checkpoint.mode none)"
         if self.saved >= whole:
             return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")

@@ -113,7 +113,8 @@ def training(session: Session) -> Training:
     if session.world is None:
         session.joined.leave()
     if session.status == "interrupted":
-        raise KeyboardInterrupt(f"saved after step {session.global_step}")
+        saved = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
+        raise KeyboardInterrupt(f"{saved} after step {session.global_step}")
 
 
 def _attempts(session: Session) -> Training:
@@ -360,6 +361,10 @@ def _announce(built: Built) -> None:
     _LOG.info(described_step(built.run_plan, built.world.size))
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
+    if built.config.checkpoint.mode == "none":
+        _LOG.warning(
+            "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
+        )
     if line := extending.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
