@@ -7,10 +7,10 @@ one compilation. "bare" is a loop by hand with everything tuned: batches pinned 
 ahead, cuDNN's attention where it is the faster, and no wait for the device. lockstep is the whole product.
 
 Each lives in a process of its own and takes turns of a few steps. Between its turns it holds weights and optimizer
-states alone, and the first step of a turn is not timed. At most three are on the card at once: the first stays, the
-others come two at a time. "bare again" is the A/A control. At the end each is evaluated on the same samples: a loss
-that differs by more than 0.5% means that one trained something else. An error in one contestant is a line, and the
-others go on.
+states alone, and the first step of a turn is not timed. At most three are on the card at once (--at-once): the first
+stays, the others come two at a time. "bare again" is the A/A control; a name such as residual_dtype=bf16 is lockstep
+with that option. At the end each is evaluated on the same samples: a loss that differs by more than 0.5% means that one
+trained something else. An error in one contestant is a line, and the others go on.
 
 MFU = tokens/s * FLOPs per token / peak, see bench/device/common.py. Aims on an H100 or H200: the MFU of llm.c, 40.5%
 for GPT-2 124M (stretch 45%), and 0.99 of the tuned loop's speed.
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "device"))
@@ -37,6 +38,7 @@ from common import (
     failed,
     figure,
     language_model,
+    option,
     read_arguments,
     throughput,
 )
@@ -50,7 +52,6 @@ from lockstep.transforms.eager import eager
 from lockstep.transforms.precision import compiled
 
 ROWS = 1024
-AT_ONCE = 3  # contestants on the card
 AIM = 0.99  # of the bare loop's speed
 
 
@@ -169,7 +170,7 @@ def faster_attention(device):
     return sdpa_kernel(order, set_priority=True)
 
 
-def lockstep_itself(setting, turns):
+def lockstep_itself(setting, turns, **options):
     """The whole product, with its records, heartbeat, guards and timers, as `lockstep train` has it."""
     from runs import settings
 
@@ -185,7 +186,7 @@ def lockstep_itself(setting, turns):
         max_steps=STEPS,
         lr=1e-3,
         compile_scope=s.scope,
-        **{"optim.warmup_steps": 20, "data.workers": 2},
+        **{"optim.warmup_steps": 20, "data.workers": 2} | options,
     )
     run = lockstep.Run(config, s.task)
     records = iter(run)
@@ -378,7 +379,10 @@ def contestant(pipe, began, who, name, kind, rank, world, port, folder, log):
                 return total / count
 
             turns.evaluate = evaluate
-            CONTESTANTS[who](setting, turns)
+            if who in CONTESTANTS:
+                CONTESTANTS[who](setting, turns)
+            else:
+                lockstep_itself(setting, turns, **dict(map(option, who.split(","))))
         except Exception as error:
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}")
@@ -388,7 +392,8 @@ def contestant(pipe, began, who, name, kind, rank, world, port, folder, log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=LLM_C, default="gpt2")
-    parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--only", nargs="*", type=known, default=list(CONTESTANTS), metavar="NAME")
+    parser.add_argument("--at-once", type=int, default=3, help="contestants on the card, the first among them")
     parser.add_argument("--scope", choices=["blocks", "whole"], default="blocks", help="what is compiled")
     parser.add_argument("--rounds", type=int, default=6, help="0: one step each, which fills the compiler's cache")
     parser.add_argument("--steps", type=int, default=5, help="of a turn")
@@ -397,6 +402,13 @@ def main():
     if arguments.small and arguments.rounds:
         arguments.rounds, arguments.steps = 2, 2
     Contest(arguments).run()
+
+
+def known(name):
+    """A contestant by its name, or options of lockstep as NAME=VALUE,NAME=VALUE."""
+    if name not in CONTESTANTS and "=" not in name:
+        raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(CONTESTANTS)}, nor NAME=VALUE")
+    return name
 
 
 class Contest:
@@ -415,8 +427,9 @@ class Contest:
                 base = self.start(first)
                 if base is None:
                     return
-                for at in range(0, max(len(others), 1), AT_ONCE - 1):
-                    self.wave(base, others[at : at + AT_ONCE - 1])
+                beside = self.arguments.at_once - 1
+                for at in range(0, max(len(others), 1), beside):
+                    self.wave(base, others[at : at + beside])
                 if self.base_times:
                     base.times = self.base_times
                     self.rate(first, measured(base, base))
@@ -441,7 +454,8 @@ class Contest:
     def wave(self, base, names):
         """Some contestants beside the base, by turns; an error ends the one that has it alone."""
         base.times = []
-        present = [base, *(group for who in names if (group := self.start(who)))]
+        with ThreadPoolExecutor(1 if self.arguments.toy else len(names) or 1) as pool:
+            present = [base, *filter(None, pool.map(self.start, names))]
         for turn in range(self.arguments.rounds + 1 if self.arguments.rounds else 0):
             for place in range(len(present)):
                 self.take_turn(present[(place + turn) % len(present)], measured=turn > 0)
@@ -478,14 +492,15 @@ class Contest:
     def rate(self, name, found):
         """Prints a contestant's own throughput."""
         more = {"loss": found["loss"], "first_s": found["first_step"]}
-        aim = LLM_C[self.arguments.model] if name == "lockstep" else None
+        is_own = name == "lockstep" or "=" in name
+        aim = LLM_C[self.arguments.model] if is_own else None
         throughput(
             f"{self.arguments.model}, compiled: {self.arguments.scope}: {name}",
             found["microseconds"] * 1e-6,
             self.shape,
             self.arguments.device,
             aim=aim,
-            **more | ({"stretch": STRETCH[self.arguments.model]} if aim else {}),
+            **more | ({"stretch": STRETCH[self.arguments.model]} if is_own else {}),
         )
 
     def compare(self, group, base):
@@ -497,7 +512,7 @@ class Contest:
             return
         self.rate(group.who, found)
         title = f"{self.arguments.model}: speed of {group.who} beside {base.who}"
-        aim = AIM if group.who == "lockstep" else None
+        aim = AIM if (group.who, base.who) == ("lockstep", "bare") else None
         figure(title, 1 / found["ratio"], "times", aim=aim, spread=found["spread"], rounds=len(base.times))
         apart = [who for who, loss in self.losses.items() if abs(found["loss"] / loss - 1) > 5e-3]
         self.losses[group.who] = found["loss"]

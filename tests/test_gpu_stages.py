@@ -173,8 +173,9 @@ def test_an_error_in_one_contestant_is_a_line_and_not_the_end(stages, monkeypatc
 
     groups = {"bare": Group("bare"), "lockstep": Group("lockstep"), "hf": Group("hf", fails=3)}
     arguments = argparse.Namespace(
-        model="gpt2", only=list(groups), scope="blocks", rounds=4, steps=2, seconds=60, small=True
+        model="gpt2", only=list(groups), scope="blocks", rounds=4, steps=2, seconds=60, at_once=3
     )
+    arguments.small = arguments.toy = True
     arguments.device = torch.device("cpu")
     contest = gpu.Contest(arguments)
     monkeypatch.setattr(contest, "start", lambda who: contest.groups.append(groups[who]) or groups[who])

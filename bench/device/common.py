@@ -5,6 +5,7 @@ Every stage is a program of its own. It prints figures, one JSON object a line; 
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -113,6 +114,14 @@ def sizes(name, arguments, **changed):
     if arguments.small:
         return TOY_LLAMA if name.startswith("llama") else TOY
     return replace(SIZES[name], **{field: value for field, value in changed.items() if value})
+
+
+def option(text):
+    """("optim.clip", 0.5) from `optim.clip=0.5`: a value is JSON, or else a word."""
+    name, _, value = text.partition("=")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
 
 
 def synchronize(device):

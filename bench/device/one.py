@@ -11,15 +11,13 @@ time in which the device has nothing to do, and its longest kernels.
 
 import argparse
 import collections
-import contextlib
-import json
 import tempfile
 import time
 import warnings
 from pathlib import Path
 
 import torch
-from common import LLM_C, SIZES, STRETCH, failed, figure, read_arguments, sizes, throughput
+from common import LLM_C, SIZES, STRETCH, failed, figure, option, read_arguments, sizes, throughput
 from runs import each_measured, measured, profiled, running
 
 BEGAN = time.perf_counter()
@@ -73,14 +71,6 @@ def main():
                     profiled(records, device)
             except Exception as error:
                 failed(f"{label}: {part}", error)
-
-
-def option(text):
-    """("optim.clip", 0.5) from `optim.clip=0.5`: a value is JSON, or else a word."""
-    name, _, value = text.partition("=")
-    with contextlib.suppress(ValueError):
-        return name, json.loads(value)
-    return name, value
 
 
 def save(records, device, taken, every):
