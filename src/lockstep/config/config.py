@@ -25,7 +25,7 @@ from lockstep.config.ranges import range_of
 from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
 from lockstep.config.shares import counts_of
 from lockstep.config.spans import SPAN, is_share, is_span
-from lockstep.config.together import check_together, check_unsaved
+from lockstep.config.together import check_gradients, check_together, check_unsaved
 from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 from lockstep.tasks.options import TASKS, Images, check, suited
@@ -108,6 +108,16 @@ class Config:
         *("float32", "bf16"),
         builtin=True,
     )
+    weight_copies: str = option(
+        "forward",
+        "when --precision bf16 casts weights; step: once, into copies kept beside them (single; 2 bytes a parameter)",
+        *("forward", "step"),
+    )
+    grad_dtype: str = option(
+        "float32",
+        "in which --weight-copies step adds up a step's gradients; bf16: less to move, and coarser sums",
+        *("float32", "bf16"),
+    )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
     shares: str = option(
         "equal", "micro-batches of a step by rank: 5,3; auto: by measured speed; equal: as many on each (ddp, zero)"
@@ -188,6 +198,7 @@ class Config:
         check(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
         check_unsaved(self.checkpoint, self.guards)
+        check_gradients(self.weight_copies, self.grad_dtype)
         counts_of(self.shares)
         range_of(self.profile)
         _check_best(self)

@@ -225,8 +225,8 @@ _GROUPS = {
         *("lr", "seed", "preset"),
     ),
     "how it is computed": (
-        *("engine", "device", "precision", "matmul_precision", "residual_dtype", "exact", "batchnorm", "attention"),
-        *("compile", "compile_scope", "activation_checkpointing", "timeout"),
+        *("engine", "device", "precision", "matmul_precision", "residual_dtype", "weight_copies", "grad_dtype"),
+        *("exact", "batchnorm", "attention", "compile", "compile_scope", "activation_checkpointing", "timeout"),
     ),
     "evaluation": (
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),

@@ -1,6 +1,7 @@
 """Options that go with a value of another one: set away from its default beside other values, one has no effect.
 
 check_together(config.optim, config.lora, config.fp16, config.precision)
+check_gradients(config.weight_copies, config.grad_dtype)
 without_idle(preset, values)        # a preset's values but for those that the flags leave without effect
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 from lockstep.config.fields import FieldError, FieldName
 from lockstep.config.sections import Checkpoint, Fp16, Guards, Lora, Optim
 
-__all__ = ["check_together", "check_unsaved", "without_idle"]
+__all__ = ["check_gradients", "check_together", "check_unsaved", "without_idle"]
 
 # (field, values) of Optim -> the fields that go with these values alone
 _FIELDS_OF = {
@@ -45,6 +46,15 @@ def check_together(optim: Optim, lora: Lora, fp16: Fp16, precision: str) -> None
         )
     _check_adapters(lora)
     _check_scale(fp16, precision)
+
+
+def check_gradients(weight_copies: str, grad_dtype: str) -> None:
+    """Raises FieldError for a dtype of gradients that nothing would have."""
+    if grad_dtype != "float32" and weight_copies != "step":
+        raise FieldError(
+            *(FieldName("grad_dtype"), f" {grad_dtype} is of ", FieldName("weight_copies"), " step, and it is "),
+            f"{weight_copies}: leave it out",
+        )
 
 
 def _check_adapters(lora: Lora) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from lockstep.engines.manual import Manual
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.average import Averaged
 from lockstep.engines.shared.buffers import Buffered, with_buffers
+from lockstep.engines.shared.copied import Copied
 from lockstep.engines.shared.exact import check_servable
 from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
@@ -25,11 +26,13 @@ from lockstep.engines.shared.optimizers import check_optimizer
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.transforms.batchnorm import recording
+from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
     "SHARING",
     "ModelInit",
     "check_audit",
+    "check_copies",
     "check_shares",
     "check_sharing",
     "engine",
@@ -100,6 +103,15 @@ def engine(
     name = name_of(name, world)
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
+    copies = copies_of(model)
+    if copies:
+        check_copies(
+            name,
+            narrow=copies.narrow,
+            exact=bool(exact_micro_batches),
+            hooked=hooks is not None,
+            own_steps=own_steps is not None,
+        )
     options = options or EngineOptions()
     kind = _kind(name, options)
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
@@ -121,8 +133,9 @@ def engine(
             raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
         return _manual(name, model, make, world, settings, own_steps, hooks)
     bare = kind(model, make, world, settings)
+    copying: Engine = Copied(bare, copies) if copies else bare
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
-    watched = cast(Engine, Hooked(bare, hooks) if hooks else bare)
+    watched: Engine = Hooked(copying, hooks) if hooks else copying
     made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing)
     return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
 
@@ -206,6 +219,32 @@ def check_audit(name: str) -> None:
         raise ConfigError(
             f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
             "itself: use --engine ddp or zero, or leave it out"
+        )
+
+
+def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_steps: bool) -> None:
+    """Raises ConfigError where copies of the weights (--weight-copies step) do not go with the engine or the task.
+
+    Args:
+        narrow: a step's gradients are added up in bfloat16.
+        exact: they are added up in a fixed tree.
+        hooked: the task has hooks, which may look at them after each backward.
+        own_steps: the task steps its optimizers itself.
+    """
+    if name != "single":
+        raise ConfigError(
+            f"--weight-copies step does not go with --engine {name}, which takes the gradients of the parameters "
+            "themselves as they come: use --engine single, or leave it out"
+        )
+    if own_steps:
+        raise ConfigError(
+            "--weight-copies step does not go with a task that takes its optimizers' steps itself: leave it out"
+        )
+    if narrow and (exact or hooked):
+        what = "--exact, whose tree adds" if exact else "a task with hooks, which may look at"
+        raise ConfigError(
+            f"--grad-dtype bf16 does not go with {what} the gradients of each micro-batch: leave it out, and "
+            "--weight-copies step adds them up in float32"
         )
 
 

@@ -9,7 +9,7 @@ pre-norm blocks, learned positions, a head tied to the token embedding, GELU in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from lockstep.errors import ConfigError
 from lockstep.models.chunked import Ending, summed_loss
 from lockstep.transforms.eager import eager
+from lockstep.transforms.weight_copies import weight_of
 
 __all__ = [
     "GPT",
@@ -155,10 +156,12 @@ class GPT(nn.Module):
         config: its shape.
         blocks: the layers, the units that engines shard, compile and recompute.
         ending: what follows them up to the loss; see `models.chunked`.
+        multiplies_by: whose weight the head takes, see `transforms.weight_copies`.
         residual: dtype of the residual stream; None: the embedding's, which autocast leaves alone.
     """
 
     ending: Ending
+    multiplies_by: ClassVar[tuple[str, ...]] = ("tokens",)
     residual: torch.dtype | None = None
 
     def __init__(self, config: GPTConfig) -> None:
@@ -220,7 +223,7 @@ class GPT(nn.Module):
         return self._head(self.norm(x)) if labels is None else self.ending(self, x, labels, chunk)
 
     def _head(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.tokens.weight)
+        return F.linear(x, weight_of(self.tokens, x))
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one forward and backward, a token: 6 N + 12 layers * width * seq_len.

@@ -21,6 +21,11 @@ def check_auditable(config: Config, world: World) -> None:
     if not config.guards.audit:
         return
     check_audit(name_of(config.engine, world))
+    if config.weight_copies == "step":
+        raise ConfigError(
+            "--guards.audit does not go with --weight-copies step, where gradients come to the copies first: leave "
+            "either out"
+        )
     if config.batchnorm == "sync":
         raise ConfigError(
             "--guards.audit does not go with --batchnorm sync, whose forward takes all ranks: use --batchnorm replay"

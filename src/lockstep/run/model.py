@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config.config import Config
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.make import model_init
+from lockstep.engines.make import check_copies, model_init, name_of
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
@@ -39,6 +39,8 @@ def model_of(
         say: takes a line for the person.
         planned: its weights are of no account, see `lockstep.diagnose.plan`: none is read.
     """
+    if config.weight_copies == "step":
+        _check_copies(config, task, world)
     torch.manual_seed(derive(config.seed, "model"))
     where, moves = model_init(config.engine, world, config.engine_options)
 
@@ -67,11 +69,29 @@ def model_of(
         chosen=Chosen(
             *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
             masked=config.data.packing == "documents",
+            weight_copies=config.weight_copies,
+            grad_dtype=config.grad_dtype,
         ),
         blocks=find_blocks(model).modules if named is None else list(named),
         named=named is not None,
         as_made=base,
         say=say,
+    )
+
+
+def _check_copies(config: Config, task: Task, world: World) -> None:
+    """Raises ConfigError where --weight-copies step does not go with the precision, the engine or the task."""
+    if config.precision != "bf16":
+        raise ConfigError(
+            f"--weight-copies step is of --precision bf16, and it is {config.precision}: there is nothing to cast; "
+            "leave it out"
+        )
+    check_copies(
+        name_of(config.engine, world),
+        narrow=config.grad_dtype == "bf16",
+        exact=config.exact,
+        hooked=task.hooks is not None,
+        own_steps=task.own_steps is not None,
     )
 
 

@@ -23,7 +23,8 @@ __all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
-    *("precision", "residual_dtype", "batchnorm", "model_name", "dataset_name", "model.dropout"),
+    *("precision", "residual_dtype", "weight_copies", "grad_dtype", "batchnorm"),
+    *("model_name", "dataset_name", "model.dropout"),
     *FIXED,
 )
 # And these, where the rate follows the evaluations.
@@ -139,7 +140,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     plain, kept = Config(), options.flat(Config(), own_task=True)
     left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
-    added = {name: value for name, value in kept.items() if name.startswith(("optim.", "fp16.")) and value != "auto"}
+    younger = ("optim.", "fp16.", "weight_copies", "grad_dtype")
+    added = {name: value for name, value in kept.items() if name.startswith(younger) and value != "auto"}
     everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
     before, now = left_out | added | everything | before, left_out | now
     keys = [key for key in now if before.get(key) != now[key]]

@@ -91,7 +91,7 @@ def opened(wanted: Wanted) -> Iterator[Used]:
 
 
 def config_of(path: Path, wanted: Wanted) -> Config:
-    """The configuration as the run wrote it, without its engine, which only training needs.
+    """The configuration as the run wrote it, without its engine and copies of weights, which only training needs.
 
     Raises:
         CheckpointError: the folder is no run's.
@@ -100,7 +100,7 @@ def config_of(path: Path, wanted: Wanted) -> Config:
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
     values = {name: value for name, value in options.read(file).items() if not name.startswith("engine_options.")}
-    values |= {"engine": "auto", **wanted.changes}
+    values |= {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", **wanted.changes}
     if wanted.device:
         values["device"] = wanted.device
     config = options.build(values)

@@ -15,6 +15,7 @@ from lockstep.transforms.batchnorm import recorders, recording, synchronised
 from lockstep.transforms.checkpointing import check_policy, checkpointed
 from lockstep.transforms.determinism import autotuned, check_graphs, pin_compiler
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS, autocast, compiled, parameters_in
+from lockstep.transforms.weight_copies import WeightCopies
 
 __all__ = [
     "Chosen",
@@ -41,6 +42,8 @@ class Chosen:
     compile_scope: str = "auto"
     exact: bool = False
     masked: bool = False  # attention gets a mask, which keeps documents apart
+    weight_copies: str = "forward"
+    grad_dtype: str = "float32"
 
 
 def prepare(
@@ -92,6 +95,8 @@ def prepare(
     model = parameters_in(model, dtype, as_made=as_made, mixes=precision in AUTOCAST, say=say)
     if move:
         model = model.to(device)
+    if chosen.weight_copies == "step":
+        WeightCopies.of(model, AUTOCAST[precision], narrow=chosen.grad_dtype == "bf16", say=say)
     if precision in AUTOCAST:
         model = autocast(model, AUTOCAST[precision], device.type)
     if compile_model:

@@ -122,6 +122,8 @@ CASES = {
     "accumulated": {"micro_batch_size": 8},
     "checkpointed": {"activation_checkpointing": "full"},
     "half": {"precision": "bf16"},
+    "copies": {"precision": "bf16", "micro_batch_size": 8, "weight_copies": "step"},
+    "narrow": {"precision": "bf16", "micro_batch_size": 8, "weight_copies": "step", "grad_dtype": "bf16"},
     "exact": {"micro_batch_size": 4, "exact": True},
     "sgd": {"optim": {"name": "sgd"}},
     "average": {"optim": {"ema": 0.99}},

@@ -38,6 +38,7 @@ from lockstep.loop import loss_of
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of
 from lockstep.transforms.batchnorm import recorders
+from lockstep.transforms.weight_copies import copies_of
 
 __all__ = ["Trace", "Untraceable", "probed", "traced", "unlike"]
 
@@ -277,6 +278,9 @@ class _Stage:
     def _parts(self) -> dict[str, list[Tensor]]:
         """What has a name: tensors of this rank."""
         parameters = [p for held in self._parameters for p in held.values() if p is not None]
+        copied = copies_of(self._model)
+        copies = copied.tensors if copied else []
+        buffers = [b for held in self._buffers for b in held.values() if b is not None]
         states = [
             value
             for state in (getattr(self._optimizer, "state", None) or {}).values()
@@ -284,9 +288,9 @@ class _Stage:
             if isinstance(value, Tensor)
         ]
         return {
-            "parameters": [*parameters, *(b for held in self._buffers for b in held.values() if b is not None)],
+            "parameters": [*parameters, *buffers, *copies],
             "optimizer states": states,
-            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "gradients": [p.grad for p in (*parameters, *copies) if p.grad is not None],
         }
 
 

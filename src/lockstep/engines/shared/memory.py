@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.engines.base import Engine
 from lockstep.tensors import local_of
+from lockstep.transforms.weight_copies import copies_of
 from lockstep.units import bytes_text
 
 __all__ = ["Footprint", "described", "footprint"]
@@ -20,7 +21,7 @@ class Footprint(NamedTuple):
     """Bytes on this rank, wherever they lie; what is gathered for a moment is not counted.
 
     Attributes:
-        parameters: with buffers.
+        parameters: with buffers, and copies of weights where there are any.
         gradients: those that are there, else those that a backward leaves after its exchange.
         states: of the optimizer, and the average of the weights where there is one.
     """
@@ -35,8 +36,10 @@ def footprint(engine: Engine) -> Footprint:
     state = engine.state_dict()
     parameters = [p for p in engine.model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters if p.grad is not None]
+    copies = copies_of(engine.model)
+    weights = [tensor for name, tensor in state.items() if name.startswith("model/")]
     return Footprint(
-        _bytes(tensor for name, tensor in state.items() if name.startswith("model/")),
+        _bytes([*weights, *(copies.tensors if copies else ())]),
         _bytes(gradients or parameters),
         _bytes(tensor for name, tensor in state.items() if name.startswith(("optimizer/", "average/"))),
     )
