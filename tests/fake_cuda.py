@@ -19,6 +19,7 @@ torch's own threads, of which nobody knows from what they were computed.
 import contextlib
 import linecache
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -121,6 +122,9 @@ class FakeCuda:
         log: what copies, streams and events were asked, in order.
         fast: the device has done everything at once; else up to the event of the time `reached`.
         operations: what was dispatched, by name, while `counting`.
+        free: bytes that the device says it has left.
+        locked: address -> (bytes, thread) of the host's memory that the driver was told to lock.
+        to_host: (stream, bytes) of each `copy_` from the device into the host's memory.
     """
 
     def __init__(self, roots=None, fast=True):
@@ -129,6 +133,7 @@ class FakeCuda:
         roots = [] if self.everything else roots
         self.waits, self.log, self.events, self.streams = [], [], [], 0
         self.operations, self.counting = [], False
+        self.free, self.locked, self.to_host = 1 << 39, {}, []
         self.on, self.pinned = {}, {}  # storages, held so that no other one gets their place
         self.clock = self.reached = 0.0
         self.current = Stream(self)
@@ -154,6 +159,14 @@ class FakeCuda:
             return True
         return storage._cdata in (self.on if where is None else where)
 
+    def lock(self, start, size, flags):
+        self.locked[start] = size, threading.current_thread().name
+        return 0
+
+    def is_pinned(self, tensor):
+        start = tensor.data_ptr()
+        return self.holds(tensor, self.pinned) or any(s <= start < s + size for s, (size, _) in self.locked.items())
+
     def waited(self, what):
         self.waits.append(Wait(what, *asked_by()))
 
@@ -173,13 +186,15 @@ class FakeCuda:
             "current_stream": lambda device=None: self.current,
             "synchronize": lambda device=None: self.waited("synchronize"),
             "max_memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
+            "mem_get_info": lambda device=None: (self.free, 1 << 40),
             "get_device_properties": lambda device=None: SimpleNamespace(
                 name="none", total_memory=1 << 40, major=9, minor=0
             ),
             "get_rng_state": lambda device=None: torch.empty(0),
             "set_rng_state": lambda state, device=None: None,
             "set_device": lambda device: None,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self.lock, cudaHostUnregister=self.locked.pop),
             "default_generators": (torch.Generator(),),
         }
         for name, stub in stubs.items() if self.lies else ():
@@ -210,7 +225,7 @@ class _Dispatched(TorchDispatchMode):
         if there and (name in SHAPES or (name in ("index", "index_put", "index_put_") and _by_mask(args[1]))):
             self.cuda.waited(name)
         found = func(*args, **kwargs)
-        if there:
+        if there and not (self.cuda.lies and name == "copy_"):  # which leaves its target where it is
             for each in tree_iter(found):
                 self.cuda.mark(each)
         return found
@@ -315,7 +330,9 @@ class _Called(TorchFunctionMode):
         if not isinstance(source, torch.Tensor) or cuda.holds(target) == cuda.holds(source):
             return
         host = source if cuda.holds(target) else target
-        if not (asks and cuda.holds(host, cuda.pinned)):
+        if host is target:
+            cuda.to_host.append((cuda.current.number, source.nbytes))
+        if not (asks and cuda.is_pinned(host)):
             cuda.waited("copy_")
 
 

@@ -1,10 +1,12 @@
 """Saving beside the training: what is saved is what was, and errors reach all ranks."""
 
 import gc
+import mmap
 import threading
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.checkpoint import pinned
 from lockstep.checkpoint import write as writing
 from lockstep.checkpoint.layout import share_out
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
@@ -173,6 +176,10 @@ class OnDevice(torch.Tensor):
 
     is_cuda = True
 
+    def clone(self):
+        OnDevice.cuda.clone()
+        return self.as_subclass(torch.Tensor).clone().as_subclass(OnDevice)
+
     def record_stream(self, stream):
         stream.order.append("kept")
 
@@ -180,8 +187,8 @@ class OnDevice(torch.Tensor):
 class Cuda:
     """What stands in for torch.cuda: streams and events that note what is asked of them, and the driver's locks."""
 
-    def __init__(self, monkeypatch, code=0):
-        self.order, self.locked, self.code = [], {}, code
+    def __init__(self, monkeypatch, code=0, free=0, clones=100):
+        self.order, self.locked, self.code, self.clones = [], {}, code, clones
         self.stream_now = Lane(self, "compute")
         for name, value in {
             "Event": lambda: Happening(self),
@@ -189,6 +196,10 @@ class Cuda:
             "current_stream": lambda device=None: self.stream_now,
             "stream": self.on,
             "cudart": lambda: self,
+            "mem_get_info": lambda device: (free, 2**40),
+            "memory_reserved": lambda device: 70 * 2**30,
+            "max_memory_allocated": lambda device: 69 * 2**30,
+            "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         copy = torch.Tensor.copy_
@@ -201,6 +212,13 @@ class Cuda:
             return copy(held, local.as_subclass(torch.Tensor))
 
         monkeypatch.setattr(torch.Tensor, "copy_", copied)
+        monkeypatch.setattr(OnDevice, "cuda", self, raising=False)
+
+    def clone(self):
+        if not self.clones:
+            raise torch.cuda.OutOfMemoryError
+        self.clones -= 1
+        self.order.append(f"snapshot on {self.stream_now.name}")
 
     @contextmanager
     def on(self, stream):
@@ -285,6 +303,53 @@ def test_what_rests_is_copied_beside_and_the_next_update_waits(monkeypatch):
     assert checkpoint.Saver(World())._copied(share_out({"model/a": torch.ones(3)}, World()))[1] is None
 
 
+WITHOUT_ROOM = ["copy on compute", "beside waits for compute", "copy on beside", "kept", "noted on beside"]
+WITH_ROOM = [
+    *("snapshot on compute", "beside waits for compute"),
+    *("copy on beside", "kept", "noted on beside"),  # what rests, for which alone the next update waits
+    *("copy on beside", "kept", "noted on beside"),
+]
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    # 12 bytes are copied; a GiB is left alone, and the allocator has one that no step used so far.
+    [(12, WITH_ROOM), (11, WITHOUT_ROOM)],
+)
+def test_what_a_forward_may_write_is_copied_from_a_snapshot_where_there_is_room(monkeypatch, free, expected):
+    cuda = Cuda(monkeypatch, free=free)
+    saver = checkpoint.Saver(World())
+    share, _ = saver._copied(share_out(STATES, World()), RESTING)
+    assert cuda.order == expected
+    assert {piece.name: piece.local.tolist() for piece in share.pieces} == {
+        "model/a": [1.0] * 3,
+        "model/c": [1.0],
+        "optimizer/a/exp_avg": [1.0] * 3,
+        "optimizer/a/step": 1.0,
+    }
+
+
+def test_a_device_that_has_no_room_after_all_is_copied_from_as_without(monkeypatch):
+    cuda = Cuda(monkeypatch, free=2**30, clones=1)
+    states = STATES | {"model/b": on_device(torch.full((5,), 2.0))}
+    share, _ = checkpoint.Saver(World())._copied(share_out(states, World()), RESTING)
+    assert cuda.order == ["snapshot on compute", "copy on compute", *WITHOUT_ROOM]
+    assert {piece.name: piece.local.tolist() for piece in share.pieces}["model/b"] == [2.0] * 5
+
+
+def test_a_snapshot_is_gone_once_its_copies_are_ordered(monkeypatch):
+    made = []
+    monkeypatch.setattr(Cuda, "clone", lambda self: made.append(1))
+    Cuda(monkeypatch, free=2**30)
+    saver = checkpoint.Saver(World())
+    before = {id(found) for found in gc.get_objects() if type(found) is OnDevice}
+    share, ready = saver._copied(share_out(STATES, World()), RESTING)
+    assert made == [1]
+    assert ready
+    assert share.pieces
+    assert {id(found) for found in gc.get_objects() if type(found) is OnDevice} <= before
+
+
 def test_the_next_save_comes_after_the_copies_of_the_one_before(monkeypatch):
     """They go into the same memory."""
     cuda = Cuda(monkeypatch)
@@ -346,6 +411,76 @@ def test_no_more_is_locked_than_is_copied_and_it_is_given_back(monkeypatch):
     del saver, share, again
     gc.collect()
     assert not cuda.locked
+
+
+def test_memory_is_made_ahead_and_by_a_thread_that_has_taken_its_device(monkeypatch):
+    cuda, order, device = Cuda(monkeypatch), [], torch.device("cuda", 1)
+    lock = cuda.cudaHostRegister
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: order.append((device, threading.current_thread().name))
+    )
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *given: order.append("locked") or lock(*given), raising=False)
+    saver = checkpoint.Saver(World(device=device))
+    saver.prepare(STATES)
+    saver._pinned._thread.join(20)
+    assert order == [(device, "lockstep-pin"), "locked"]
+    share, _ = saver._copied(share_out(STATES, World()), RESTING)
+    assert len(order) == 2
+    assert share.pieces[0].local.tolist() == [1.0] * 3
+
+
+def test_a_save_waits_for_memory_that_is_being_made(monkeypatch):
+    cuda, gate = Cuda(monkeypatch), threading.Event()
+    lock = cuda.cudaHostRegister
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *given: gate.wait(20) and lock(*given), raising=False)
+    saver = checkpoint.Saver(World())
+    saver.prepare(STATES)
+    threading.Timer(0.1, gate.set).start()
+    saver._copied(share_out(STATES, World()), RESTING)
+    assert len(cuda.locked) == 1
+
+
+def test_memory_that_could_not_be_made_ahead_is_made_by_the_save(monkeypatch):
+    cuda = Cuda(monkeypatch)
+
+    def fails(device):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    saver = checkpoint.Saver(World())
+    saver.prepare(STATES)
+    saver._copied(share_out(STATES, World()), RESTING)
+    assert len(cuda.locked) == 1
+
+
+def test_memory_is_locked_in_parts_between_which_no_tensor_lies(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr(pinned, "_SEGMENT", 8192)
+    tensors = [on_device(torch.full((size,), float(size))) for size in (1500, 1500, 7, 3000, 2)]
+    held = pinned.Pinned()
+    places = held.places(tensors)
+    assert len(cuda.locked) == 3
+    for place in places:
+        first, size = place.data_ptr(), place.nbytes
+        assert any(start <= first and first + size <= start + many for start, many in cuda.locked.items())
+    assert all(start % mmap.PAGESIZE == 0 for start in cuda.locked)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what it does with memory")
+def test_no_forked_process_inherits_the_memory(monkeypatch):
+    Cuda(monkeypatch)
+    held = pinned.Pinned()
+    [place] = held.places([on_device(torch.ones(3 * 2**20))])
+    found, flags = "", ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            begin, end = (int(each, 16) for each in head.split("-"))
+            found = begin <= place.data_ptr() < end
+        elif found and head == "VmFlags:":
+            flags = line.split()
+    assert "dc" in flags
+    assert "sh" not in flags
 
 
 def test_memory_that_the_driver_does_not_lock_is_used_all_the_same(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """Checkpoints beside the training: copied to host memory at once, written by a thread while the steps go on.
 
     saver = Saver(world, background=True, policy="continue")
+    saver.prepare(tensors)              # once they are there: the first save then need not wait for host memory
     saver.begin(tensors, write)         # returns as soon as the copy is made, or, on a device, ordered
     saver.order()                       # before an update: a device makes it after the copies; the host does not wait
     saver.settle()                      # waits for the save before; raises what the policy says
@@ -8,8 +9,9 @@
 The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
 copied is this rank's share alone, in buffers that are kept, and the next save waits for the one before: there are never
 two. On a device a stream of its own copies what an update alone changes, beside the next step's forward and backward:
-whoever is about to change it calls `order` first, so that no later step can be in it. The rest is copied on the stream
-that computes.
+whoever is about to change it calls `order` first, so that no later step can be in it. Of the rest, which a forward may
+write, the stream that computes makes a snapshot on the device, in milliseconds, and the other stream copies that; where
+the device has no room, the stream that computes copies it to the host.
 """
 
 import dataclasses
@@ -30,8 +32,10 @@ from lockstep.errors import LockstepError, PeerError
 __all__ = ["Saver"]
 
 _LOG = logging.getLogger("lockstep")
+_SPARE = 2**30  # bytes that a snapshot leaves free on the device
 
 Write = Callable[[Share, World], None]
+_Pairs = list[tuple[Tensor, Tensor]]  # where to, what
 
 
 class Saver:
@@ -72,6 +76,12 @@ class Saver:
         self._pending, self._row, self._step = False, 0, 0
         self._left = False
         self.blocked = self.writing = 0.0
+
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Make the host memory for a coming save of such tensors, in a thread: the first save then finds it there."""
+        if self._background:
+            local = [piece.local for piece in share_out(tensors, self._world).pieces if piece.local.is_cuda]
+            self._pinned.prepare(local, self._world.device)
 
     def begin(
         self, tensors: dict[str, Tensor], write: Write, step: int = 0, resting: Container[str] = frozenset()
@@ -155,17 +165,18 @@ class Saver:
         """The share in host memory, and what to wait for before it is there; None: it is there."""
         self.order()
         places = iter(self._pinned.places([piece.local for piece in share.pieces if piece.local.is_cuda]))
-        pieces, later = [], []
+        pieces: list[Piece] = []
+        later: _Pairs = []
+        now: _Pairs = []
         for piece in share.pieces:
             local = piece.local
             held = next(places) if local.is_cuda else self._held(piece)
-            if local.is_cuda and piece.name in resting:
-                later.append((held, local))
+            if local.is_cuda:
+                (later if piece.name in resting else now).append((held, local))
             else:
-                held.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
+                held.copy_(local)
             pieces.append(Piece(piece.name, piece.shape, piece.offsets, held))
-        on_device = any(piece.local.is_cuda for piece in share.pieces)
-        ready = self._copied_beside(later) if on_device else None
+        ready = self._copied_beside(later, now) if later or now else None
         return Share(pieces, share.aliases, share.summary), ready
 
     def _held(self, piece: Piece) -> Tensor:
@@ -175,19 +186,38 @@ class Saver:
             held = self._buffers[piece.name] = torch.empty(piece.local.shape, dtype=piece.local.dtype)
         return held
 
-    def _copied_beside(self, pairs: list[tuple[Tensor, Tensor]]) -> "torch.cuda.Event":
-        """Copies the second of each pair into the first on a stream of its own, after all that was ordered so far."""
+    def _copied_beside(self, resting: _Pairs, others: _Pairs) -> "torch.cuda.Event":
+        """Copy the second tensor of each pair into the first: what rests, and snapshots, on a stream of their own.
+
+        Returns:
+            The event after the last copy. An update need not wait for the copies of snapshots (`order`).
+        """
         device = self._world.device
+        snapshots = self._snapshots(others)
+        for held, local in others if snapshots is None else ():
+            held.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
         beside = self._beside = self._beside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(device))
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(beside):
-            for held, local in pairs:
-                held.copy_(local, non_blocking=True)
-                local.record_stream(beside)  # whose memory may be given back meanwhile
-            ready.record(beside)
-        self._copying = ready
-        return ready
+            ready = self._copying = _copied(resting, beside)
+            return _copied(snapshots, beside) if snapshots else ready
+
+    def _snapshots(self, pairs: _Pairs) -> _Pairs | None:
+        """The pairs with copies on the device of what is to be saved; None where it has no room for them.
+
+        Nobody holds them longer than until their copies are ordered: the allocator has their memory again once the
+        stream beside is done with it.
+        """
+        device = self._world.device
+        free, _ = torch.cuda.mem_get_info(device)
+        # What no step needed so far: the next one runs beside the copies, and needs its own again.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        if sum(local.nbytes for _, local in pairs) + _SPARE > free + unused:
+            return None
+        try:
+            return [(held, local.clone()) for held, local in pairs]
+        except torch.cuda.OutOfMemoryError:  # in pieces too small, or another process was quicker
+            return None
 
     def _work(self, share: Share, ready: "torch.cuda.Event | None", write: Write) -> None:
         began = time.perf_counter()
@@ -207,3 +237,13 @@ class Saver:
                 self._failed()
         finally:
             self.writing += time.perf_counter() - began
+
+
+def _copied(pairs: _Pairs, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
+    """Order the copies on `stream`, the current one; the event after them."""
+    for held, local in pairs:
+        held.copy_(local, non_blocking=True)
+        local.record_stream(stream)  # whose memory may be given back meanwhile
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(stream)
+    return done

@@ -1,16 +1,24 @@
 """Host memory that a device writes by itself, no larger than what is copied into it.
 
-    places = Pinned().places(tensors)       # a tensor in host memory for each; the same ones as long as shapes stay
+    pinned = Pinned()
+    pinned.prepare(tensors, device)     # makes it in a thread, ahead of the first copy
+    places = pinned.places(tensors)     # a tensor in host memory for each; the same ones as long as shapes stay
 
 torch's allocator of pinned memory rounds every request up to a power of two: of 18.7 GB in one piece it would take 32.
-Here one plain buffer holds all tensors, and CUDA is told to lock its pages (`cudaHostRegister`).
+Here one plain buffer holds all tensors, and CUDA is told to lock its pages (`cudaHostRegister`). To fault in and lock
+a gigabyte takes some tenths of a second, so it is done beside the steps.
 """
 
 import contextlib
+import ctypes
 import logging
 import math
+import mmap
+import os
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +29,10 @@ __all__ = ["Pinned"]
 _LOG = logging.getLogger("lockstep")
 _ALIGNED = 64  # bytes: where a tensor may begin, whatever its dtype
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
+_SEGMENT = 512 * 2**20  # bytes that are locked at once: launches of kernels wait for the driver meanwhile
+_THREADS = 4  # that touch pages: one alone reaches a fraction of the memory's rate
+
+_Form = list[tuple[torch.dtype, torch.Size]]
 
 
 class Pinned:
@@ -34,47 +46,122 @@ class Pinned:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._form: list[tuple[torch.dtype, torch.Size]] = []
-        self._places: list[Tensor] = []
+        self._form: _Form = []
+        self._places: list[Tensor] | None = []
         self._release: Any = None
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Make the buffer for such tensors in a thread; `places` waits for it.
+
+        Args:
+            device: the CUDA device of this process, which a new thread does not know.
+        """
+        form = _form_of(tensors)
+        if self._thread or form == self._form:
+            return
+        self._drop(form)
+
+        def make() -> None:
+            with contextlib.suppress(Exception):  # `places` tries again, and raises in the caller
+                torch.cuda.set_device(device)
+                self._make()
+
+        self._thread = threading.Thread(target=make, name="lockstep-pin", daemon=True)
+        self._thread.start()
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """A place for each. No copy into places that were given before may be under way where shapes have changed."""
-        form = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if form != self._form:
-            self._form, self._places = form, []
-            if self._release:
-                self._release()  # before the next one is made: never two
-                self._release = None
-            self._places = self._made(tensors)
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        form = _form_of(tensors)
+        if form != self._form or self._places is None:
+            self._drop(form)
+            self._make()
+        assert self._places is not None
         return self._places
 
-    def _made(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        starts, self.nbytes = [], 0
-        for tensor in tensors:
-            starts.append(self.nbytes)
-            self.nbytes += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
-        flat = torch.empty(self.nbytes, dtype=torch.uint8)
-        if self.nbytes and (runtime := _lock(flat)):
-            self._release = weakref.finalize(self, _unlock, runtime, flat)
-            self._release.atexit = False  # the driver is gone by then, or takes it back itself
-        return [
-            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
+    def _drop(self, form: _Form) -> None:
+        """Give the buffer back before the next one is made: never two."""
+        self._form, self._places = form, None
+        if self._release:
+            self._release()
+            self._release = None
+
+    def _make(self) -> None:
+        starts, segments, end = [], [0], 0
+        for dtype, shape in self._form:
+            if end - segments[-1] >= _SEGMENT:  # a copy must not go across two of them
+                end = _up(end, mmap.PAGESIZE)
+                segments.append(end)
+            starts.append(end)
+            end += _up(_size(dtype, shape), _ALIGNED)
+        flat = _memory(end)
+        parts = [flat[start:stop] for start, stop in zip(segments, [*segments[1:], end], strict=True)]
+        locked: list[Tensor] = []
+        runtime: Any = torch.cuda.cudart() if end else None  # type: ignore[no-untyped-call]
+        self._release = weakref.finalize(self, _unlock, runtime, locked)
+        self._release.atexit = False  # the driver is gone by then, or takes it back itself
+        for part in (part for part in parts if part.nbytes):
+            _touch(part)
+            if not _lock(runtime, part):
+                break
+            locked.append(part)
+        self.nbytes = end
+        self._places = [
+            flat[start : start + _size(dtype, shape)].view(dtype).view(shape)
+            for start, (dtype, shape) in zip(starts, self._form, strict=True)
         ]
 
 
-def _lock(flat: Tensor) -> Any:
-    """What can unlock it; None where it is not locked."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, _PORTABLE))
+def _form_of(tensors: Sequence[Tensor]) -> _Form:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+
+def _size(dtype: torch.dtype, shape: torch.Size) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+def _memory(nbytes: int) -> Tensor:
+    """Map anonymous memory, in large pages where the system has them, that no forked process inherits.
+
+    A fork would copy its page tables, and before Linux 5.11 its pages too, while the device writes into them.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):  # not of this system: the memory is as good without
+            mapped.madvise(getattr(mmap, advice))
+    return torch.frombuffer(mapped, dtype=torch.uint8)  # which keeps it
+
+
+def _touch(part: Tensor) -> None:
+    """Have the system give the memory's pages, by several threads at once, without the interpreter's lock."""
+    step = _up(math.ceil(part.nbytes / _THREADS), 2**21)
+    begin = part.data_ptr()
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for start in range(0, part.nbytes, step):
+            pool.submit(ctypes.memset, begin + start, 0, min(step, part.nbytes - start))
+
+
+def _lock(runtime: Any, part: Tensor) -> bool:
+    """Whether the driver locked the memory's pages."""
+    code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, _PORTABLE))
     if not code:
-        return runtime
+        return True
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device="cuda")  # takes the error, which the next kernel would raise in its place
-    _LOG.warning("the driver does not lock %d bytes of memory (error %d): a save holds the loop up", flat.nbytes, code)
-    return None
+    _LOG.warning("the driver does not lock %d bytes of memory (error %d): a save holds the loop up", part.nbytes, code)
+    return False
 
 
-def _unlock(runtime: Any, flat: Tensor) -> None:
-    runtime.cudaHostUnregister(flat.data_ptr())
+def _unlock(runtime: Any, locked: list[Tensor]) -> None:
+    for part in locked:
+        runtime.cudaHostUnregister(part.data_ptr())
+    locked.clear()

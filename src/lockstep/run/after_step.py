@@ -47,13 +47,13 @@ from lockstep.task import items_of_a_sample
 
 __all__ = [
     "Works",
+    "after_first_step",
     "end_of",
     "handed_on",
     "leave_early",
     "note_best",
     "reader",
     "recorded",
-    "report",
     "save",
     "saved_and_evaluated",
     "settle",
@@ -277,8 +277,15 @@ def end_of(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
     return status, code
 
 
-def report(built: Built) -> None:
-    """Once the first step has made the optimizer's states: what each rank holds."""
+def after_first_step(built: Built, works: Works) -> None:
+    """Do what waits for the optimizer's states, which the first step of a start makes. Collective."""
+    if built.world.is_first:
+        _report(built)
+    works.recorder.prepare()
+
+
+def _report(built: Built) -> None:
+    """Log what each rank holds."""
     held = built.world.gather(footprint(built.engine))  # collective
     _LOG.info(described(name_of(built.config.engine, built.world), held))
 

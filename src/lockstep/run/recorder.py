@@ -139,6 +139,11 @@ class RunRecorder:
             built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED if name in built.state})
         return found
 
+    def prepare(self) -> None:
+        """Have the host memory of the first save made while the steps go on. Every rank calls it."""
+        if self._built.config.checkpoint.mode == "async" and self._built.world.device.type == "cuda":
+            self.saver.prepare(self._built.tensors())
+
     def save_due(self, done: int) -> bool:
         """Say whether a periodic checkpoint follows `done` steps."""
         every = self._built.config.ckpt_freq

@@ -27,13 +27,13 @@ from lockstep.records import Step
 from lockstep.report.timeline import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.run import extending
 from lockstep.run.after_step import (
+    after_first_step,
     end_of,
     handed_on,
     leave_early,
     note_best,
     reader,
     recorded,
-    report,
     save,
     saved_and_evaluated,
     settle,
@@ -285,8 +285,8 @@ def _follow(session: Session, built: Built) -> Training:
             ending = record.step + 1 == ongoing.last or bool(stop_request)
             step, session.tries = recorded(session, built, ongoing, record), 0
             timeline.at(step.global_step)
-            if record.step == first and world.is_first:
-                report(built)
+            if record.step == first:
+                after_first_step(built, ongoing)  # collective
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
             if hooks and course:
                 hooks.after_step(course, step.global_step)
