@@ -7,7 +7,7 @@ TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'to
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train check chaos matrix mutants test test-full test-gpu gpu clean
+.PHONY: help train check chaos matrix mutants test test-full test-oldest test-gpu gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,22 @@ test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except th
 test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
+# The oldest torch of pyproject.toml, whose own limit on setuptools is below the pinned one.
+.venv-oldest/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^setuptools==' constraints.txt >.venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt \
+		'torch==2.11.0' -e '.[deepspeed,images,peft]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+# What depends on the version of torch: engines, exact bits, graphs, saves, waits, forks, what a GPU's tests do on a CPU.
+OLDEST := tests/engines tests/transforms tests/launch/test_preloaded.py $(wildcard tests/launch/test_fork*.py) \
+	tests/guards/test_saver.py tests/checkpoint/test_checkpoint_round_trip.py \
+	tests/run/test_waits.py tests/run/test_decided_on_device.py tests/test_gpu_runs.py
+
+test-oldest: .venv-oldest/dev ## the tests that depend on torch's version, on the oldest one that is promised (2.11)
+	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(OLDEST)
+
 matrix: .venv/dev ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
 	$(BIN)/python -m pytest tests/matrix
 
@@ -62,5 +78,5 @@ test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installe
 gpu: ## all that only a GPU shows, into outputs/gpu: ARGS="--call 1" (510 s at most), then "--call 2" (240 s); --toy rehearses
 	$(PYTHON) bench/device/run.py $(ARGS)
 
-clean: ## removes the virtual environment and every cache
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info
+clean: ## removes the virtual environments and every cache
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

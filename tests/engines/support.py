@@ -5,6 +5,7 @@ Many cases go through one group of processes, so that their start is paid once: 
 
 import warnings
 
+import pytest
 import torch
 from torch import distributed as dist
 from toys import train
@@ -12,6 +13,7 @@ from toys import train
 from lockstep import checkpoint
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.order import Shuffled
+from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
 from lockstep.engines.make import engine
 from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.model_init import init_context
@@ -20,6 +22,10 @@ from lockstep.optim.optimizers import adamw
 from lockstep.transforms import autocast
 from lockstep.transforms.determinism import pin
 
+# Of tests in which ranks use different parameters under fsdp; test_fsdp_usage_check.py has the refusal.
+needs_filling = pytest.mark.skipif(
+    not FILLS_UNUSED, reason="this torch has no FSDPModule.set_reduce_scatter_unused_params (it came with 2.13)"
+)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from ranks import RankError, run
-from support import alone, build, close, each, whole
+from support import alone, build, close, each, needs_filling, whole
 from toys import Network, Ragged, train
 
 import lockstep
 from lockstep.distributed.world import World
+from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
 from lockstep.engines.shared.memory import described, footprint
 
 
@@ -70,6 +71,12 @@ def test_unused_parameters_are_handled_by_themselves(branch):
     found = run(each, 2, [(task, name, given) for name, given in settings])[0]
     other = alone(task, size=8, micro=4)
     for (name, given), result in zip(settings, found, strict=True):
+        wanting = branch == "sometimes" or "find_unused_parameters" in given
+        if name == "fsdp" and wanting and not FILLS_UNUSED:
+            assert isinstance(result, str)
+            assert "--engine fsdp" in result
+            assert "torch 2.13" in result
+            continue
         assert not isinstance(result, str), (name, result)
         close(result, wanted if given["micro"] == 1 else other, 1e-11)
 
@@ -147,7 +154,7 @@ def _lines(world, task, name):
     return lines
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=needs_filling)])
 def test_one_line_says_that_parameters_are_unused(name):
     lines = run(_lines, 2, Plain("sometimes"), name)[0]
     assert [line for line in lines if "not used by every micro-batch" in line and "extra.weight" in line]

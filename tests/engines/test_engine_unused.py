@@ -29,7 +29,7 @@ def test_a_parameter_used_by_one_of_two_backwards_is_told(name):
         )
 
 
-def _left_out(world, name, settings):
+def left_out(world, name, settings):
     """The state after five steps; in the third no micro-batch uses the extra layer, in all others each does."""
     task = Plain("always")
     made, batches = build(world, task, name, size=4, count=5, **settings)
@@ -44,7 +44,7 @@ def _left_out(world, name, settings):
 def test_a_parameter_that_nobody_uses_in_a_later_step_is_left_alone_by_fsdp(settings):
     """Zeros instead of no gradient would let AdamW decay and move it, without a word."""
     wanted = alone_left_out(settings)
-    found = run(_left_out, 2, "fsdp", settings)[0]
+    found = run(left_out, 2, "fsdp", settings)[0]
     for name, value in wanted.items():
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-9, msg=name)
 
@@ -52,7 +52,7 @@ def test_a_parameter_that_nobody_uses_in_a_later_step_is_left_alone_by_fsdp(sett
 def alone_left_out(settings):
     threads = torch.get_num_threads()
     try:
-        return _left_out(World(), "single", settings)
+        return left_out(World(), "single", settings)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)

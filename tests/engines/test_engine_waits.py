@@ -17,7 +17,10 @@ from lockstep.optim.optimizers import adamw
 UPDATE = "engines/shared/optimizer_step.py"
 # What lies on the host whatever the device: what the ranks tell each other over gloo. And on a CPU the update asks the
 # norm whether it is to be made; tests/run/test_waits.py has the device's own branch.
-ON_THE_HOST = {"distributed/step_exchange.py", "distributed/world.py", "engines/shared/unused.py", UPDATE}
+ON_THE_HOST = {
+    *("distributed/step_exchange.py", "distributed/world.py"),
+    *("engines/shared/unused.py", "engines/fsdp/usage_check.py", UPDATE),
+}
 
 
 def fused(held):

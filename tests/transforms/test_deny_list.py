@@ -18,6 +18,7 @@ REFUSED = {
     "torch.nn.AvgPool3d": ("avg_pool3d_backward",),
     "torch.nn.AdaptiveAvgPool2d": ("_adaptive_avg_pool2d_backward",),
     "torch.nn.AdaptiveAvgPool3d": ("_adaptive_avg_pool3d_backward",),
+    "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),  # before torch 2.13
     "torch.nn.AdaptiveMaxPool2d": ("adaptive_max_pool2d_backward",),
     "torch.nn.FractionalMaxPool2d": ("fractional_max_pool2d_backward",),
     "torch.nn.FractionalMaxPool3d": ("fractional_max_pool3d_backward",),

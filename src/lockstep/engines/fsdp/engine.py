@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
 from lockstep.engines.fsdp.apply import check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
+from lockstep.engines.fsdp.usage_check import FILLS_UNUSED, UsageCheck
 from lockstep.engines.shared.ddp_common import check_launched, same_start
 from lockstep.engines.shared.exact import Parts, Tree, check_slots
 from lockstep.engines.shared.model_init import unexpanded
@@ -49,6 +50,7 @@ class FSDP:
         self._tree: Tree | None = None
         self._comms: list[ExactReduceScatter] = []
         self._usage: Usage | None = None
+        self._check: UsageCheck | None = None
         self._synced, self._backwards = True, 0
         if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
@@ -71,6 +73,8 @@ class FSDP:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        if self._check and (self._synced or self._settings.options.accumulate == "shard"):
+            self._check(loss)  # collective
         loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
         self._backwards += 1
         if self._tree:
@@ -131,20 +135,26 @@ class FSDP:
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:
-        """Collectives of all ranks line up although one leaves parameters out; the first step says which these are."""
-        wish, root = self._settings.options.find_unused_parameters, cast(Any, self.model)
-        if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch before 2.13
-            if wish == "true":
-                raise ConfigError(
-                    f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, here is "
-                    f"{torch.__version__}; use --engine ddp"
-                )
-            return
+        """Collectives of all ranks line up although one leaves parameters out; the first step says which these are.
+
+        A torch that cannot do that has each exchange checked instead.
+        """
+        options = self._settings.options
+        wish = options.find_unused_parameters
+        if wish == "true" and not FILLS_UNUSED:
+            raise ConfigError(
+                f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, here is "
+                f"{torch.__version__}; use --engine ddp"
+            )
         if wish == "false":
             return
-        root.set_reduce_scatter_unused_params(True)
         self._usage = Usage(self._trained(), self._world)
         self._told = wish == "true"
+        if FILLS_UNUSED:
+            cast(Any, self.model).set_reduce_scatter_unused_params(True)
+        elif self._world.size > 1:
+            every = bool(self._settings.exact) or options.accumulate == "shard"
+            self._check = UsageCheck(self._usage, self._world, every)
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter) of what is trained. A unit is gathered for its own alone, and given back after."""
@@ -167,6 +177,9 @@ class FSDP:
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
                 "one that no rank uses is left alone in that step"
             )
+        if self._check:  # no gradient was made up
+            self._check.begin()
+            return
         unused = usage.unused()  # collective
         if any(unused):
             held = dict(self.model.named_parameters())

@@ -6,6 +6,7 @@ parameters a backward may leave without a gradient; only then is DDP told.
 """
 
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
@@ -68,6 +69,8 @@ class ReplicatedEngine:
         if settings.exact:
             self._be_exact()
         else:
+            if _BUFFERS == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first where forwards send none
+                send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
             if settings.options.find_unused_parameters == "auto" and not settings.options.static_graph:
                 self._usage = Usage(self._trained(), world)
@@ -169,8 +172,14 @@ def check_launched(name: str, world: World) -> None:
 
 def same_start(model: nn.Module) -> None:
     """Rank 0's parameters and buffers on every rank, as DDP's constructor would have it. None of them is expanded."""
+    send_from_rank_0(model.parameters())
+    send_from_rank_0(model.buffers())
+
+
+def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks rank 0's values of `tensors`, in place. None of them is expanded."""
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             dist.broadcast(tensor, src=0)  # collective
 
 

@@ -27,10 +27,12 @@ class Usage:
 
     Attributes:
         names: of these parameters, in that order.
+        parameters: the tensors themselves.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], world: World) -> None:
         self.names: list[str] = []
+        self.parameters: list[Tensor] = []
         self._world = world
         self._counts: list[int] = []
         self._handles: list[Any] = []
@@ -39,6 +41,15 @@ class Usage:
             self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._counts, index)))
             self._counts.append(0)
             self.names.append(name)
+            self.parameters.append(tensor)
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self._counts[:] = [0] * len(self._counts)
+
+    def used(self) -> list[bool]:
+        """For each parameter, whether a backward of this rank used it."""
+        return [count > 0 for count in self._counts]
 
     def missed(self, backwards: int) -> list[str]:
         """The parameters that were not used by each of this rank's `backwards`, on any rank."""
@@ -47,7 +58,7 @@ class Usage:
     def unused(self) -> list[bool]:
         """For each parameter, whether no backward of any rank used it. Begins to count anew."""
         found = [not count[1] for count in self._over_ranks(0)]
-        self._counts[:] = [0] * len(self._counts)
+        self.begin()
         return found
 
     def _over_ranks(self, backwards: int) -> list[tuple[int, int]]:
