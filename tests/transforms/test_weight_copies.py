@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, ResumeError
 from lockstep.hooks import Hooks
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.run.plan import differences
-from lockstep.transforms import autocast
+from lockstep.transforms import autocast, checkpointed
 from lockstep.transforms.weight_copies import CopiedLinear, WeightCopies, copies_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch._dynamo", "ignore:.*:UserWarning:torch._inductor")
@@ -290,6 +290,54 @@ def test_a_layer_that_is_frozen_on_the_way_stays_and_goes_on_when_it_is_thawed(n
 
     by_engine(network(), narrow, 2, 5, change)
     assert [torch.equal(one, other) for one, other in pairwise(seen)] == [False, True, False, False]
+
+
+def made_of(model, narrow=False):
+    WeightCopies.of(model, BF16, narrow=narrow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return lockstep.engine("single", autocast(model, BF16, "cpu"), optimizer, lockstep.World())
+
+
+@BOTH
+def test_a_forward_without_a_backward_begins_no_step(narrow):
+    """As a trial before step 1, after which a checkpoint is loaded."""
+    found, wanted = network(), network()
+    (one, other), (x, y) = (made_of(model, narrow) for model in (found, wanted)), rows(8)
+    with one.accumulate(False):
+        one.model(x)
+    for model, made in ((found, one), (wanted, other)):
+        model[0].weight.data.mul_(3)
+        with made.accumulate(True):
+            made.backward(F.mse_loss(made.model(x).float(), y))
+        made.step()
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+
+
+@BOTH
+def test_a_weight_that_changes_between_two_micro_batches_counts_in_the_second(narrow):
+    model, x = network(), rows(8)[0]
+    made, seen = made_of(model, narrow), []
+    for _ in range(2):
+        with made.accumulate(False):
+            found = made.model(x).float()
+            seen.append(found.detach())
+            made.backward(found.sum())
+        with torch.no_grad():
+            model[3].weight.mul_(2)  # a power of two, which bfloat16 keeps
+    assert torch.equal(seen[1], 2 * seen[0])
+
+
+@BOTH
+def test_a_backward_outside_of_accumulate_may_compute_blocks_again(narrow):
+    found, wanted, (x, y) = network(), network(), rows(8)
+    checkpointed(found, "full", [found])
+    for model in (found, wanted):
+        made = made_of(model, narrow)
+        with made.accumulate(True):
+            loss = F.mse_loss(made.model(x).float(), y)
+        made.backward(loss)
+        made.step()
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
 
 
 def test_the_weights_own_uses_keep_their_gradients_in_float32():

@@ -44,8 +44,7 @@ class Copied:
                 "there before; leave it out"
             )
         self._begun = True
-        with self._copies.used():  # blocks may be computed again
-            self._engine.backward(loss, weight)
+        self._engine.backward(loss, weight)
 
     def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
         self._begun = False
