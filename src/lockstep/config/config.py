@@ -118,6 +118,13 @@ class Config:
         "in which --weight-copies step adds up a step's gradients; bf16: less to move, and coarser sums",
         *("float32", "bf16"),
     )
+    fused_kernels: str = option(
+        "none",
+        "Triton kernels of the built-in GPT; backward: bias gradients in one pass with q, k, v's and GELU's; all: GELU "
+        "in its product too",
+        *("none", "backward", "all"),
+        builtin=True,
+    )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
     shares: str = option(
         "equal", "micro-batches of a step by rank: 5,3; auto: by measured speed; equal: as many on each (ddp, zero)"

@@ -226,7 +226,8 @@ _GROUPS = {
     ),
     "how it is computed": (
         *("engine", "device", "precision", "matmul_precision", "residual_dtype", "weight_copies", "grad_dtype"),
-        *("exact", "batchnorm", "attention", "compile", "compile_scope", "activation_checkpointing", "timeout"),
+        *("fused_kernels", "exact", "batchnorm", "attention", "compile", "compile_scope"),
+        *("activation_checkpointing", "timeout"),
     ),
     "evaluation": (
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
 from lockstep.models.chunked import Ending, summed_loss
+from lockstep.models.fused import GeluLinear, QkvLinear
 from lockstep.transforms.eager import eager
 from lockstep.transforms.weight_copies import weight_of
 
@@ -115,8 +116,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         batch, time, width = x.shape
-        joined = self.inputs(x).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, time, width / heads]
+        query, key, value = self._heads(self.inputs(x))
         dropout = self.dropout if self.training else 0.0
         causal = mask is None
         if past is not None:
@@ -124,6 +124,12 @@ class _Attention(nn.Module):
             key, value = past.extended(key, value)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
+
+    def _heads(self, made: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Split queries, keys and values into heads, each [batch, heads, time, width / heads]."""
+        if isinstance(made, Tensor):
+            return made.view(*made.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return tuple(part.view(*part.shape[:-1], self.heads, -1).transpose(1, 2) for part in made)
 
 
 class Block(nn.Module):
@@ -144,7 +150,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = x + self.drop(self.attention(self.attention_norm(x), mask, past))
-        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
+        hidden = self.expand(self.mlp_norm(x))
+        if not isinstance(self.expand, GeluLinear):
+            hidden = F.gelu(hidden, approximate="tanh")
         return cast(Tensor, x + self.drop(self.output(hidden)))
 
 
@@ -190,6 +198,16 @@ class GPT(nn.Module):
             else:
                 scale = narrow if name.endswith("output.weight") else 0.02
                 parameter.normal_(0.0, scale, generator=generator)
+
+    def fuse(self, *, epilogue: bool) -> None:
+        """Replace layers of each block by those of `models.fused`; the parameters and their names stay.
+
+        Args:
+            epilogue: whether the product before the GELU computes it too.
+        """
+        for block in cast(Sequence[Block], self.blocks):
+            block.attention.inputs = QkvLinear.of(block.attention.inputs)
+            block.expand = GeluLinear.of(block.expand, epilogue=epilogue)
 
     def forward(
         self,

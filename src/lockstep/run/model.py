@@ -5,6 +5,7 @@ model = model_of(config, task, world, state, say)
 
 import dataclasses
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def model_of(
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
     _check_residual(config, model)
+    _fuse(config, model, world.device, planned)
     has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
@@ -105,3 +107,25 @@ def _check_residual(config: Config, model: nn.Module) -> None:
             f"{type(model).__name__} with {config.precision}; leave it out"
         )
     model.residual = torch.bfloat16
+
+
+def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool) -> None:
+    """Replace layers of the built-in GPT as --fused-kernels says.
+
+    Args:
+        planned: the model is only traced, on any device.
+
+    Raises:
+        ConfigError: another model, adapters, or a device without Triton.
+    """
+    wanted = f"--fused-kernels {config.fused_kernels}"
+    if config.fused_kernels == "none":
+        return
+    if not isinstance(model, GPT):
+        raise ConfigError(f"{wanted} is of the built-in GPT, and this is {type(model).__name__}; leave it out")
+    if config.lora.rank:
+        raise ConfigError(f"{wanted} does not go with --lora.rank, whose adapters wrap the same layers; drop one")
+    if not planned and device.type != "cpu" and (device.type != "cuda" or not find_spec("triton")):
+        missing = "has no such kernels" if device.type != "cuda" else "needs the package triton (pip install triton)"
+        raise ConfigError(f"{wanted}: {device.type} {missing}; leave it out")
+    model.fuse(epilogue=config.fused_kernels == "all")

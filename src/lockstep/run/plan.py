@@ -23,7 +23,7 @@ __all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
-    *("precision", "residual_dtype", "weight_copies", "grad_dtype", "batchnorm"),
+    *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout"),
     *FIXED,
 )

@@ -66,7 +66,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Used:
-    """A run that was opened. `config` is as it was trained, but for the engine; `step`: of the checkpoint."""
+    """A run that was opened. `config` is as it was trained, but for engine and kernels; `step`: of the checkpoint."""
 
     config: Config
     world: World
@@ -91,7 +91,7 @@ def opened(wanted: Wanted) -> Iterator[Used]:
 
 
 def config_of(path: Path, wanted: Wanted) -> Config:
-    """The configuration as the run wrote it, without its engine and copies of weights, which only training needs.
+    """Read the configuration as the run wrote it, without what only training needs.
 
     Raises:
         CheckpointError: the folder is no run's.
@@ -100,7 +100,8 @@ def config_of(path: Path, wanted: Wanted) -> Config:
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
     values = {name: value for name, value in options.read(file).items() if not name.startswith("engine_options.")}
-    values |= {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", **wanted.changes}
+    training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
+    values |= training | dict(wanted.changes)
     if wanted.device:
         values["device"] = wanted.device
     config = options.build(values)

@@ -1,0 +1,229 @@
+"""Linear layers of a transformer block whose backward passes over its gradients once: --fused-kernels.
+
+    attention.inputs = QkvLinear.of(attention.inputs)      # [..., width] -> queries, keys, values, each [..., width]
+    block.expand = GeluLinear.of(block.expand, epilogue=True)           # gelu(x @ weight.T + bias)
+
+The bytes that a backward moves, in units of one tensor of [tokens, width], as torch.compile 2.11 writes the plain code:
+
+    q, k, v, plain      stack 3 + 3, to inputs 3 + 1, to weights 3 + 1, sum for the bias 3           = 17
+    this file           stack and sums in one pass 3 + 3, to inputs 3 + 1, to weights 3 + 1           = 14
+    without a stack     to inputs 3 + 2 read, 3 written (addmm twice), to weights 3 + 3, sums 3       = 17
+    three layers        as without a stack, and the forward reads its input three times               = 19
+    GELU, plain         da 4, h 4, dh 4 written, to inputs 4 + 1, to weights 4 + 1, sum 4             = 22
+    this file           the sum comes with the pass that writes dh                                    = 18
+
+Attention's kernels return three gradients in memory of their own, so some pass must bring them together: a product over
+3 x width reads them stacked once, three products read and write what they accumulate in. With `epilogue` the forward's
+product writes h and gelu(h), which saves reading h again: 4 of 21.
+
+The operators are plain ATen on a CPU, and Triton on a CUDA device. None chooses a kernel by speed and none adds by
+atomics, so the bits depend on shapes alone.
+"""
+
+import importlib
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+__all__ = ["GeluLinear", "QkvLinear", "gelu_gradient", "linear_gelu", "stacked_gradient"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _kernels() -> Any:
+    """Import the Triton kernels; Triton comes with torch's CUDA builds alone."""
+    return importlib.import_module("lockstep.models.fused_triton")
+
+
+def _sums(gradient: Tensor) -> Tensor:
+    wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    return gradient.sum(0, dtype=wide)
+
+
+@torch.library.custom_op("lockstep::stacked_gradient", mutates_args=())
+def stacked_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Join three gradients column by column, and sum each column.
+
+    Args:
+        query: [tokens, width], as are `key` and `value`.
+
+    Returns:
+        [tokens, 3 * width], and its column sums, [3 * width] in float32, or in float64 for such gradients.
+    """
+    joined = torch.cat((query, key, value), dim=1)
+    return joined, _sums(joined)
+
+
+@torch.library.custom_op("lockstep::gelu_gradient", mutates_args=())
+def gelu_gradient(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply a gradient by the derivative of GELU (tanh) at `hidden`, and sum each column.
+
+    Args:
+        gradient: [tokens, width], of gelu(hidden).
+        hidden: [tokens, width].
+
+    Returns:
+        [tokens, width], and its column sums, [width] in float32, or in float64 for such gradients.
+    """
+    found = torch.ops.aten.gelu_backward(gradient, hidden, approximate="tanh").contiguous()
+    return found, _sums(found)
+
+
+@torch.library.custom_op("lockstep::linear_gelu", mutates_args=())
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute h = x @ weight.T + bias and gelu(h) in its tanh form, both [tokens, outputs].
+
+    Args:
+        x: [tokens, inputs].
+        weight: [outputs, inputs].
+        bias: [outputs].
+    """
+    hidden = F.linear(x, weight, bias)
+    return hidden, F.gelu(hidden, approximate="tanh")
+
+
+@stacked_gradient.register_kernel("cuda")
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    joined, sums = _kernels().stacked_gradient(query, key, value)
+    return joined, sums
+
+
+@gelu_gradient.register_kernel("cuda")
+def _(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    found, sums = _kernels().gelu_gradient(gradient, hidden)
+    return found, sums
+
+
+@linear_gelu.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype in _HALF:
+        hidden, activated = _kernels().linear_gelu(x, weight, bias)
+    else:  # cuBLAS has better products in float32 and float64
+        hidden = F.linear(x, weight, bias)
+        activated = F.gelu(hidden, approximate="tanh")
+    return hidden, activated
+
+
+@stacked_gradient.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = query.shape
+    return query.new_empty(rows, 3 * width), _empty_sums(query, 3 * width)
+
+
+@gelu_gradient.register_fake
+def _(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), _empty_sums(hidden, hidden.shape[1])
+
+
+@linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _empty_sums(like: Tensor, width: int) -> Tensor:
+    return like.new_empty(width, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32)
+
+
+@register_flop_formula(torch.ops.lockstep.linear_gelu)
+def _linear_gelu_flops(x: Any, weight: Any, bias: Any, *, out_shape: Any = None, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[0])
+
+
+class _Qkv(torch.autograd.Function):
+    """One product that gives queries, keys and values, as views of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias).chunk(3, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # read once: activation checkpointing computes them when they are
+        parts = (part.reshape(-1, part.shape[-1]) for part in (query, key, value))
+        gradient, sums = torch.ops.lockstep.stacked_gradient(*parts)
+        return _linear_backward(ctx, x, weight, gradient, sums)
+
+
+class _Gelu(torch.autograd.Function):
+    """gelu(x @ weight.T + bias); the backward keeps what is before the GELU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epilogue: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if epilogue:
+            hidden, activated = torch.ops.lockstep.linear_gelu(rows, weight, bias)
+        else:
+            hidden = F.linear(rows, weight, bias)
+            activated = F.gelu(hidden, approximate="tanh")
+        ctx.save_for_backward(x, weight, hidden)
+        found: Tensor = activated.view(*x.shape[:-1], -1)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, hidden = ctx.saved_tensors
+        found, sums = torch.ops.lockstep.gelu_gradient(gradient.reshape(hidden.shape), hidden)
+        return (*_linear_backward(ctx, x, weight, found, sums), None)
+
+
+def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of a linear layer's input, weight and bias.
+
+    Args:
+        gradient: of its output, [tokens, outputs].
+        sums: its column sums, [outputs].
+    """
+    to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
+    return (
+        (gradient @ weight).view(x.shape) if to_x else None,
+        gradient.t() @ x.reshape(-1, x.shape[-1]) if to_weight else None,
+        sums.to(gradient.dtype) if to_bias else None,
+    )
+
+
+class _Replacement(nn.Linear):
+    """A linear layer that takes over the parameters of another."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, **settings: Any) -> Self:
+        """Build the layer around the parameters of `linear`, which must have a bias; `settings` become attributes."""
+        made = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
+        made.weight, made.bias = linear.weight, linear.bias
+        vars(made).update(settings)
+        return made.train(linear.training)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The input and the parameters in one dtype: what autocast does for a product of torch's own."""
+        operands = (x, self.weight, self.bias)
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+            return operands
+        dtype = torch.get_autocast_dtype(kind)
+        return operands[0].to(dtype), operands[1].to(dtype), operands[2].to(dtype)
+
+
+class QkvLinear(_Replacement):
+    """A linear layer to queries, keys and values: [..., width] to three of [..., width], views of one product."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        found: tuple[Tensor, Tensor, Tensor] = _Qkv.apply(*self._operands(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+class GeluLinear(_Replacement):
+    """A linear layer with GELU (tanh) behind it: [..., inputs] to [..., outputs].
+
+    Attributes:
+        epilogue: whether the kernel of the product computes the GELU too.
+    """
+
+    epilogue: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Gelu.apply(*self._operands(x), self.epilogue)  # type: ignore[no-untyped-call]
+        return found
