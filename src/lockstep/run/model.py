@@ -66,7 +66,7 @@ def model_of(
         move=moves,
         chosen=Chosen(
             *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
-            masked=config.data.packing == "documents",
+            masked=task.attention_mask,
         ),
         blocks=find_blocks(model).modules if named is None else list(named),
         named=named is not None,

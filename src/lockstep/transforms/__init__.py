@@ -40,7 +40,7 @@ class Chosen:
     activation_checkpointing: str = "none"
     compile_scope: str = "auto"
     exact: bool = False
-    masked: bool = False  # attention gets a mask, which keeps documents apart
+    masked: bool | None = None  # attention gets a mask; None: not known
 
 
 def prepare(
