@@ -62,6 +62,8 @@ class Task(ABC):
         hooks: called at named moments of a run; None: there are none.
         own_steps: takes the steps of several optimizers itself; None: the engine takes one.
         divisible: whether the loss of half a micro-batch may be tried before the run, to see that losses add up.
+        attention_mask: whether the model gives `scaled_dot_product_attention` a mask; None: not known. Some kernels are
+            faster without one, and wrong beside one, see `lockstep.transforms.attention`.
     """
 
     reduction: Literal["sum", "mean"] = "sum"
@@ -73,6 +75,7 @@ class Task(ABC):
     hooks: Hooks | None = None
     own_steps: OwnSteps | None = None
     divisible: bool = True
+    attention_mask: bool | None = None
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -4,14 +4,18 @@ import importlib
 
 import pytest
 import torch
+from counting import counted
 from small_runs import config
 from toys import Ragged
 
 import lockstep
+from lockstep.config.sections import Data
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.transforms import Chosen, attention, autocast, prepare
-from lockstep.transforms.attention import AS_TORCH, Facts, described, facts_of, order_of
+from lockstep.run.model import model_of
+from lockstep.transforms import Chosen, attention, autocast, compiled, prepare
+from lockstep.transforms.attention import AS_TORCH, Facts, Order, described, facts_of, order_of
 
 CPU = torch.device("cpu")
 MODULE = importlib.import_module("lockstep.transforms.attention")  # which the function of that name hides
@@ -31,6 +35,12 @@ PLAIN = ("flash", "efficient", "math")
         (Facts((9, 0), 91900, False), True, PLAIN),
         (Facts((9, 0), 92600, False), True, ("cudnn", *PLAIN)),
         (Facts((10, 0), 91900, False), False, ()),
+        (Facts((9, 0), 91900, False), None, PLAIN),  # there may be a mask
+        (Facts((9, 0), 91500, False), None, PLAIN),
+        (Facts((9, 0), 92600, False), None, ()),
+        (Facts((9, 0), 92600, True), None, PLAIN),
+        (Facts((10, 0), 91900, False), None, ()),
+        (Facts((0, 0), 0, False), None, ()),
         (Facts((9, 0), 92600, True), False, PLAIN),
         (Facts((8, 0), 92600, True), True, PLAIN),
     ],
@@ -69,8 +79,98 @@ def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
         (Facts((9, 0), 91002, False), False, "not cudnn: torch takes it first only above 9.15.0"),
         (Facts((9, 0), 91900, True), False, "not cudnn: deterministic algorithms refuse it"),
         (Facts((9, 0), 91900, False), True, "not cudnn: beside a mask it gives NaN before 9.26"),
+        (
+            Facts((9, 0), 91900, False),
+            None,
+            "not cudnn: beside a mask it gives NaN before 9.26, and this task",
+        ),
     ):
         assert why in described(GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(facts, masked=masked), masked=masked)
+
+
+@pytest.mark.parametrize(
+    ("facts", "masked", "refused"),
+    [
+        (Facts((9, 0), 91900, False), True, True),
+        (Facts((9, 0), 91900, False), None, False),  # who asks for it knows that there is no mask
+        (Facts((9, 0), 91500, False), False, False),
+    ],
+)
+def test_cudnn_may_be_asked_for_where_it_is_not_known_to_be_wrong(monkeypatch, facts, masked, refused):
+    monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 3)  # which has no kernel to choose on a CPU
+    order = order_of(facts, masked=masked)
+    if refused:
+        with pytest.raises(ConfigError, match="--attention cudnn"):
+            described(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
+    else:
+        assert described(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(("scope", "graphs"), [("blocks", 2), ("whole", 1)])
+def test_an_order_of_kernels_costs_no_graph(scope, graphs):
+    seen, results = {}, {}
+    for name, order in (("torch", AS_TORCH), ("hopper", Order(("cudnn", *PLAIN))), ("left out", Order(PLAIN))):
+        with counted() as seen[name]:
+            torch.manual_seed(0)
+            model = GPT(SHAPE)
+            attention(model, "auto", model.blocks, order)
+            autocast(model, torch.bfloat16, "cpu")
+            compiled(model, list(model.blocks) if scope == "blocks" else ())
+            ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+            for _ in range(2):
+                loss = model(ids, labels=ids)
+                loss.backward()
+            results[name] = [loss.item(), *(parameter.grad for parameter in model.parameters())]
+    for found in seen.values():
+        assert (found.captured, len(found.forwards), len(found.backwards), found.breaks) == (graphs, graphs, graphs, 0)
+    torch.testing.assert_close(results["hopper"], results["torch"], rtol=0, atol=0)
+
+
+def orders_of(model):
+    """The kernels that each of the blocks computes attention with; None: as torch has it."""
+    return [closure_of(block).get("names") for block in model.blocks]
+
+
+def closure_of(block):
+    forward = block.forward
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    return dict(zip(names, (cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()), strict=True))
+
+
+class Own(Ragged):
+    """A user's task, whose model has attention. What it gets for a mask lockstep cannot know."""
+
+    says = None
+
+    def __init__(self):
+        super().__init__()
+        self.attention_mask = self.says
+
+    def model(self):
+        return GPT(SHAPE)
+
+
+class Unmasked(Own):
+    says = False
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.parametrize(
+    ("task", "names"), [(Own, PLAIN), (Unmasked, ("cudnn", *PLAIN)), ("language", ("cudnn", *PLAIN))]
+)
+def test_cudnn_is_first_only_where_a_task_says_that_it_has_no_mask(monkeypatch, tmp_path, task, names, packing):
+    from test_graphs import language
+
+    transforms, said = importlib.import_module("lockstep.transforms"), []
+    monkeypatch.setattr(transforms, "facts_of", lambda device: Facts((9, 0), 91900, False))
+    monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
+    made = language() if task == "language" else task()
+    settings = config(tmp_path, data=Data(packing=packing), precision="float32")
+    model = model_of(settings, made, World(), {}, said.append)
+    assert orders_of(model) == [names] * len(model.blocks)
+    assert [("beside a mask" in line) for line in said if line.startswith("attention: ")] == [names == PLAIN]
 
 
 def test_a_cpu_has_no_facts_of_a_gpu():

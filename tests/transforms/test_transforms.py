@@ -158,7 +158,7 @@ def test_the_line_names_what_runs_and_why_not_another():
     assert "not flash: its CPU kernel has no dropout" in line
     assert "not flash: --attention math" in described(gpt(dropout=0.0), "math", torch.float32, CPU)
     line = described(gpt(dropout=0.0), "auto", torch.float32, CPU, masked=True)
-    assert "(2 heads of 8, float32, causal, a mask for each document); not cudnn: " in line
+    assert "(2 heads of 8, float32, causal, a mask); not cudnn: " in line
     assert described(nn.Linear(2, 2), "auto", torch.float32, CPU) is None
     assert "4 heads of 4" in described(nn.TransformerEncoderLayer(16, 4), "auto", torch.float32, CPU)
 
@@ -234,7 +234,7 @@ def test_prepare_applies_the_order_and_says_what_it_chose():
     blocks = list(model.blocks)
     made = ready(model, precision="bf16", chosen=chosen, blocks=blocks, say=said.append)
     assert made is model
-    assert said == [described(model, "math", torch.bfloat16, CPU)]
+    assert said == [described(model, "math", torch.bfloat16, CPU, masked=None)]
     assert made(torch.zeros(1, 8, dtype=torch.int64)).dtype is torch.bfloat16
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     assert {p.dtype for p in ready(GPT(SHAPE), precision="bf16-true").parameters()} == {torch.bfloat16}

@@ -43,6 +43,15 @@ __all__ = [
 Say = Callable[[str], None]
 
 
+_NARROWER = ("sliding_window", "attention_chunk_size", "alibi")  # settings of attention that takes a mask
+
+
+def _is_full(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None) or ()
+    narrowed = any(getattr(text, name, None) for name in _NARROWER)
+    return not narrowed and all(kind == "full_attention" for kind in kinds)
+
+
 @final
 class HubModel:
     """A model by its configuration; its weights are read or drawn by `build`.
@@ -59,6 +68,7 @@ class HubModel:
         vocab_size: tokens that the model knows.
         context: longest sequence, in tokens; 0 where the architecture sets none.
         takes_documents: see `models.hf_forward.takes_documents`; taken for granted of code that came with the model.
+        full_attention: each token attends to all before it, in every layer; False where that is not known.
 
     Raises:
         ConfigError: nothing of that name here or on the hub, no causal language model, or code that may not be run.
@@ -80,6 +90,7 @@ class HubModel:
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
         known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
         self.takes_documents = known is None or takes_documents(known)
+        self.full_attention = known is not None and _is_full(text)
 
     @property
     def settings(self) -> Any:

@@ -70,7 +70,7 @@ def model_of(
         move=moves,
         chosen=Chosen(
             *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
-            masked=config.data.packing == "documents",
+            masked=task.attention_mask,
             weight_copies=config.weight_copies,
             grad_dtype=config.grad_dtype,
         ),

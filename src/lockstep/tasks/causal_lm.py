@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.chunked import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, Further, GPTConfig, Reach, further_logits, generate, plain_logits
 from lockstep.task import Task
-from lockstep.text.documents import Padded
+from lockstep.text.documents import Packed, Padded
 from lockstep.text.hub_corpus import Samples, TokenCorpus
 
 __all__ = [
@@ -96,6 +96,7 @@ class LanguageModel(Task):
         inside: the loss is computed in the model's forward, where a compiler sees it; its numbers are the same.
 
     Attributes:
+        attention_mask: only documents that are packed need one; see `Task`.
         items_per_sample: labelled tokens of every sample where all have as many: in a stream the sequence length, in
             blocks one less; None where only some are learned, or documents stay apart.
     """
@@ -108,6 +109,7 @@ class LanguageModel(Task):
         self.corpus, self.sources = corpus, dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = corpus.train.items_per_sample
+        self.attention_mask = isinstance(corpus.train, Packed)
         self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
 
     def dataset(self, split: str) -> Samples:

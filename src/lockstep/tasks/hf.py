@@ -28,6 +28,8 @@ from lockstep.models.hf_forward import (
     with_loss,
 )
 from lockstep.tasks.causal_lm import LanguageModel, Sampling, loss_inside
+from lockstep.text.corpus import Blocks, Windows
+from lockstep.text.documents import Packed
 from lockstep.text.examples import Tokenizer
 from lockstep.text.hub import Wanted, open_rows, table_files
 from lockstep.text.hub_cache import default_cache
@@ -61,6 +63,7 @@ class HubCausalLM(LanguageModel):
         dtype: what pretrained weights are read as; None: as they are stored.
         pretrained: read the weights instead of drawing them.
         other_tokenizer: the corpus's tokenizer is not the model's own.
+        whole: the model is compiled as a whole, see `_has_mask`.
 
     Attributes:
         defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
@@ -83,8 +86,10 @@ class HubCausalLM(LanguageModel):
         loss_chunk: int = -1,
         inside: bool = False,
         other_tokenizer: bool = False,
+        whole: bool = False,
     ) -> None:
         super().__init__(corpus, sources, prompt, loss_chunk, inside)
+        self.attention_mask = _has_mask(corpus, source, whole)
         seq_len, held = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
         if source.context and seq_len > source.context:
             raise ConfigError(
@@ -208,7 +213,21 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         loss_chunk=asked.loss_chunk,
         inside=loss_inside(config),
         other_tokenizer=chosen.other_tokenizer,
+        whole=bool(config.compile) and config.compile_scope == "whole",
     )
+
+
+def _has_mask(corpus: TokenCorpus, source: HubModel, whole: bool) -> bool | None:
+    """Tell whether the model's attention gets a mask; None where that is not known.
+
+    Args:
+        whole: the model is compiled as a whole: `transformers` cannot look at positions then, and makes a mask in case
+            documents are packed.
+    """
+    if isinstance(corpus.train, Packed):
+        return True
+    plain = isinstance(corpus.train, Windows | Blocks) and source.full_attention
+    return False if plain and not whole else None
 
 
 def corpus_for(config: Config, own: Callable[[], Tokenizer | Trained], say: Say) -> Chosen:

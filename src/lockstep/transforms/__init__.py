@@ -41,7 +41,7 @@ class Chosen:
     activation_checkpointing: str = "none"
     compile_scope: str = "auto"
     exact: bool = False
-    masked: bool = False  # attention gets a mask, which keeps documents apart
+    masked: bool | None = None  # attention gets a mask; None: not known
     weight_copies: str = "forward"
     grad_dtype: str = "float32"
 

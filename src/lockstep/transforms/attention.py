@@ -73,22 +73,30 @@ def facts_of(device: torch.device) -> Facts:
     return Facts(torch.cuda.get_device_capability(device), int(version), deterministic)
 
 
-def order_of(facts: Facts, *, masked: bool) -> Order:
-    """What `--attention auto` comes to on a device.
+def order_of(facts: Facts, *, masked: bool | None) -> Order:
+    """Choose the kernels of `--attention auto` on a device.
 
-    It takes cuDNN first on Hopper (sm90) where its version is above 9.15.0: torch does so itself, but in builds for
-    older CUDA. It is left out under deterministic algorithms, which refuse it, and beside a mask on Hopper before 9.26.
+    Without a mask cuDNN is first on Hopper (sm90) from above 9.15.0: torch does so itself, but in builds for older
+    CUDA. It is left out under deterministic algorithms, which refuse it, and on Hopper before 9.26 where there is a
+    mask or may be one, since torch would take it. From 9.26 on, a model that may have masks has torch's own order.
+
+    No rule is needed for its NaN gradients of a single query (NVIDIA/cudnn-frontend#1072, in 9.26 too): that is one
+    query over many keys, and without a mask lockstep puts cuDNN first for causal language models alone, which in
+    training have as many keys as queries. Generation has one query, and no gradients.
 
     Args:
-        masked: attention gets a mask.
+        masked: attention gets a mask; None: not known.
     """
     if facts.capability == (0, 0):
         return AS_TORCH
     plain, hopper = tuple(name for name in _BACKENDS if name != "cudnn"), facts.capability[0] == 9
     if facts.deterministic:
         return Order(plain, (("cudnn", "deterministic algorithms refuse it"),))
-    if masked and hopper and facts.cudnn < _MASKS:
-        return Order(plain, (("cudnn", "beside a mask it gives NaN before 9.26"),))
+    if masked is not False and hopper and facts.cudnn < _MASKS:
+        why = "beside a mask it gives NaN before 9.26"
+        return Order(plain, (("cudnn", why if masked else f"{why}, and this task does not say that it has none"),))
+    if masked is None:
+        return AS_TORCH
     if hopper and facts.cudnn > _PREFERS and _TAKES_ORDER:
         return Order(("cudnn", *plain))
     return Order((), (("cudnn", "torch takes it first only above 9.15.0"),) if hopper else ())
@@ -141,7 +149,7 @@ def described(
     device: torch.device,
     order: Order = AS_TORCH,
     *,
-    masked: bool = False,
+    masked: bool | None = False,
 ) -> str | None:
     """One line: the kernel that will run and, for each other, why it does not. None for a model without heads.
 
@@ -151,7 +159,7 @@ def described(
         choice: "auto" or the name of a kernel.
         dtype: in which attention is computed.
         order: what "auto" comes to.
-        masked: attention stays inside documents that are packed, which is said by a mask.
+        masked: attention gets a mask, such as that of packed documents; None: not known, and asked for without.
 
     Raises:
         ConfigError: the kernel that was chosen cannot run this.
@@ -161,16 +169,18 @@ def described(
         return None
     query = torch.zeros(1, shape.heads, 16, shape.size, dtype=dtype, device=device, requires_grad=True)
     mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16) if masked else None
-    reasons = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
-    reasons = {name: reason or dict(order.without).get(name, "") for name, reason in reasons.items()}
-    if reasons.get(choice):
-        fits = ", ".join(name for name in (*reasons, "math") if not reasons.get(name))
-        raise ConfigError(f"--attention {choice} cannot run here: {reasons[choice]}; use auto, or one of {fits}")
+    refusals = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
+    reasons = {name: reason or dict(order.without).get(name, "") for name, reason in refusals.items()}
+    if masked is not None and order.names:  # else it is left out in doubt, or not left out: it may be asked for by name
+        refusals = reasons
+    if refusals.get(choice):
+        fits = ", ".join(name for name in (*refusals, "math") if not refusals.get(name))
+        raise ConfigError(f"--attention {choice} cannot run here: {refusals[choice]}; use auto, or one of {fits}")
     names = order.names if choice == "auto" else (choice,)
     with _only(names) if names else nullcontext():
         runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
     what = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
-    what += "a mask for each document" if masked else "no mask"
+    what += {True: "a mask", False: "no mask", None: "masks not known"}[masked]
     others = [
         f"not {name}: {reasons.get(name) or ('another is faster' if choice == 'auto' else f'--attention {choice}')}"
         for name in _BACKENDS

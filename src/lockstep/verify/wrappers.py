@@ -27,6 +27,7 @@ class TaskWrapper(Task):
         self.item_name, self.defaults = inner.item_name, inner.defaults
         self.fingerprint, self.sources = inner.fingerprint, inner.sources
         self.hooks, self.own_steps, self.divisible = inner.hooks, inner.own_steps, inner.divisible
+        self.attention_mask = inner.attention_mask
 
     def model(self) -> nn.Module:
         return self.inner.model()
