@@ -45,6 +45,7 @@ from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.course import RunCourse
 from lockstep.run.defaults import described_optimizer, described_step, warnings
+from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
 from lockstep.run.recovery import (
@@ -258,8 +259,8 @@ def _follow(session: Session, built: Built) -> Training:
     watchdog = HangWatchdog(world, exchange, built.folder.path, failure.note, session.member)
     signals = Preemption(exchange)
     kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
-    profiling = ongoing.profiling
-    with signals, loading, auditing, kept, watchdog, recorder, profiling, explained(built.engine, world):
+    profiling, frozen = ongoing.profiling, Frozen()
+    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explained(built.engine, world):
         exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
@@ -287,6 +288,7 @@ def _follow(session: Session, built: Built) -> Training:
             timeline.at(step.global_step)
             if record.step == first:
                 after_first_step(built, ongoing)  # collective
+                frozen.begin()
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
             if hooks and course:
                 hooks.after_step(course, step.global_step)
