@@ -8,6 +8,7 @@ models have no such bound: what their forward keeps is known when it has run.
 """
 
 from lockstep.config.config import Config
+from lockstep.engines.options import ENGINES
 from lockstep.models.gpt import PRESETS
 from lockstep.tasks.options import LANGUAGE, kind_of
 
@@ -37,8 +38,8 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
         return None
     if config.exact or config.guards.audit or config.precision == "float64":
         return None  # sums of exact steps, deterministic kernels, doubles
-    if config.engine not in ("auto", "single", "ddp", "zero", "fsdp"):
-        return None  # others keep copies of their own
+    if config.engine in ENGINES and ENGINES[config.engine].plain:
+        return None  # it keeps copies of its own
     vocabulary = max(_VOCABULARY, config.data.vocab_size)
     tokens = micro_batch_size * config.seq_len
     parameters = shape.layers * (12 * shape.width**2 + 13 * shape.width)
