@@ -5,6 +5,7 @@ import torch
 
 from lockstep.config.config import Config
 from lockstep.distributed.world import World
+from lockstep.run import fitting
 from lockstep.run.fitting import asked, fitted
 
 
@@ -20,13 +21,26 @@ def test_the_largest_that_fits_is_taken_and_said():
     lines = []
     config = fitted(Config(batch_size=64), {}, on_device(), False, lines.append, lambda *given: 4)
     assert config.micro_batch_size == 4
-    assert len(lines) == 1
-    assert "auto: 4" in lines[0]
+    asking, answer = lines
+    assert "lockstep plan" in asking
+    assert "auto: 4" in answer
 
 
 def test_where_the_default_fits_it_stays_open():
     config = Config(batch_size=64)
-    assert fitted(config, {}, on_device(), False, print, lambda *given: 0) == config
+    lines = []
+    assert fitted(config, {}, on_device(), False, lines.append, lambda *given: 0) == config
+    assert len(lines) == 1  # before it is asked: that may take a while
+
+
+@pytest.mark.parametrize(("gib", "asked_of"), [(80, 0), (8, 1)])
+def test_where_a_bound_shows_that_the_default_fits_nobody_is_asked(monkeypatch, gib, asked_of):
+    lines, asked_for = [], []
+    monkeypatch.setattr(fitting, "_memory", lambda device: float(gib << 30))
+    monkeypatch.setattr(fitting, "asked", lambda *given: asked_for.append(given) or 0)
+    config = Config(batch_size=64, precision="float32")
+    assert fitted(config, {}, on_device(), False, lines.append) == config
+    assert (len(asked_for), len(lines)) == (asked_of, asked_of)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

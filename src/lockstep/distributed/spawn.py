@@ -302,7 +302,8 @@ def _share_compilers(device: str, ranks: int) -> None:
     by_device = device != "cpu" and torch.cuda.is_available()
     threads = os.environ.get(name, str(compile_threads(ranks))) if by_device else "1"
     os.environ[name] = threads
-    importlib.import_module("torch._inductor.config").compile_threads = int(threads)
+    settings: Any = importlib.import_module("torch._inductor.config")
+    settings.compile_threads = int(threads)
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:

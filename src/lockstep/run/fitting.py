@@ -2,8 +2,9 @@
 
     config = fitted(config, state, world, own_task, say)
 
-A new run alone asks, and only on a CUDA device. What it is told stands in the run's config and in its checkpoints, so
-that a resume has the same, on another device and at another world size too.
+A new run alone asks, and only on a CUDA device, where an upper bound does not show that the default fits anyway. What
+it is told stands in the run's config and in its checkpoints, so that a resume has the same, on another device and at
+another world size too.
 """
 
 import dataclasses
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 
 from lockstep.config import options
-from lockstep.config.config import Config, is_auto
+from lockstep.config.config import Config, default_micro_batch_size, is_auto
 from lockstep.distributed.world import World
+from lockstep.run.memory_bound import memory_bound
 
 __all__ = ["asked", "fitted"]
 
 _PATIENCE = 300.0  # seconds
+_PLAIN = 0.5  # of a device's memory: where a bound is below it, the default size fits plainly
 _LIKE = "h100-80"  # whose name stands for a device with the memory that is given
 
 
@@ -53,6 +56,13 @@ def fitted(
     if world.device.type != "cuda" or own_task:
         return config
     room = min(world.gather(_memory(world.device) if ask is None else 0.0))  # collective
+    bound = memory_bound(config, default_micro_batch_size(config.batch_size))
+    if bound is not None and bound < _PLAIN * room:
+        return config
+    say(
+        "--micro-batch-size auto: `lockstep plan` computes whether the default size fits this device, in a process of "
+        "its own; --micro-batch-size N does without"
+    )
     size = world.gather((ask or asked)(config, world.size, room) if world.is_main else 0)[0]  # collective
     if not size:
         return config
