@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, PRESETS, GPTConfig, further_logits, generate
@@ -17,6 +18,39 @@ TINY = GPTConfig(layers=2, heads=2, width=16, vocab_size=50, context=12)
 def build(config=TINY, seed=0):
     torch.manual_seed(seed)
     return GPT(config)
+
+
+class Draws(TorchDispatchMode):
+    """Counts the numbers that are drawn into memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in function.tags and args[0].device.type != "meta":
+            self.count += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_weight_is_drawn_once():
+    with Draws() as draws:
+        model = build()
+    assert draws.count == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    generator = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(  # the first draws are the token table's
+        model.tokens.weight.detach(),
+        torch.empty(64, 16).normal_(0.0, 0.02, generator=generator),
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_a_device_around_it_is_its_device():
+    with torch.device("meta"), Draws() as draws:
+        model = build()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert draws.count == 0
+    assert list(model.state_dict()) == list(build().state_dict())
 
 
 def plain_forward(model, ids):

@@ -175,11 +175,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, self.ending = config, _ended
-        self.tokens = nn.Embedding(config.padded_vocab, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
-        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # else each layer draws its weights, and reset_parameters draws them again
+            self.tokens = nn.Embedding(config.padded_vocab, config.width)
+            self.positions = nn.Embedding(config.context, config.width)
+            self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.LayerNorm(config.width)
+        self.to_empty(device=device)
         self.reset_parameters()
 
     @torch.no_grad()
