@@ -31,15 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "device"))
 import torch
 from common import (
     LLM_C,
-    SIZES,
     STRETCH,
-    TOY,
     Sizes,
     failed,
     figure,
     language_model,
     option,
     read_arguments,
+    sizes,
     throughput,
 )
 from loop import STEPS, rate
@@ -92,7 +91,7 @@ class Setting:
     """
 
     def __init__(self, name, kind, folder):
-        shape: Sizes = TOY if kind.small else SIZES[name]
+        shape: Sizes = shape_of(name, kind)
         self.device, self.scope = kind.device, kind.scope
         self.shape, self.size, self.micro, self.rank, self.world = shape, shape.batch, shape.micro, 0, 1
         self.accumulation = shape.batch // shape.micro
@@ -115,6 +114,11 @@ class Setting:
         """The order is lockstep's; two workers and pinned memory."""
         more = {"num_workers": 2, "persistent_workers": True, "pin_memory": self.device.type == "cuda"}
         return torch.utils.data.DataLoader(self.data, batch_sampler=Micro(self, False), **more)
+
+
+def shape_of(name, kind):
+    """The sizes that the arguments `kind` ask for."""
+    return sizes(name, kind, micro=kind.micro, batch=kind.batch)
 
 
 def bare(setting, turns):
@@ -393,6 +397,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=LLM_C, default="gpt2")
     parser.add_argument("--only", nargs="*", type=known, default=list(CONTESTANTS), metavar="NAME")
+    parser.add_argument("--micro", type=int, default=0, help="samples of a micro-batch (default: the model's)")
+    parser.add_argument("--batch", type=int, default=0, help="samples of a step (default: the model's)")
     parser.add_argument("--at-once", type=int, default=3, help="contestants on the card, the first among them")
     parser.add_argument("--scope", choices=["blocks", "whole"], default="blocks", help="what is compiled")
     parser.add_argument("--rounds", type=int, default=6, help="0: one step each, which fills the compiler's cache")
@@ -416,7 +422,7 @@ class Contest:
 
     def __init__(self, arguments):
         self.arguments, self.began = arguments, time.monotonic()
-        self.shape = TOY if arguments.small else SIZES[arguments.model]
+        self.shape = shape_of(arguments.model, arguments)
         self.folder, self.groups = "", []
         self.base_times, self.losses = [], {}
 

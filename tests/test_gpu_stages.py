@@ -124,11 +124,13 @@ def test_a_stage_whose_rehearsal_fails_is_left_out_and_the_essential_one_ends_th
 
 def test_a_stage_that_hangs_or_fails_ends_nothing_else_and_none_is_begun_without_time(stages, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "LEAST", 1)
-    hangs = "print('began', flush=True)\nimport time\ntime.sleep(60)\n"
+    monkeypatch.setattr(stages, "GRACE", 1)
+    hangs = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('FAILED tests/a.py::b - x')\n"
     programs = {"fails": (f"{GOOD}raise SystemExit(4)\n", None), "hangs": (hangs, None), "late": (GOOD, None)}
     _, ended = call(stages, tmp_path, monkeypatch, programs, seconds=3.5)
     assert ended["fails"] == "exit 4"
-    assert ended["hangs"].startswith("took longer than")
+    assert ended["hangs"].startswith("took longer than")  # interrupted first: it prints what failed
+    assert "- `tests/a.py::b - x`" in (tmp_path / "gpu-results.md").read_text()
     assert ended["late"] == "left out: no time"
     figure = json.loads(LINE)
     assert stages.met(figure) == "no"
@@ -173,7 +175,7 @@ def test_an_error_in_one_contestant_is_a_line_and_not_the_end(stages, monkeypatc
 
     groups = {"bare": Group("bare"), "lockstep": Group("lockstep"), "hf": Group("hf", fails=3)}
     arguments = argparse.Namespace(
-        model="gpt2", only=list(groups), scope="blocks", rounds=4, steps=2, seconds=60, at_once=3
+        model="gpt2", only=list(groups), scope="blocks", rounds=4, steps=2, seconds=60, at_once=3, micro=0, batch=0
     )
     arguments.small = arguments.toy = True
     arguments.device = torch.device("cpu")

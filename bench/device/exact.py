@@ -2,16 +2,14 @@
 
 GPT-2 with micro-batches of 16, eager and compiled: do two runs of ten steps end with the same bits, and what does a
 step cost beside one without --exact (aim 1.25)? Every run has a process of its own, since the switches of exact mode
-are the process's. Those whose bits are compared run side by side; those that are timed run alone, the plain one first.
+are the process's. All begin side by side; those that are timed then wait for their turn, the plain ones first.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -37,7 +35,10 @@ def one_run(arguments):
     setting = {"device": device.type, "engine": "single", "exact": arguments.exact, "compile": arguments.compile}
     with tempfile.TemporaryDirectory() as folder, running(folder, "r", shape, **setting) as (run, records):
         if arguments.timed:
-            spent, _, _ = measured(records, device, *((1, 2) if arguments.small else (5, 12)))
+            measured(records, device, 1 if arguments.small else 5, 1)
+            print(json.dumps({"ready": True}), flush=True)
+            sys.stdin.readline()  # its turn
+            spent, _, _ = measured(records, device, 1, 2 if arguments.small else 12)
             print(json.dumps({"seconds": spent}), flush=True)
         else:
             for _ in range(STEPS):
@@ -45,17 +46,36 @@ def one_run(arguments):
             print(json.dumps({"digest": digest(run.model), "loss": step.loss}), flush=True)
 
 
-def asked(arguments, *flags):
-    """What a process of its own prints of such a run."""
-    own = [flag for flag in ("--toy", "--tiny") if getattr(arguments, flag.removeprefix("--"))]
-    command = [sys.executable, __file__, "--run", *own, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing was printed").splitlines()
-        print(done.stderr, file=sys.stderr)
-        raise RuntimeError(f"{' '.join(flags)}: exit {done.returncode}: {said[-1][:300]}")
-    return json.loads(lines[-1])
+class Asked:
+    """A run in a process of its own."""
+
+    def __init__(self, arguments, *flags):
+        own = [flag for flag in ("--toy", "--tiny") if getattr(arguments, flag.removeprefix("--"))]
+        self.flags = " ".join(flags)
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--run", *own, *flags],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+        )
+
+    def hear(self):
+        """The next object that it prints. Raises RuntimeError where it ends without one."""
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self.said.seek(0)
+        said = self.said.read().strip()
+        print(said, file=sys.stderr)
+        raise RuntimeError(f"{self.flags}: exit {self.process.wait()}: {said.splitlines()[-1:]}")
+
+    def take_turn(self):
+        """Seconds of a step, measured now."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.hear()["seconds"]
 
 
 def main():
@@ -68,24 +88,34 @@ def main():
     if arguments.run:
         one_run(arguments)
         return
-    flags = {way: ["--compile"] * compiled for way, compiled in WAYS.items()}
-    with ThreadPoolExecutor(1 if arguments.toy else 4) as pool:
-        pairs = {way: [pool.submit(asked, arguments, "--exact", *more) for _ in "ab"] for way, more in flags.items()}
+    ways = {way: ["--compile"] * compiled for way, compiled in WAYS.items()}
+    pairs = {way: [Asked(arguments, "--exact", *more) for _ in "ab"] for way, more in ways.items()}
     for way, pair in pairs.items():
         try:
-            one, two = (each.result() for each in pair)
+            one, two = (each.hear() for each in pair)
             same = one["digest"] == two["digest"]
             figure(f"exact, {way}: two runs have the same bits", int(same), "0 or 1", aim=1, loss=one["loss"])
         except RuntimeError as error:
             failed(f"exact, {way}: bits", error)
-    for way, more in flags.items():
-        try:
-            plain = asked(arguments, "--timed", *more)["seconds"]
-            exact = asked(arguments, "--timed", "--exact", *more)["seconds"]
-            title = f"exact, {way}: a step beside one without"
-            figure(title, exact / plain, "times", aim=1.25, better="less", plain_s=plain, exact_s=exact)
-        except RuntimeError as error:
-            failed(f"exact, {way}: time", error)
+    kinds = {"plain": [], "exact": ["--exact"]}
+    timed = {
+        way: {kind: Asked(arguments, "--timed", *own, *more) for kind, own in kinds.items()}
+        for way, more in ways.items()
+    }
+    well = [way for way in ways if ready(way, timed[way].values())]  # all: a turn is to be taken in quiet
+    for way in well:
+        plain, exact = (timed[way][kind].take_turn() for kind in kinds)
+        title = f"exact, {way}: a step beside one without"
+        figure(title, exact / plain, "times", aim=1.25, better="less", plain_s=plain, exact_s=exact)
+
+
+def ready(way, runs):
+    """Whether runs have taken their first steps."""
+    try:
+        return [run.hear() for run in runs]
+    except RuntimeError as error:
+        failed(f"exact, {way}: time", error)
+        return False
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""One run, and what it shows: python bench/device/one.py [--model gpt2-xl] [--only rate saves waits profile] [--toy]
+"""One run, and what it shows: python bench/device/one.py [--model gpt2-xl] [--only rate waits ...] [--toy | --tiny]
 
     python bench/device/one.py                                              # all parts, in one process, compiled once
     python bench/device/one.py --only rate --set residual_dtype=bf16        # a variant: its rate alone
-    python bench/device/one.py --model gpt2-xl --only rate saves --steps 6 --save-every 12
+    python bench/device/one.py --model gpt2-xl --only rate first-save --steps 6 --save-every 16
 
-rate: MFU over some steps. saves: how long the loop stands still for the first save and for the second one (aim 0.1 s).
+rate: MFU over some steps. first-save, second-save: how much longer some steps take for the save among them (aim 0.1 s).
 waits: steps under torch's synchronisation warnings, each place with its line (aim: none). profile: the share of the
 time in which the device has nothing to do, and its longest kernels.
 """
@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 from common import LLM_C, SIZES, STRETCH, failed, figure, option, read_arguments, sizes, throughput
-from runs import each_measured, measured, profiled, running
+from runs import measured, profiled, running
 
 BEGAN = time.perf_counter()
-PARTS = ("rate", "saves", "waits", "profile")
+PARTS = ("rate", "first-save", "waits", "second-save", "profile")  # in this order
+AROUND = 4  # steps
 
 
 def main():
@@ -42,7 +43,7 @@ def main():
     setting = {"device": device.type, "engine": "single"}
     setting |= {"compile": False} if arguments.scope == "none" else {"compile_scope": arguments.scope}
     setting |= dict(map(option, arguments.set))
-    if "saves" in arguments.only:
+    if {"first-save", "second-save"} & set(arguments.only):
         setting["ckpt_freq"] = arguments.save_every
     label = ", ".join([arguments.model, f"compiled: {arguments.scope}", *arguments.set])
     label += f", loss in chunks of {arguments.loss_chunk}" if arguments.loss_chunk else ""
@@ -59,12 +60,12 @@ def main():
             "stretch": STRETCH.get(arguments.model),
         }
         throughput(label, spent, shape, device, aim=LLM_C.get(arguments.model), **more)
-        for part in ("saves", "waits", "saves", "profile"):
+        for part in PARTS[1:]:
             if part not in arguments.only:
                 continue
             try:
-                if part == "saves":
-                    taken = save(records, device, taken, arguments.save_every)
+                if part.endswith("save"):
+                    taken = save(part, records, device, taken, arguments.save_every)
                 elif part == "waits":
                     taken = waits(records, device, taken, 6 if arguments.small else 16)
                 else:
@@ -73,18 +74,19 @@ def main():
                 failed(f"{label}: {part}", error)
 
 
-def save(records, device, taken, every):
-    """Times the steps around the next save; how many steps were taken by then."""
+def save(part, records, device, taken, every):
+    """Times the steps around the next save beside as many without; how many steps were taken by then.
+
+    The device is waited for at their ends alone, so that the host runs ahead as it does in a training.
+    """
     until = every * (taken // every + 1)
-    for _ in range(until - taken - 4):
+    for _ in range(until - 1 - AROUND - taken):
         next(records)
-    usual = sorted(each_measured(records, device, min(3, until - taken - 1)))
-    around = each_measured(records, device, 4)  # the save, and the steps while it is written
-    name = "the first save" if until == every else f"save {until // every}"
-    stall = sum(around) - len(around) * usual[len(usual) // 2]
-    more = {"usual_s": usual[len(usual) // 2], "longest_s": max(around)}
-    figure(f"{name} holds the loop, with the steps after it", stall, "s", aim=0.1, better="less", **more)
-    return until + 3
+    usual = measured(records, device, 0, AROUND)[0] * AROUND
+    around = measured(records, device, 0, AROUND)[0] * AROUND  # the first of them ends with the save
+    title = f"the {part.replace('-', ' ')} holds the loop over {AROUND} steps"
+    figure(title, around - usual, "s", aim=0.1, better="less", usual_s=usual, around_s=around)
+    return until - 1 + AROUND
 
 
 def waits(records, device, taken, steps):

@@ -13,9 +13,11 @@ worth keeping lies under --out: logs.tgz and gpu-results.md, written anew after 
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -31,8 +33,12 @@ ROOT = HERE.parent.parent
 CACHE = Path(tempfile.gettempdir()) / "lockstep-gpu-cache"  # of the compiler: the second call finds it again
 LIMITS = {1: 510, 2: 240}  # seconds of a call
 LEAST = 20  # seconds without which a stage is not begun
-TESTS = "-m pytest -m gpu -W default -q --no-header -p no:cacheprovider -n 6 --maxfail 12 --timeout 120 -rf"
-FILES = "test_gpu.py test_gpu_runs.py engines/test_engine_gpu.py guards/test_guards_gpu.py models/test_gpt.py"
+GRACE = 8  # seconds of a stage that is interrupted at its limit: pytest prints its failures then
+TESTS = "-m pytest -m gpu -W default -v --no-header -p no:cacheprovider -n 6 --maxfail 12 --timeout 120 --tb short -rf"
+FILES = (
+    *("test_gpu.py", "test_gpu_runs.py", "engines/test_engine_gpu.py", "guards/test_guards_gpu.py"),
+    *("models/test_gpt.py", "models/test_fused.py"),
+)
 
 # Off until a device has measured them: each by itself, then together.
 OPTIONS = "residual_dtype=bf16 fused_kernels=backward fused_kernels=all weight_copies=step,grad_dtype=bf16"
@@ -47,7 +53,7 @@ class Stage:
         call: in which it runs; 0: in none, by name alone.
         limit: seconds.
         command: what Python is given.
-        rehearsed: its flags beside `--tiny`, for the rehearsal on the device; None: it has none.
+        rehearsed: its flags in a rehearsal; None: it is not rehearsed on the device, and on a CPU as it stands.
     """
 
     call: int
@@ -55,15 +61,19 @@ class Stage:
     command: str
     rehearsed: str | None = None
 
+    def rehearsal(self, size):
+        """The command at tiny size; `size` is --toy, on the CPU, or --tiny, on the device."""
+        return self.command if self.rehearsed is None else f"{self.command.split()[0]} {size} {self.rehearsed}"
+
 
 STAGES = {
-    "machine": Stage(1, 30, "bench/device/machine.py"),
-    "tests": Stage(1, 120, f"{TESTS} {' '.join(f'tests/{name}' for name in FILES.split())}"),
+    "machine": Stage(1, 20, "bench/device/machine.py", ""),
+    "tests": Stage(1, 150, f"{TESTS} {' '.join(f'tests/{name}' for name in FILES)}"),
     "contest": Stage(
-        1, 100, "bench/gpu.py --only bare lockstep 'bare again' --rounds 8 --seconds 80", "--only bare lockstep"
+        1, 110, "bench/gpu.py --only bare lockstep 'bare again' --rounds 8 --seconds 90", "--only bare lockstep"
     ),
-    "one": Stage(1, 80, "bench/device/one.py", ""),
-    "exact": Stage(1, 90, "bench/device/exact.py", ""),
+    "one": Stage(1, 60, "bench/device/one.py", ""),
+    "exact": Stage(1, 80, "bench/device/exact.py", ""),
     "peers": Stage(
         1,
         90,
@@ -73,13 +83,14 @@ STAGES = {
     "large": Stage(
         2,
         100,
-        "bench/device/one.py --model gpt2-xl --only rate saves --steps 6 --save-every 12",
-        "--model gpt2-xl --only rate saves --save-every 12",
+        "bench/device/one.py --model gpt2-xl --only rate first-save --steps 6 --save-every 16",
+        "--model gpt2-xl --only rate first-save --save-every 16",
     ),
     "options": Stage(
         2,
         90,
-        f"bench/gpu.py --only lockstep {OPTIONS} {ALL_OPTIONS} --at-once 6 --rounds 4 --seconds 75",
+        "bench/gpu.py --at-once 6 --micro 16 --batch 64 --rounds 4 --seconds 75 "
+        f"--only lockstep {OPTIONS} {ALL_OPTIONS}",
         f"--only lockstep {ALL_OPTIONS} --at-once 6",
     ),
     "whole": Stage(2, 50, "bench/device/one.py --only rate --scope whole", "--only rate --scope whole"),
@@ -99,8 +110,8 @@ STAGES = {
 }
 # What runs beside the tests, where nothing is timed.
 BESIDE = {
-    "commands": "bench/device/commands.py",  # as a user types them
     "warm": "bench/gpu.py --only bare lockstep --rounds 0",  # the graphs that later stages need, at full size
+    "commands": "bench/device/commands.py",  # as a user types them
 }
 ESSENTIAL = "one"  # what nearly all others are made of
 
@@ -108,23 +119,23 @@ ESSENTIAL = "one"  # what nearly all others are made of
 class Started:
     """A program that runs, with its log; in a session of its own, so that what it started ends with it."""
 
-    def __init__(self, name, command, folder, toy):
+    def __init__(self, name, command, folder, variables):
         self.name, self.log, self.began = name, folder / f"{name.replace(' ', '-')}.log", time.monotonic()
         arguments = [sys.executable, *shlex.split(command)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment(toy), start_new_session=True
+                arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
 
     def result(self, limit):
         """How it ended within `limit` seconds of its begin, and the figures that it printed."""
-        late = False
-        try:
-            code = self.process.wait(max(0.0, self.began + limit - time.monotonic()))
-            ended = "done" if not code else f"exit {code}"
-        except subprocess.TimeoutExpired:
-            self.kill()
-            late, ended = True, f"took longer than {limit:.0f} s"
+        late = not self.wait(self.began + limit - GRACE)
+        if late:
+            self.process.send_signal(signal.SIGINT)
+            self.wait(self.began + limit)
+        self.kill()  # what is left of its session, too
+        code = self.process.wait()
+        ended = f"took longer than {limit - GRACE:.0f} s" if late else f"exit {code}" if code else "done"
         said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         objects = [found for line in said if (found := _json(line)) is not None]
         return {
@@ -135,23 +146,40 @@ class Started:
             "figures": list({each["figure"]: each for each in objects if "figure" in each}.values()),
             "other": [each for each in objects if "figure" not in each],
             "last": [line[:240] for line in said if line.strip() and _json(line) is None][-6:],
-            "failures": [line[:240] for line in said if line.startswith(("FAILED ", "ERROR "))][:16],
+            "failures": list(dict.fromkeys(name for line in said if (name := failure(line))))[:16],
         }
 
+    def wait(self, until):
+        """Whether it has ended by then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+            return True
+        return False
+
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def environment(toy):
-    """What every stage is given; a variable that is set already stays as it is."""
+def failure(line):
+    """The test that a line of pytest's names as failed, as the line says it; "" in any other line."""
+    found = re.search(r"\b(?:FAILED|ERROR) (tests/\S+.*)", line)
+    return found[1][:240].strip() if found else ""
+
+
+def environment(toy, compilers=0):
+    """What every stage is given; a variable that is set already stays as it is.
+
+    Args:
+        compilers: processes that compile; 0: all cores but two.
+    """
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench"), str(ROOT / "tests")])
     found = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "LOCKSTEP_CACHE": str(CACHE / "data")}
     if not toy:
         found |= {
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
             "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 2) - 2)),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(compilers or max(1, (os.cpu_count() or 2) - 2)),
             "TORCH_LOGS": "recompiles,graph_breaks",
             "TRITON_CACHE_DIR": str(CACHE / "triton"),
         }
@@ -261,8 +289,8 @@ class Call:
             elif limit < LEAST:
                 self.keep({**nothing(name), "ended": "left out: no time"}, folder)
             else:
-                flags = " --toy" * (self.toy and name != "tests")
-                stage = Started(name, STAGES[name].command + flags, folder, self.toy)
+                command = STAGES[name].rehearsal("--toy") if self.toy else STAGES[name].command
+                stage = Started(name, command, folder, environment(self.toy))
                 beside = self.rehearse(folder) if name == "tests" and not self.toy else {}
                 self.keep(stage.result(limit), folder)
                 for other, program in beside.items():
@@ -278,18 +306,13 @@ class Call:
         return True
 
     def rehearse(self, folder):
-        """Begins the rehearsals on the device, and what runs beside the tests."""
-        found = {
-            name: Started(
-                f"rehearsal of {name}",
-                f"{stage.command.split()[0]} --tiny {stage.rehearsed}",
-                folder,
-                self.toy,
-            )
-            for name, stage in STAGES.items()
-            if stage.call and stage.rehearsed is not None
-        }
-        return found | {name: Started(name, command, folder, self.toy) for name, command in BESIDE.items()}
+        """Begins what runs beside the tests, and the rehearsals on the device, with few compilers each."""
+        found = {name: Started(name, command, folder, environment(False)) for name, command in BESIDE.items()}
+        few = environment(False, compilers=2)
+        for name, stage in STAGES.items():
+            if stage.call and stage.rehearsed is not None and name != "machine":
+                found[name] = Started(f"rehearsal of {name}", stage.rehearsal("--tiny"), folder, few)
+        return found
 
     def keep(self, result, folder):
         """Prints a result, and writes page and tarball anew."""

@@ -60,6 +60,7 @@ def running(folder, name, shape, *, loss_chunk=0, **changed):
 
 def measured(records, device, warm, steps):
     """(seconds a step, seconds until the first steps were done, peak bytes)."""
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(warm):
         next(records)
@@ -73,17 +74,6 @@ def measured(records, device, warm, steps):
     synchronize(device)
     spent = (time.perf_counter() - began) / steps
     return spent, first, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-
-
-def each_measured(records, device, steps):
-    """Seconds of each of some steps, the device synchronised after each."""
-    found = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        next(records)
-        synchronize(device)
-        found.append(time.perf_counter() - began)
-    return found
 
 
 def profiled(records, device, steps=5):

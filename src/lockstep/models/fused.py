@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from lockstep.transforms.weight_copies import operands_of
+
 __all__ = ["GeluLinear", "QkvLinear", "gelu_gradient", "linear_gelu", "stacked_gradient"]
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -189,6 +191,8 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sums
 class _Replacement(nn.Linear):
     """A linear layer that takes over the parameters of another."""
 
+    takes_copies = True  # of its weights, see `transforms.weight_copies`
+
     @classmethod
     def of(cls, linear: nn.Linear, **settings: Any) -> Self:
         """Build the layer around the parameters of `linear`, which must have a bias; `settings` become attributes."""
@@ -199,7 +203,7 @@ class _Replacement(nn.Linear):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input and the parameters in one dtype: what autocast does for a product of torch's own."""
-        operands = (x, self.weight, self.bias)
+        operands = (x, *operands_of(self, x))
         kind = x.device.type
         if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
             return operands

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from lockstep.errors import ConfigError
 from lockstep.units import bytes_text
 
-__all__ = ["CopiedLinear", "WeightCopies", "copies_of", "weight_of"]
+__all__ = ["CopiedLinear", "WeightCopies", "copies_of", "operands_of", "weight_of"]
 
 
 class _Pair(NamedTuple):
@@ -57,13 +57,15 @@ class WeightCopies:
     ) -> "WeightCopies":
         """Gives the model copies of the weights and biases that its linear layers multiply by.
 
-        These are torch's own nn.Linear, and what a module names in `multiplies_by`: submodules by whose weight it
-        multiplies without calling them, such as a token table that is the head too.
+        These are torch's own nn.Linear, layers that set `takes_copies` since they ask `operands_of`, and what a module
+        names in `multiplies_by`: submodules by whose weight it multiplies without calling them, such as a token table
+        that is the head too.
 
         Raises:
             ConfigError: there are none, or a hook on a weight's gradient would no longer see it.
         """
-        modules = {module: ("weight", "bias") for module in model.modules() if _is_plain_linear(module)}
+        layers = (m for m in model.modules() if _is_plain_linear(m) or getattr(m, "takes_copies", False))
+        modules: dict[nn.Module, tuple[str, ...]] = dict.fromkeys(layers, ("weight", "bias"))
         for module in model.modules():
             modules |= {getattr(module, name): ("weight",) for name in getattr(module, "multiplies_by", ())}
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -173,6 +175,14 @@ def weight_of(module: Any, input: Tensor) -> Tensor:
     copies = getattr(module, "copies", None)
     found: Tensor = module.weight if copies is None or not copies.serve(input) else module.weight_copy
     return found
+
+
+def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight and the bias that `input` is to meet: the module's, or their copies while those are in use."""
+    copies = getattr(module, "copies", None)
+    if copies is None or not copies.serve(input):
+        return module.weight, module.bias
+    return module.weight_copy, module.bias_copy
 
 
 def copies_of(model: nn.Module) -> WeightCopies | None:
