@@ -73,7 +73,7 @@ mutants: .venv/dev ## plausible mistakes put into a copy of the core: do the tes
 	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installed)
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	$(PYTHON) bench/device/run.py --only tests $(ARGS)
 
 gpu: ## all that only a GPU shows, into outputs/gpu: ARGS="--call 1" (510 s at most), then "--call 2" (240 s); --toy rehearses
 	$(PYTHON) bench/device/run.py $(ARGS)

@@ -149,6 +149,18 @@ def test_the_two_calls_fit_their_limits_and_stand_in_the_page(stages):
     assert stages.LIMITS == {1: 510, 2: 240}
 
 
+def test_a_card_has_the_peak_of_its_own_kind(stages):
+    import common
+
+    for name, peak in (
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ):
+        assert common.peak_of(name) == peak
+
+
 def test_an_error_in_one_contestant_is_a_line_and_not_the_end(stages, monkeypatch, capfd):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import argparse

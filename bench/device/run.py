@@ -291,7 +291,7 @@ class Call:
             else:
                 command = STAGES[name].rehearsal("--toy") if self.toy else STAGES[name].command
                 stage = Started(name, command, folder, environment(self.toy))
-                beside = self.rehearse(folder) if name == "tests" and not self.toy else {}
+                beside = self.rehearse(names, folder) if name == "tests" and not self.toy else {}
                 self.keep(stage.result(limit), folder)
                 for other, program in beside.items():
                     found = program.result(limit)
@@ -305,8 +305,10 @@ class Call:
                 return False
         return True
 
-    def rehearse(self, folder):
-        """Begins what runs beside the tests, and the rehearsals on the device, with few compilers each."""
+    def rehearse(self, names, folder):
+        """Begins what runs beside the tests, and the rehearsals of both calls on the device, with few compilers each."""
+        if names == ["tests"]:
+            return {}
         found = {name: Started(name, command, folder, environment(False)) for name, command in BESIDE.items()}
         few = environment(False, compilers=2)
         for name, stage in STAGES.items():
