@@ -1,11 +1,13 @@
 """How samples are loaded: errors named and tried again with the same bits, processes that die, and that are ended."""
 
+import gc
 import multiprocessing
 import os
 import random
 import re
 import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -254,6 +256,86 @@ def test_a_handler_that_torch_installed_for_another_loader_does_not_raise_when_p
         assert children() <= before
     finally:
         signal.signal(signal.SIGCHLD, handler)
+
+
+class Cyclic:
+    """Is freed by a garbage collection alone, and notes in which process."""
+
+    def __init__(self, log):
+        self.itself, self.log = self, log
+
+    def __del__(self):
+        with self.log.open("a") as file:
+            print(os.getpid(), file=file)
+
+
+GARBAGE_AT_FORK = []  # logs; for each, a fork finds a Cyclic that nobody has, and the child collects at once
+os.register_at_fork(
+    before=lambda: [Cyclic(log) for log in GARBAGE_AT_FORK] and None,
+    after_in_child=lambda: gc.set_threshold(1) if GARBAGE_AT_FORK else None,
+)
+
+
+class Dropping(Noisy):
+    """Drops in the loader process what was alive when that was forked, and collects garbage."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.alive = Cyclic(log)
+
+    def __getitem__(self, index):
+        self.alive = None
+        gc.collect()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_loader_process_frees_nothing_that_it_was_forked_with(tmp_path, collecting):
+    """A tensor of a CUDA device that several streams used would abort it."""
+    log, healthy = tmp_path / "freed", content(feed(Noisy()))
+    log.touch()
+    GARBAGE_AT_FORK.append(log)
+    try:
+        if not collecting:
+            gc.disable()
+        assert content(feed(Dropping(log), workers=2)) == healthy
+        assert gc.isenabled() is collecting
+    finally:
+        gc.enable()
+        GARBAGE_AT_FORK.clear()
+    gc.collect()
+    assert set(log.read_text().split()) == {str(os.getpid())}
+
+
+class Collected(Noisy):
+    """A sample is: are collections on, did one free an object made here."""
+
+    def __getitem__(self, index):
+        class Own:
+            pass
+
+        own = Own()
+        own.itself, freed = own, weakref.ref(own)
+        del own
+        gc.collect()
+        return gc.isenabled(), freed() is None
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_loader_process_collects_its_own_garbage_as_its_parent_does(collecting):
+    if not collecting:
+        gc.disable()
+    try:
+        found = content(feed(Collected(), workers=1))
+    finally:
+        gc.enable()
+    assert {sample for _, micro in found for *_, data in micro for sample in data["samples"]} == {(collecting, True)}
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_loader_process_that_was_not_forked_collects_too():
+    found = content(feed(Collected(), workers=1))
+    assert {sample for _, micro in found for *_, data in micro for sample in data["samples"]} == {(True, True)}
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol, Self
 
@@ -25,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.fetch import Key
-from lockstep.data.worker import end_with_parent
+from lockstep.data.worker import collections_paused, end_with_parent, keep_inherited
 from lockstep.errors import DataError
 
 __all__ = ["Fetching", "Loader", "Loading"]
@@ -118,20 +119,21 @@ class _Processes:
     """Loader processes, from their start to their end."""
 
     def __init__(self, fetch: Fetching, keys: Iterator[Key], loading: Loading, pinned: bool) -> None:
-        loader = DataLoader(
-            _Keyed(fetch),
-            sampler=_Once(keys),
-            batch_size=None,
-            collate_fn=_as_is,
-            num_workers=loading.workers,
-            prefetch_factor=loading.prefetch,
-            pin_memory=pinned,
-            worker_init_fn=_one_thread,
-        )
         self._pinned = pinned
         before = set(multiprocessing.active_children())
         self._handler = signal.getsignal(signal.SIGCHLD)
-        self._iterator: Any = iter(loader)
+        with collections_paused() as collecting:
+            loader = DataLoader(
+                _Keyed(fetch),
+                sampler=_Once(keys),
+                batch_size=None,
+                collate_fn=_as_is,
+                num_workers=loading.workers,
+                prefetch_factor=loading.prefetch,
+                pin_memory=pinned,
+                worker_init_fn=partial(_begin, collecting),
+            )
+            self._iterator: Any = iter(loader)  # forks
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._without_torchs_handler()
 
@@ -217,8 +219,9 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def _one_thread(_: int) -> None:
-    """Run in each loader process: its libraries must not take the cores that other ranks compute on."""
+def _begin(collecting: bool, _: int) -> None:
+    """Prepare a loader process: its libraries must not take the cores that other ranks compute on."""
+    keep_inherited(collecting)
     end_with_parent()
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded

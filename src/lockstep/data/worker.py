@@ -1,22 +1,64 @@
-"""The life of a loader process: it ends with the process that it loads for.
+"""The life of a loader process: it frees nothing of the process that it was forked from, and ends with it.
 
-    end_with_parent()           # first thing in the loader process
+    with collections_paused() as collecting:    # where loader processes are forked
+        ...
+    keep_inherited(collecting)                  # first thing in each of them
+    end_with_parent()
+
+A forked process has copies of all objects of its parent, and of the garbage that the parent had not collected yet.
+CUDA does not work in it: to free a tensor that several streams used, or a pinned one that was copied from, records CUDA
+events, which aborts the process. Objects with a `__del__` would act a second time, on files and sockets of the parent.
+So the loader process leaves all of it out of its garbage collections. (What its own code drops, it still frees.)
 
 torch's loader process looks every five seconds whether its parent lives, and not while it loads. Until then it holds
 what it was forked with: the connections of a rank that was killed, whose peers do not see it go, and files.
 """
 
+import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 
-__all__ = ["end_with_parent"]
+__all__ = ["collections_paused", "end_with_parent", "keep_inherited"]
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+@contextlib.contextmanager
+def collections_paused() -> Iterator[bool]:
+    """Pause garbage collection in this process and, until `keep_inherited`, in those that it forks.
+
+    A process that was just forked runs Python of many modules before it gets to any code of ours.
+
+    Yields:
+        Whether garbage collection was on.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield collecting
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def keep_inherited(collecting: bool) -> None:
+    """Exempt all objects that this process was forked with from garbage collection.
+
+    Collections then leave their memory alone too, which stays shared with the parent.
+
+    Args:
+        collecting: collect garbage that is made from here on; see `collections_paused`.
+    """
+    gc.freeze()
+    if collecting:
+        gc.enable()
 
 
 def end_with_parent() -> None:
