@@ -306,7 +306,7 @@ class Call:
         return True
 
     def rehearse(self, names, folder):
-        """Begins what runs beside the tests, and the rehearsals of both calls on the device, with few compilers each."""
+        """Begins what runs beside the tests, and rehearsals of both calls on the device, with few compilers each."""
         if names == ["tests"]:
             return {}
         found = {name: Started(name, command, folder, environment(False)) for name, command in BESIDE.items()}
