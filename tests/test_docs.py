@@ -53,3 +53,19 @@ def test_the_documents_name_every_method_and_number():
     shown = {name for name in vars(lockstep.Run) if not name.startswith("_")} | {"loss", "norm", "applied"}
     shown |= {name for name in lockstep.Step.__slots__ if not name.startswith("_")} - {"record"}
     assert sorted(name for name in shown if f".{name}" not in run) == []
+
+
+def headings(page):
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_between_pages_lead_somewhere():
+    lost = []
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        for path, anchor in re.findall(r"\]\(([\w./-]*\.md)?(?:#([\w-]+))?\)", page.read_text(encoding="utf-8")):
+            target = page.parent / path if path else page
+            if (path or anchor) and not (target.is_file() and (not anchor or anchor in headings(target))):
+                lost.append((page.name, path, anchor))
+    assert lost == []

@@ -215,7 +215,7 @@ def adapted(task: Any) -> Task:
     """`task` as a Task. Only an object of another class with the same methods needs it.
 
     Raises:
-        ConfigError: it lacks a method, has one that is misspelt, or its reduction is unknown.
+        ConfigError: it lacks a method, has one that is misspelt, or one of its values cannot be.
     """
     if isinstance(task, type):
         raise ConfigError(f"the task is the class {task.__name__} itself; give an object of it: {task.__name__}()")
@@ -227,6 +227,12 @@ def adapted(task: Any) -> Task:
     made = task if isinstance(task, Task) else _Adapted(task)
     if made.reduction not in ("sum", "mean"):
         raise ConfigError(f"the task's reduction is {made.reduction!r}: it must be 'sum', the default, or 'mean'")
+    mask = made.attention_mask
+    if mask is not None and not isinstance(mask, bool):
+        raise ConfigError(
+            f"the task's attention_mask is of type {type(mask).__name__}: it must be True or False, whether the model "
+            "gives attention a mask, or None, the default"
+        )
     return made
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,6 +52,13 @@ def test_a_device_around_it_is_its_device():
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert draws.count == 0
     assert list(model.state_dict()) == list(build().state_dict())
+
+
+def test_it_can_be_built_of_fake_tensors():
+    with FakeTensorMode():
+        model = build()
+    assert {type(p) for p in model.parameters()} == {FakeTensor}
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
 def plain_forward(model, ids):

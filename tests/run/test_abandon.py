@@ -163,6 +163,8 @@ def test_a_run_without_checkpoints_does_all_else(tmp_path, ranks):
     assert [record["global_step"] for record in records if "running_loss" in record] == seen
     assert list(evaluated) == [3, 6, 8]
     assert json.loads((tmp_path / "r" / "state.json").read_text())["global_step"] == 8
+    logs = [file.read_text() for file in sorted((tmp_path / "r" / "logs").iterdir())]
+    assert [log.count("--checkpoint.mode") for log in logs] == [1] + [0] * (ranks - 1)  # one rank says it
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -147,6 +147,15 @@ def test_what_a_task_lacks_is_named():
         adapted(Bare())
 
 
+@pytest.mark.parametrize("mask", ["no", 0, torch.ones(2)])
+def test_an_attention_mask_is_yes_no_or_not_known(mask):
+    class Masked(Ragged):
+        attention_mask = mask
+
+    with pytest.raises(ConfigError, match="attention_mask"):
+        adapted(Masked())
+
+
 class Both(Ragged):
     def __init__(self, result):
         super().__init__()

@@ -182,7 +182,9 @@ class GPT(nn.Module):
             self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
-        self.to_empty(device=device)
+        for module in self.modules():  # `to_empty` swaps tensors, which fake ones do not allow
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -15,12 +15,10 @@ from lockstep.tasks.options import LANGUAGE, kind_of
 __all__ = ["memory_bound"]
 
 _VOCABULARY = 1 << 18  # tokens: no tokenizer in use has more
-_STATES = (
-    28  # bytes a parameter: float32, its gradient, two moments, an average, a bucket, and a copy in half precision
-)
-_KEPT = (
-    160  # bytes that a block keeps of a token and an element of its width: 29 float32 tensors and 7 in half precision
-)
+# Bytes a parameter: float32, its gradient, two moments, an average, a bucket, and a copy in half precision.
+_STATES = 28
+# Bytes that a block keeps of a token and an element of its width: 29 float32 tensors and 7 in half precision.
+_KEPT = 160
 _WEIGHTS = 12  # bytes of a score that attention keeps where it keeps scores: before and after softmax, and dropped out
 _COPIES = 5  # of the logits: in half precision, float32, of softmax, their gradient, and that of the product
 _LOGITS = 512 << 20  # bytes of float32 logits above which the loss makes them in chunks (see models/chunked.py)

@@ -84,10 +84,7 @@ def model_of(
 def _check_copies(config: Config, task: Task, world: World) -> None:
     """Raises ConfigError where --weight-copies step does not go with the precision, the engine or the task."""
     if config.precision != "bf16":
-        raise ConfigError(
-            f"--weight-copies step is of --precision bf16, and it is {config.precision}: there is nothing to cast; "
-            "leave it out"
-        )
+        raise ConfigError(f"--weight-copies step needs --precision bf16, and it is {config.precision}: leave it out")
     check_copies(
         name_of(config.engine, world),
         narrow=config.grad_dtype == "bf16",

@@ -363,7 +363,7 @@ def _announce(built: Built) -> None:
     _LOG.info(described_step(built.run_plan, built.world.size))
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
-    if built.config.checkpoint.mode == "none":
+    if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning(
             "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
         )
