@@ -126,7 +126,7 @@ def lock(folder, rounds, nbytes):
     lost, seconds, calls = (statistics.median(column) for column in zip(*found[1:], strict=True))
     print(
         f"{size:.2f} GB in {len(tensors)} tensors: the loop waits {1e3 * lost:.1f} ms for the lock a GB "
-        f"(longest round {1e3 * max(each for each, _, _ in found[1:]):.1f}), {seconds:.2f} s a GB, {calls:.0f} operations"
+        f"(longest round {1e3 * max(each for each, _, _ in found[1:]):.1f}), {seconds:.2f} s a GB, {calls:.0f} calls"
     )
 
 
@@ -143,7 +143,8 @@ def main():
     torch.set_num_threads(1)
     if given.lock:
         with tempfile.TemporaryDirectory(dir=given.folder) as name:
-            return lock(Path(name), given.rounds, int(given.gigabytes * 1e9))
+            lock(Path(name), given.rounds, int(given.gigabytes * 1e9))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = [nn.Linear(given.width, given.width) for _ in range(given.layers)]
     model = nn.Sequential(*layers).to(device)

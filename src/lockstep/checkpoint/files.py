@@ -35,7 +35,7 @@ Seen = Callable[[int], None]
 
 _CHUNK = 4 << 20  # bytes that are read at once: what was just read is still in the cache when it is hashed
 # Bytes that are hashed, and written, at once. Both let other threads run, but a training loop that launches kernels
-# waits whenever this thread comes back for the next chunk: with 4 MiB 60 ms a gigabyte, with 64 MiB 20.
+# may have to wait each time that this thread comes back for the next chunk.
 _WRITTEN = 64 << 20
 
 
