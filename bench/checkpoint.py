@@ -3,6 +3,10 @@
 The same state (a GPT's parameters with AdamW), the same steps, one run: steps alone, then with one save among them by
 each way. "blocked" is how long the call keeps the loop; "lost" is how much longer the steps take in all, until the save
 is done: what a thread takes from the following steps counts too. Medians over the rounds, ways in turn.
+
+With --lock (Linux): how long the thread that writes keeps the interpreter's lock from a loop of tiny operations, as one
+that launches kernels is. Counted is what the loop slept, which it never does by itself; when other processes had its
+core does not count, so that a busy machine shows the same, but for a writer that loses its core with the lock in hand.
 """
 
 import argparse
@@ -85,6 +89,47 @@ def contest(ways, name, made, data, steps):
     return blocked, lost
 
 
+def slept():
+    """Seconds, of some beginning, in which this thread neither ran nor waited for a core."""
+    with open("/proc/thread-self/schedstat") as file:
+        ran, waited, _ = map(int, file.read().split())
+    return time.perf_counter() - (ran + waited) / 1e9
+
+
+def many(nbytes):
+    """As many tensors as GPT-2 1.5B and its optimizer have, and as different in size: a few hold nearly all."""
+    found = {}
+    for part in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        for block in range(48):
+            found |= {f"{part}/{block}.{name}": torch.ones(nbytes // 4 // 3 // 48 // 4) for name in "abcd"}
+            found |= {f"{part}/{block}.small{number}": torch.ones(1600) for number in range(8)}
+    return found
+
+
+def lock(folder, rounds, nbytes):
+    saver, tensors, tiny = checkpoint.Saver(World()), many(nbytes), torch.ones(4)
+    size, found = sum(tensor.nbytes for tensor in tensors.values()) / 1e9, []
+    for number in range(rounds + 1):
+
+        def write(share, world, number=number):
+            checkpoint.write_share(folder, number, share, {}, world, engine="bench")
+
+        saver.begin(tensors, write)
+        before, calls, began = slept(), 0, time.perf_counter()
+        while saver._thread.is_alive():
+            for _ in range(50):
+                tiny.add_(1.0)
+            calls += 50
+        found.append(((slept() - before) / size, (time.perf_counter() - began) / size, calls))
+        saver.settle(last=True)
+        shutil.rmtree(folder / "checkpoints")
+    lost, seconds, calls = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    print(
+        f"{size:.2f} GB in {len(tensors)} tensors: the loop waits {1e3 * lost:.1f} ms for the lock a GB "
+        f"(longest round {1e3 * max(each for each, _, _ in found[1:]):.1f}), {seconds:.2f} s a GB, {calls:.0f} calls"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
@@ -92,8 +137,14 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--lock", action="store_true", help="the interpreter's lock alone")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="with --lock")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.lock:
+        with tempfile.TemporaryDirectory(dir=given.folder) as name:
+            lock(Path(name), given.rounds, int(given.gigabytes * 1e9))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = [nn.Linear(given.width, given.width) for _ in range(given.layers)]
     model = nn.Sequential(*layers).to(device)

@@ -80,7 +80,7 @@ def asked_by():
 class Event:
     """Comes to pass when `FakeCuda.reached` says so: at once, or when it is waited for. One a millisecond."""
 
-    def __init__(self, cuda, enable_timing=False):
+    def __init__(self, cuda, enable_timing=False, blocking=False):
         self.cuda, self.number, self.at = cuda, len(cuda.events), 0.0
         cuda.events.append(self)
 
@@ -180,7 +180,7 @@ class FakeCuda:
 
     def __enter__(self):
         stubs = {
-            "Event": lambda enable_timing=False: Event(self, enable_timing),
+            "Event": lambda enable_timing=False, blocking=False: Event(self, enable_timing, blocking),
             "Stream": lambda device=None: Stream(self, device),
             "stream": self.stream,
             "current_stream": lambda device=None: self.current,

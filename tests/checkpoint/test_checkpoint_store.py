@@ -232,6 +232,7 @@ def test_folders_get_the_permissions_of_their_parent(tmp_path):
 
 def test_a_file_is_written_and_checked_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_CHUNK", 8)
+    monkeypatch.setattr(files, "_WRITTEN", 8)
     chunks, seen = [bytes(range(20)), b"", bytes(range(100, 109))], []
     written = files.write_file(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == b"".join(chunks)

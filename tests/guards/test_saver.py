@@ -17,9 +17,9 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint import pinned
+from lockstep.checkpoint import background, pinned
 from lockstep.checkpoint import write as writing
-from lockstep.checkpoint.layout import share_out
+from lockstep.checkpoint.layout import in_file_order, share_out
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.engines.shared.optimizer_step import OptimizerStep
@@ -176,10 +176,6 @@ class OnDevice(torch.Tensor):
 
     is_cuda = True
 
-    def clone(self):
-        OnDevice.cuda.clone()
-        return self.as_subclass(torch.Tensor).clone().as_subclass(OnDevice)
-
     def record_stream(self, stream):
         stream.order.append("kept")
 
@@ -187,18 +183,19 @@ class OnDevice(torch.Tensor):
 class Cuda:
     """What stands in for torch.cuda: streams and events that note what is asked of them, and the driver's locks."""
 
-    def __init__(self, monkeypatch, code=0, free=0, clones=100):
-        self.order, self.locked, self.code, self.clones = [], {}, code, clones
+    def __init__(self, monkeypatch, code=0, free=0, parts=100):
+        self.order, self.locked, self.code, self.free, self.parts = [], {}, code, free, parts
+        self.reserved, self.peak = 70 * 2**30, 69 * 2**30
         self.stream_now = Lane(self, "compute")
         for name, value in {
-            "Event": lambda: Happening(self),
+            "Event": lambda blocking: Happening(self),
             "Stream": lambda device: Lane(self, "beside"),
             "current_stream": lambda device=None: self.stream_now,
             "stream": self.on,
             "cudart": lambda: self,
-            "mem_get_info": lambda device: (free, 2**40),
-            "memory_reserved": lambda device: 70 * 2**30,
-            "max_memory_allocated": lambda device: 69 * 2**30,
+            "mem_get_info": lambda device: (self.free, 2**40),
+            "memory_reserved": lambda device: self.reserved,
+            "max_memory_allocated": lambda device: self.peak,
             "set_device": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -212,13 +209,19 @@ class Cuda:
             return copy(held, local.as_subclass(torch.Tensor))
 
         monkeypatch.setattr(torch.Tensor, "copy_", copied)
-        monkeypatch.setattr(OnDevice, "cuda", self, raising=False)
+        empty = torch.empty
+        monkeypatch.setattr(
+            torch,
+            "empty",
+            lambda *size, device=None, **how: self.allocated(empty(*size, **how)) if device else empty(*size, **how),
+        )
 
-    def clone(self):
-        if not self.clones:
+    def allocated(self, found):
+        if not self.parts:
             raise torch.cuda.OutOfMemoryError
-        self.clones -= 1
+        self.parts -= 1
         self.order.append(f"snapshot on {self.stream_now.name}")
+        return on_device(found)
 
     @contextmanager
     def on(self, stream):
@@ -304,23 +307,29 @@ def test_what_rests_is_copied_beside_and_the_next_update_waits(monkeypatch):
 
 
 WITHOUT_ROOM = ["copy on compute", "beside waits for compute", "copy on beside", "kept", "noted on beside"]
-WITH_ROOM = [
+WITH_ROOM_FOR_SOME = [
     *("snapshot on compute", "beside waits for compute"),
     *("copy on beside", "kept", "noted on beside"),  # what rests, for which alone the next update waits
     *("copy on beside", "kept", "noted on beside"),
 ]
+WITH_ROOM = [
+    *["snapshot on compute"] * 2,
+    *("beside waits for compute", *("copy on beside", "kept") * 2, "noted on beside"),
+]
 
 
 @pytest.mark.parametrize(
-    ("free", "expected"),
-    # 12 bytes are copied; a GiB is left alone, and the allocator has one that no step used so far.
-    [(12, WITH_ROOM), (11, WITHOUT_ROOM)],
+    ("free", "expected", "waits"),
+    # Twice 12 bytes are copied; a GiB is left alone, and the allocator has one that no step used so far.
+    [(24, WITH_ROOM, 0), (23, WITH_ROOM_FOR_SOME, 1), (12, WITH_ROOM_FOR_SOME, 1), (11, WITHOUT_ROOM, 1)],
 )
-def test_what_a_forward_may_write_is_copied_from_a_snapshot_where_there_is_room(monkeypatch, free, expected):
+def test_copies_come_from_snapshots_where_there_is_room(monkeypatch, free, expected, waits):
     cuda = Cuda(monkeypatch, free=free)
     saver = checkpoint.Saver(World())
     share, _ = saver._copied(share_out(STATES, World()), RESTING)
     assert cuda.order == expected
+    saver.order()
+    assert cuda.order[len(expected) :] == ["compute waits for the copies"] * waits
     assert {piece.name: piece.local.tolist() for piece in share.pieces} == {
         "model/a": [1.0] * 3,
         "model/c": [1.0],
@@ -330,21 +339,41 @@ def test_what_a_forward_may_write_is_copied_from_a_snapshot_where_there_is_room(
 
 
 def test_a_device_that_has_no_room_after_all_is_copied_from_as_without(monkeypatch):
-    cuda = Cuda(monkeypatch, free=2**30, clones=1)
+    cuda = Cuda(monkeypatch, free=2**30, parts=0)
     states = STATES | {"model/b": on_device(torch.full((5,), 2.0))}
     share, _ = checkpoint.Saver(World())._copied(share_out(states, World()), RESTING)
-    assert cuda.order == ["snapshot on compute", "copy on compute", *WITHOUT_ROOM]
+    assert cuda.order == ["copy on compute", *WITHOUT_ROOM]
     assert {piece.name: piece.local.tolist() for piece in share.pieces}["model/b"] == [2.0] * 5
 
 
+def test_the_next_save_has_the_room_that_the_snapshots_of_the_one_before_took(monkeypatch):
+    cuda = Cuda(monkeypatch, free=24)
+    saver = checkpoint.Saver(World())
+    for peak in (24, 0, 24):  # a step reached its peak with the snapshots there, or without
+        del cuda.order[:]
+        saver._copied(share_out(STATES, World()), RESTING)
+        assert cuda.order == WITH_ROOM
+        cuda.free, cuda.reserved, cuda.peak = 0, 70 * 2**30 + 24, 69 * 2**30 + peak
+
+
+def test_snapshots_are_made_and_copied_in_parts(monkeypatch):
+    cuda = Cuda(monkeypatch, free=2**30)
+    monkeypatch.setattr(background, "_PART", 40)
+    tensors = {f"model/{place}": on_device(torch.full((size,), float(size))) for place, size in enumerate((3, 5, 20))}
+    tensors |= {"model/half": on_device(torch.ones(3, 5, dtype=torch.bfloat16)), "model/n": on_device(torch.ones(()))}
+    share, _ = checkpoint.Saver(World())._copied(share_out(tensors, World()))
+    assert cuda.order.count("snapshot on compute") == cuda.order.count("copy on beside") == 3  # 12 + 20, 80, 4 + 30
+    assert len(share.pieces) == 5
+    for piece in share.pieces:
+        assert torch.equal(piece.local, tensors[piece.name].as_subclass(torch.Tensor))
+
+
 def test_a_snapshot_is_gone_once_its_copies_are_ordered(monkeypatch):
-    made = []
-    monkeypatch.setattr(Cuda, "clone", lambda self: made.append(1))
-    Cuda(monkeypatch, free=2**30)
+    cuda = Cuda(monkeypatch, free=2**30)
     saver = checkpoint.Saver(World())
     before = {id(found) for found in gc.get_objects() if type(found) is OnDevice}
     share, ready = saver._copied(share_out(STATES, World()), RESTING)
-    assert made == [1]
+    assert cuda.order.count("snapshot on compute") == 2
     assert ready
     assert share.pieces
     assert {id(found) for found in gc.get_objects() if type(found) is OnDevice} <= before
@@ -429,6 +458,17 @@ def test_memory_is_made_ahead_and_by_a_thread_that_has_taken_its_device(monkeypa
     assert share.pieces[0].local.tolist() == [1.0] * 3
 
 
+def test_a_tensor_of_the_host_that_changes_its_shape_has_no_memory_locked_anew(monkeypatch):
+    cuda, locks = Cuda(monkeypatch), []
+    lock = cuda.cudaHostRegister
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *given: locks.append(given) or lock(*given), raising=False)
+    saver = checkpoint.Saver(World())
+    for size in (1, 2, 3):
+        share, _ = saver._copied(share_out(STATES | {"kept.history/seen": torch.ones(size)}, World()), RESTING)
+        assert {piece.name: piece.local.tolist() for piece in share.pieces}["kept.history/seen"] == [1.0] * size
+    assert len(locks) == 1
+
+
 def test_a_save_waits_for_memory_that_is_being_made(monkeypatch):
     cuda, gate = Cuda(monkeypatch), threading.Event()
     lock = cuda.cudaHostRegister
@@ -486,7 +526,7 @@ def test_no_forked_process_inherits_the_memory(monkeypatch):
 def test_memory_that_the_driver_does_not_lock_is_used_all_the_same(monkeypatch, caplog):
     Cuda(monkeypatch, code=2)
     share, _ = checkpoint.Saver(World())._copied(share_out(STATES, World()))
-    assert "does not lock 128 bytes" in caplog.text
+    assert "does not lock 24 bytes" in caplog.text
     assert share.pieces[0].local.tolist() == [1.0] * 3
 
 
@@ -526,6 +566,41 @@ def test_the_copy_in_host_memory_is_made_once_for_each_shape_and_dtype():
     assert places[0] is places[1]
     assert [held.dtype for held in places] == [torch.float32, torch.float32, torch.float64, torch.float64]
     assert [held.tolist() for held in places] == [[2.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 2]
+
+
+def test_a_copy_of_many_tensors_is_written_as_one_and_the_file_is_the_same(tmp_path):
+    """Each piece that is written by itself takes the interpreter's lock from the loop."""
+    tensors = {f"model/{place}": torch.arange(float(place)) for place in range(40)}  # also an empty one
+    tensors |= {f"model/half/{place}": torch.ones(place, 3, dtype=torch.bfloat16) for place in range(5)}
+    tensors |= {"model/strided": torch.arange(12.0).view(3, 4).t(), "model/number": torch.ones(()).double()}
+    saver, chunks = checkpoint.Saver(World()), []
+
+    def write(share, world):
+        chunks.extend(writing._safetensors(in_file_order(share.pieces)))
+        checkpoint.write_share(tmp_path / "saver", 1, share, {}, world, engine="t")
+
+    saver.begin(tensors, write)
+    saver.settle(last=True)
+    checkpoint.save(tmp_path / "save", 1, tensors, {}, World(), engine="t")
+    _length, _header, content = chunks
+    assert content.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    saved, wanted = (
+        checkpoint.path_of(tmp_path / name, 1).joinpath("rank-00000.safetensors").read_bytes()
+        for name in ("saver", "save")
+    )
+    assert saved == wanted
+
+
+def test_what_does_not_follow_in_memory_is_no_run():
+    flat, other = torch.arange(10.0), torch.arange(4.0)
+    joined = [flat[:3], flat[3:5].view(torch.int32), flat[5:5], flat[5:8]]
+    assert [list(run) for run in pinned.runs([*joined, flat[9:], other, other])] == [[0, 1, 2, 3], [4], [5], [6]]
+    assert pinned.span(joined).tolist() == flat[:8].view(torch.uint8).tolist()
+    assert [list(run) for run in pinned.runs(joined, 20)] == [[0, 1, 2], [3]]
+    complex_pair = torch.ones(2, dtype=torch.complex64)
+    assert len(pinned.runs([complex_pair[:1].conj(), complex_pair[1:]])) == 2
+    assert len(pinned.runs([flat.view(2, 5).t(), flat[9:]])) == 2
+    assert pinned.runs([]) == []
 
 
 class Telling(World):

@@ -30,6 +30,23 @@ def second_save(folder, cuda, **changes):
     return parameters, [size for stream, size in copies if stream == 0], copies, waits
 
 
+def waits_of_a_step(folder, free):
+    """Events for which the computing stream waits in a step with a save, before the body; those of batches too."""
+    with FakeCuda(fast=False) as cuda:
+        cuda.free = free
+        run = lockstep.Run(config(folder, **GIVEN), Ragged(dtype=torch.float32), World(device=DEVICE))
+        for step in run:
+            if step.global_step == 2:
+                begin = len(cuda.log)
+            if step.global_step == 3:
+                asked = cuda.log[begin:]
+    return sum(line.startswith("stream 0 waits for event") for line in asked)
+
+
+def test_the_device_waits_for_the_copies_of_states_only_where_it_has_no_room(tmp_path):
+    assert waits_of_a_step(tmp_path / "a", 1 << 20) == waits_of_a_step(tmp_path / "b", 1 << 39) + 1
+
+
 @pytest.mark.parametrize("room", [True, False])
 def test_the_computing_stream_copies_to_the_host_only_where_the_device_has_no_room(tmp_path, room):
     with FakeCuda(fast=False) as cuda:

@@ -8,10 +8,13 @@
 
 The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
 copied is this rank's share alone, in buffers that are kept, and the next save waits for the one before: there are never
-two. On a device a stream of its own copies what an update alone changes, beside the next step's forward and backward:
-whoever is about to change it calls `order` first, so that no later step can be in it. Of the rest, which a forward may
-write, the stream that computes makes a snapshot on the device, in milliseconds, and the other stream copies that; where
-the device has no room, the stream that computes copies it to the host.
+two.
+
+A device makes a snapshot in its own memory, in milliseconds, of as much as it has room for, and a second stream copies
+that to the host while the steps go on. Room goes first to what a forward may write (parameters, buffers): what is left
+of it the stream that computes copies to the host itself, and the loop waits. What an update alone changes comes next
+(an optimizer's states): what is left of it the second stream copies, before the snapshots, during the next step's
+forward and backward. Whoever is about to change it calls `order` first, so that no later step can be in it.
 """
 
 import dataclasses
@@ -24,15 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.layout import Piece, Share, share_out
-from lockstep.checkpoint.pinned import Pinned
+from lockstep.checkpoint.layout import Piece, Share, in_file_order, share_out
+from lockstep.checkpoint.pinned import Pinned, runs, span
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
 
 __all__ = ["Saver"]
 
 _LOG = logging.getLogger("lockstep")
-_SPARE = 2**30  # bytes that a snapshot leaves free on the device
+_SPARE = 2**30  # bytes that snapshots leave free on the device
+_PART = 2**30  # bytes of a snapshot that are allocated, and copied to the host, at once
 
 Write = Callable[[Share, World], None]
 _Pairs = list[tuple[Tensor, Tensor]]  # where to, what
@@ -67,8 +71,9 @@ class Saver:
         self._background = background
         if background and world.size > 1:
             self._own = dataclasses.replace(world, control=world.new_group())  # collective
-        self._buffers: dict[str, Tensor] = {}
-        self._pinned = Pinned()
+        # Apart: what a task keeps on the host may change its shape from save to save, and to lock memory takes seconds.
+        self._pinned, self._pageable = Pinned(), Pinned()
+        self._peak = self._snapshot_bytes = 0  # of the device: what steps needed, what the last save's snapshots took
         self._beside: torch.cuda.Stream | None = None
         self._copying: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
@@ -80,8 +85,8 @@ class Saver:
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Make the host memory for a coming save of such tensors, in a thread: the first save then finds it there."""
         if self._background:
-            local = [piece.local for piece in share_out(tensors, self._world).pieces if piece.local.is_cuda]
-            self._pinned.prepare(local, self._world.device)
+            pieces = in_file_order(share_out(tensors, self._world).pieces)
+            self._pinned.prepare([piece.local for piece in pieces if piece.local.is_cuda], self._world.device)
 
     def begin(
         self, tensors: dict[str, Tensor], write: Write, step: int = 0, resting: Container[str] = frozenset()
@@ -164,58 +169,85 @@ class Saver:
     def _copied(self, share: Share, resting: Container[str] = frozenset()) -> tuple[Share, "torch.cuda.Event | None"]:
         """The share in host memory, and what to wait for before it is there; None: it is there."""
         self.order()
-        places = iter(self._pinned.places([piece.local for piece in share.pieces if piece.local.is_cuda]))
-        pieces: list[Piece] = []
+        pieces = in_file_order(share.pieces)  # so that the writer finds long runs of it in one piece of memory
+        pinned = iter(self._pinned.places([piece.local for piece in pieces if piece.local.is_cuda]))
+        pageable = iter(self._pageable.places([piece.local for piece in pieces if not piece.local.is_cuda]))
+        copies: list[Piece] = []
         later: _Pairs = []
         now: _Pairs = []
-        for piece in share.pieces:
+        for piece in pieces:
             local = piece.local
-            held = next(places) if local.is_cuda else self._held(piece)
+            place = next(pinned if local.is_cuda else pageable)
             if local.is_cuda:
-                (later if piece.name in resting else now).append((held, local))
+                (later if piece.name in resting else now).append((place, local))
             else:
-                held.copy_(local)
-            pieces.append(Piece(piece.name, piece.shape, piece.offsets, held))
+                place.copy_(local)
+            copies.append(Piece(piece.name, piece.shape, piece.offsets, place))
         ready = self._copied_beside(later, now) if later or now else None
-        return Share(pieces, share.aliases, share.summary), ready
-
-    def _held(self, piece: Piece) -> Tensor:
-        """Where a piece that lies in host memory is copied to."""
-        held = self._buffers.get(piece.name)
-        if held is None or held.shape != piece.local.shape or held.dtype != piece.local.dtype:
-            held = self._buffers[piece.name] = torch.empty(piece.local.shape, dtype=piece.local.dtype)
-        return held
+        return Share(copies, share.aliases, share.summary), ready
 
     def _copied_beside(self, resting: _Pairs, others: _Pairs) -> "torch.cuda.Event":
-        """Copy the second tensor of each pair into the first: what rests, and snapshots, on a stream of their own.
+        """Copy the second tensor of each pair into the first, by a stream of its own where nobody writes it meanwhile.
 
         Returns:
             The event after the last copy. An update need not wait for the copies of snapshots (`order`).
         """
         device = self._world.device
-        snapshots = self._snapshots(others)
-        for held, local in others if snapshots is None else ():
-            held.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
+        room, self._snapshot_bytes = self._room(), 0
+        snapshots, others = self._snapshot(others, room)
+        more, resting = self._snapshot(resting, room - self._snapshot_bytes)
+        snapshots += more
+        for place, local in others:
+            place.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
         beside = self._beside = self._beside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
-            ready = self._copying = _copied(resting, beside)
-            return _copied(snapshots, beside) if snapshots else ready
+            if resting:
+                ready = self._copying = _copied(resting, beside)
+                if not snapshots:
+                    return ready
+            return _copied(snapshots, beside)
 
-    def _snapshots(self, pairs: _Pairs) -> _Pairs | None:
-        """The pairs with copies on the device of what is to be saved; None where it has no room for them.
-
-        Nobody holds them longer than until their copies are ordered: the allocator has their memory again once the
-        stream beside is done with it.
-        """
+    def _room(self) -> int:
+        """Bytes of the device that no step needs: the next one runs while snapshots are there."""
         device = self._world.device
         free, _ = torch.cuda.mem_get_info(device)
-        # What no step needed so far: the next one runs beside the copies, and needs its own again.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        if sum(local.nbytes for _, local in pairs) + _SPARE > free + unused:
-            return None
+        # The peak since the last save has its snapshots in it, whose memory the allocator has again by now.
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(device) - self._snapshot_bytes)
+        return free + torch.cuda.memory_reserved(device) - self._peak - _SPARE
+
+    def _snapshot(self, pairs: _Pairs, room: int) -> tuple[_Pairs, _Pairs]:
+        """Copy tensors on the device, in the stream that computes, for as long as `room` bytes last.
+
+        Nobody holds the copies longer than until their own copies are ordered: the allocator has their memory again
+        once the second stream is done with it, and waits for that where a step lacks memory.
+
+        Returns:
+            What to copy to the host: pairs of bytes for the copies that were made, and those of `pairs` for the rest.
+        """
+        made: _Pairs = []
+        left: _Pairs = []
+        for run in runs([place for place, _ in pairs], _PART):
+            part = pairs[run.start : run.stop]
+            sizes = [local.nbytes for _, local in part]
+            taken = self._allocated(sum(sizes)) if sum(sizes) <= room else None
+            if taken is None:
+                left += part
+                continue
+            room -= taken.nbytes
+            self._snapshot_bytes += taken.nbytes
+            copies = taken.split_with_sizes(sizes)
+            torch._foreach_copy_(
+                [copy.view(local.dtype).view(local.shape) for copy, (_, local) in zip(copies, part, strict=True)],
+                [local for _, local in part],
+            )
+            made.append((span([place for place, _ in part]), taken))
+        return made, left
+
+    def _allocated(self, nbytes: int) -> Tensor | None:
+        """Memory of the device; None where it has none in one piece."""
         try:
-            return [(held, local.clone()) for held, local in pairs]
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._world.device)
         except torch.cuda.OutOfMemoryError:  # in pieces too small, or another process was quicker
             return None
 
@@ -241,9 +273,9 @@ class Saver:
 
 def _copied(pairs: _Pairs, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
     """Order the copies on `stream`, the current one; the event after them."""
-    for held, local in pairs:
-        held.copy_(local, non_blocking=True)
+    for place, local in pairs:
+        place.copy_(local, non_blocking=True)
         local.record_stream(stream)  # whose memory may be given back meanwhile
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the thread sleeps till then
     done.record(stream)
     return done

@@ -33,7 +33,10 @@ __all__ = [
 
 Seen = Callable[[int], None]
 
-_CHUNK = 4 << 20  # bytes; small enough that what was just hashed is still in the cache when it is written
+_CHUNK = 4 << 20  # bytes that are read at once: what was just read is still in the cache when it is hashed
+# Bytes that are hashed, and written, at once. Both let other threads run, but a training loop that launches kernels
+# may have to wait each time that this thread comes back for the next chunk.
+_WRITTEN = 64 << 20
 
 
 def printable(text: str, limit: int = 300) -> str:
@@ -72,9 +75,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             for chunk in chunks:
                 view = memoryview(chunk)
                 size += view.nbytes
-                for start in range(0, view.nbytes, _CHUNK):
-                    digest.update(view[start : start + _CHUNK])
-                    file.write(view[start : start + _CHUNK])
+                for start in range(0, view.nbytes, _WRITTEN):
+                    digest.update(view[start : start + _WRITTEN])
+                    file.write(view[start : start + _WRITTEN])
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

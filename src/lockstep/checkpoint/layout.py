@@ -21,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.tensors import is_dtensor, local_of
 
-__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "owners_of", "share_out"]
+__all__ = ["Block", "Piece", "Share", "block_of", "check_keepable", "in_file_order", "owners_of", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     Raises:
         CheckpointError: a placement that is neither Shard nor Replicate.
     """
+    if not is_dtensor(tensor):
+        return Block((0,) * tensor.dim(), tuple(tensor.shape))
     shape = list(tensor.shape)
     offsets = [0] * len(shape)
-    if not is_dtensor(tensor):
-        return Block(tuple(offsets), tuple(shape))
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -104,6 +104,11 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     kept = {piece.name for piece in pieces}
     tied = {alias: name for alias, name in aliases.items() if name in kept}
     return Share(pieces, tied, _summary(tensors, names, whole))
+
+
+def in_file_order(pieces: list[Piece]) -> list[Piece]:
+    """The pieces with the widest elements first, so that every tensor lies aligned in the file."""
+    return sorted(pieces, key=lambda piece: (-piece.local.itemsize, piece.name))
 
 
 def _piece(name: str, tensor: torch.Tensor, block: Block) -> Piece:

@@ -1,8 +1,10 @@
-"""Host memory that a device writes by itself, no larger than what is copied into it.
+"""Host memory for copies of tensors, no larger than they are, that a device writes by itself.
 
     pinned = Pinned()
     pinned.prepare(tensors, device)     # makes it in a thread, ahead of the first copy
     places = pinned.places(tensors)     # a tensor in host memory for each; the same ones as long as shapes stay
+    runs(places)                        # [range(0, 37), range(37, 70)]: those that follow each other without a gap
+    span(places[:37])                   # their bytes as one tensor
 
 torch's allocator of pinned memory rounds every request up to a power of two: of 18.7 GB in one piece it would take 32.
 Here one plain buffer holds all tensors, and CUDA is told to lock its pages (`cudaHostRegister`). To fault in and lock
@@ -15,30 +17,32 @@ import logging
 import math
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Pinned"]
+__all__ = ["Pinned", "runs", "span"]
 
 _LOG = logging.getLogger("lockstep")
-_ALIGNED = 64  # bytes: where a tensor may begin, whatever its dtype
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _SEGMENT = 512 * 2**20  # bytes that are locked at once: launches of kernels wait for the driver meanwhile
 _THREADS = 4  # that touch pages: one alone reaches a fraction of the memory's rate
 
-_Form = list[tuple[torch.dtype, torch.Size]]
+_Form = list[tuple[torch.dtype, torch.Size, bool]]  # whether it comes from a CUDA device
 
 
 class Pinned:
     """One buffer, which is kept for as long as the same shapes and dtypes are asked for.
 
-    Where the driver refuses to lock it, it is used as it is, and copies from a device hold up whoever orders them.
+    It is locked where one of the tensors lies on a CUDA device. Where the driver refuses, it is used as it is, and
+    copies from a device hold up whoever orders them.
 
     Attributes:
         nbytes: of the buffer.
@@ -91,19 +95,21 @@ class Pinned:
 
     def _make(self) -> None:
         starts, segments, end = [], [0], 0
-        for dtype, shape in self._form:
+        for dtype, shape, _ in self._form:
+            end = _up(end, dtype.itemsize)
             if end - segments[-1] >= _SEGMENT:  # a copy must not go across two of them
                 end = _up(end, mmap.PAGESIZE)
                 segments.append(end)
             starts.append(end)
-            end += _up(_size(dtype, shape), _ALIGNED)
-        flat = _memory(end)
+            end += _size(dtype, shape)
+        lock = any(on_device for _, _, on_device in self._form)
+        flat = _memory(end) if lock else torch.empty(end, dtype=torch.uint8)
         parts = [flat[start:stop] for start, stop in zip(segments, [*segments[1:], end], strict=True)]
         locked: list[Tensor] = []
-        runtime: Any = torch.cuda.cudart() if end else None  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart() if lock else None  # type: ignore[no-untyped-call]
         self._release = weakref.finalize(self, _unlock, runtime, locked)
         self._release.atexit = False  # the driver is gone by then, or takes it back itself
-        for part in (part for part in parts if part.nbytes):
+        for part in (part for part in parts if part.nbytes and lock):
             _touch(part)
             if not _lock(runtime, part):
                 break
@@ -111,12 +117,40 @@ class Pinned:
         self.nbytes = end
         self._places = [
             flat[start : start + _size(dtype, shape)].view(dtype).view(shape)
-            for start, (dtype, shape) in zip(starts, self._form, strict=True)
+            for start, (dtype, shape, _) in zip(starts, self._form, strict=True)
         ]
 
 
+def runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[range]:
+    """Group tensors of host memory that follow each other in it without a gap.
+
+    Args:
+        most: bytes that a run of more than one tensor may have.
+
+    Returns:
+        Ranges of indices of `tensors`, all of them in order. One that is not dense host memory is a run by itself.
+    """
+    begins, size = list[int](), 0
+    after: tuple[int, int] | None = None  # where the run goes on: the storage, and the byte in it
+    for index, tensor in enumerate(tensors):
+        storage, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize
+        dense = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not dense or after != (storage, start) or size + tensor.nbytes > most:
+            begins.append(index)
+            size = 0
+        after, size = ((storage, start + tensor.nbytes) if dense else None), size + tensor.nbytes
+    return [range(begin, stop) for begin, stop in pairwise([*begins, len(tensors)])]
+
+
+def span(run: Sequence[Tensor]) -> Tensor:
+    """View the memory of a run as one tensor of bytes."""
+    first = run[0]
+    start, size = first.storage_offset() * first.itemsize, sum(tensor.nbytes for tensor in run)
+    return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,))
+
+
 def _form_of(tensors: Sequence[Tensor]) -> _Form:
-    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+    return [(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors]
 
 
 def _size(dtype: torch.dtype, shape: torch.Size) -> int:

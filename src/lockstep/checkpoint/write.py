@@ -21,8 +21,9 @@ from lockstep.checkpoint.check import verify
 from lockstep.checkpoint.dtypes import dtype_name, stored_as
 from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
-from lockstep.checkpoint.layout import Piece, Share, share_out
+from lockstep.checkpoint.layout import Piece, Share, in_file_order, share_out
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
+from lockstep.checkpoint.pinned import runs, span
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import sync
@@ -103,8 +104,7 @@ def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str
     """Writes this rank's data and index files. Returns {file name: {size, xxh3_64}}, {} when there is nothing."""
     if not share.pieces:
         return {}
-    # The widest elements first, so that every tensor lies aligned in the file.
-    pieces = sorted(share.pieces, key=lambda piece: (-piece.local.itemsize, piece.name))
+    pieces = in_file_order(share.pieces)
     data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
     content = {"format": FORMAT, "tensors": [_entry(piece, data) for piece in pieces], "aliases": share.aliases}
     return {
@@ -137,8 +137,10 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
-    for piece in pieces:
-        yield bytes_of(piece.local)
+    tensors = [piece.local for piece in pieces]
+    for run in runs(tensors):  # a Saver's are a few: each piece by itself would take the interpreter's lock many times
+        part = tensors[run.start : run.stop]
+        yield bytes_of(part[0] if len(part) == 1 else span(part))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
