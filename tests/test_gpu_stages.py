@@ -207,7 +207,7 @@ def test_an_error_in_one_contestant_is_a_line_and_not_the_end(stages, monkeypatc
 @pytest.mark.timeout(1600)
 def test_all_of_it_is_rehearsed_compiled_and_beside_the_others(stages, tmp_path):
     names = [name for name, stage in stages.STAGES.items() if stage.call and name != "tests"]
-    found, said = rehearse(tmp_path, *names, "default-loss", "llama", compiled=True)
+    found, said = rehearse(tmp_path, *names, "default-loss", "llama", "epilogue", "large-options", compiled=True)
     assert {name: each["ended"] for name, each in found.items()} == dict.fromkeys(found, "done"), said
     assert figures(found["exact"])["exact, compiled: two runs have the same bits"]["value"] == 1
     assert "gpt2: speed of lockstep beside bare" in figures(found["contest"])

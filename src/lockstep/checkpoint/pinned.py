@@ -97,8 +97,8 @@ class Pinned:
         starts, segments, end = [], [0], 0
         for dtype, shape, _ in self._form:
             end = _up(end, dtype.itemsize)
-            if end - segments[-1] >= _SEGMENT:  # a copy must not go across two of them
-                end = _up(end, mmap.PAGESIZE)
+            if end - segments[-1] >= _SEGMENT:  # a copy must not go across two of them, nor a run: there is a gap
+                end = _up(end + 1, mmap.PAGESIZE)
                 segments.append(end)
             starts.append(end)
             end += _size(dtype, shape)
