@@ -68,16 +68,16 @@ class Stage:
 
 STAGES = {
     "machine": Stage(1, 20, "bench/device/machine.py", ""),
-    "tests": Stage(1, 150, f"{TESTS} {' '.join(f'tests/{name}' for name in FILES)}"),
+    "tests": Stage(1, 140, f"{TESTS} {' '.join(f'tests/{name}' for name in FILES)}"),
     "contest": Stage(
         1, 110, "bench/gpu.py --only bare lockstep 'bare again' --rounds 8 --seconds 90", "--only bare lockstep"
     ),
     "one": Stage(1, 60, "bench/device/one.py", ""),
-    "exact": Stage(1, 80, "bench/device/exact.py", ""),
+    "exact": Stage(1, 70, "bench/device/exact.py", ""),
     "peers": Stage(
         1,
-        90,
-        "bench/gpu.py --only bare lightning hf accelerate --rounds 4 --seconds 75",
+        110,
+        "bench/gpu.py --only bare lightning hf accelerate --rounds 3 --steps 4",
         "--only bare lightning hf accelerate",
     ),
     "large": Stage(
