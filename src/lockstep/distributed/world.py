@@ -388,5 +388,7 @@ _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 def _launched(name: str, least: int) -> int:
     text = os.environ.get(name, str(least))
     if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise ConfigError(f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number")
+        raise ConfigError(
+            f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number from {least}"
+        )
     return int(text)
