@@ -50,8 +50,9 @@ def test_stages_are_rehearsed_without_a_gpu_and_write_one_page_and_one_tarball(t
     saves = [each for name, each in seen.items() if "holds the loop" in name]
     assert len(saves) == 2
     assert all(each["aim"] == 0.1 for each in saves)
-    found, _ = rehearse(tmp_path, "probe")  # a later call adds to what is there
-    assert set(found) == {"machine", "one", "probe"}
+    found, _ = rehearse(tmp_path, "probe", "epilogue")  # a later call adds to what is there
+    assert set(found) == {"machine", "one", "probe", "epilogue"}
+    assert not [each for each in found["epilogue"]["other"] if "failed" in each]
     compiled = "head and cross entropy: compiled, forward and backward"
     assert {"product: head, forward", compiled, "AdamW, fused"} <= set(figures(found["probe"]))
     assert all(each["value"] > 0 for each in figures(found["probe"]).values())

@@ -11,7 +11,7 @@ import functools
 import time
 
 import torch
-from common import failed, figure, given, sizes, timed
+from common import failed, figure, read_arguments, sizes, timed
 from torch.nn import functional as F
 
 from lockstep.models import fused
@@ -142,10 +142,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro", type=int, default=16, help="sequences in a forward")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds after which nothing more is begun")
-    arguments = given(parser)
+    arguments = read_arguments(parser)
     until, device = time.monotonic() + arguments.limit, arguments.device
     size = sizes("gpt2", arguments)
-    micro = size.micro if arguments.toy else arguments.micro
+    micro = size.micro if arguments.small else arguments.micro
     attempt("GELU", lambda: gelu(size, micro * size.time, device, until), until)
     attempt("attention", lambda: qkv(size, micro, device, until), until)
 

@@ -100,7 +100,7 @@ STAGES = {
         f"bench/device/one.py --model gpt2-xl --only rate --steps 6 --set {ALL_OPTIONS.replace(',', ' ')}",
         "",
     ),
-    "epilogue": Stage(0, 40, "bench/device/epilogue.py", ""),
+    "epilogue": Stage(0, 40, "bench/device/epilogue.py --limit 25", ""),
     "default-loss": Stage(
         0, 90, "bench/device/one.py --only rate --loss-chunk -1 --micro 16 --batch 32", "--only rate --loss-chunk -1"
     ),
