@@ -84,7 +84,7 @@ class Rows:
 
 
 class Setting:
-    """What a contestant is given.
+    """Model, data and optimizer of a contestant.
 
     Args:
         kind: the arguments of the contest.

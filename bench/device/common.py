@@ -1,4 +1,4 @@
-"""What the stages of `make gpu` share: the device, the sizes, a corpus of random tokens, and how a figure is printed.
+"""Choose the device and the sizes, draw a corpus of random tokens, and print figures, for all stages of `make gpu`.
 
 Every stage is a program of its own. It prints figures, one JSON object a line; whatever else it prints is for people.
 --toy is a rehearsal at tiny size on the CPU, --tiny one on the CUDA device: they show that a stage runs, and no speed.

@@ -128,7 +128,7 @@ class Started:
             )
 
     def result(self, limit):
-        """How it ended within `limit` seconds of its begin, and the figures that it printed."""
+        """Wait for its end, at most `limit` seconds from its start, and collect its figures."""
         late = not self.wait(self.began + limit - GRACE)
         if late:
             self.process.send_signal(signal.SIGINT)
@@ -168,7 +168,7 @@ def failure(line):
 
 
 def environment(toy, compilers=0):
-    """What every stage is given; a variable that is set already stays as it is.
+    """Build the environment of a stage; a variable that is set already stays as it is.
 
     Args:
         compilers: processes that compile; 0: all cores but two.

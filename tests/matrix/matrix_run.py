@@ -293,6 +293,12 @@ def _compiles(case: Case) -> bool:
     return case.task == "plateau"
 
 
+def _copies(case: Case) -> str:
+    """Copies of the weights, where every start can have them: eager with "default", compiled with "plateau"."""
+    alone = all(start.engine == "single" for start in starts(case))  # a run keeps them, on whatever engine it resumes
+    return "step" if alone and case.precision == "bf16" and case.task in ("default", "plateau") else "forward"
+
+
 def _more(case: Case) -> dict[str, object]:
     if case.task == "adapters":
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
@@ -321,6 +327,7 @@ def settings(start: Start, folder: Path) -> Config:
         eval_freq=evaluates(case.task),
         engine=start.engine,
         precision=case.precision,
+        weight_copies=_copies(case),
         exact=case.exact,
         compile=_compiles(case),
         profile="8:9" if case.task == "adapters" else "",

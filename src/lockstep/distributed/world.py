@@ -368,7 +368,7 @@ def _start() -> str:
 
 
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
-    """What the group's collectives may take from now on, where its making had less time; NCCL's a little more."""
+    """Set the timeout of the group's collectives, in seconds; NCCL's a little longer."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # it has none for such a device
             backend = group._get_backend(torch.device(device))

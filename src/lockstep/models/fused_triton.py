@@ -18,7 +18,7 @@ __all__ = ["CONFIGS", "Blocks", "gelu_gradient", "linear_gelu", "stacked_gradien
 
 
 class Blocks(NamedTuple):
-    """How a product is cut: rows, columns and depth of a block, warps, and stages of its loads."""
+    """Tile of a product: rows, columns and depth, warps, and stages of its loads."""
 
     rows: int
     columns: int

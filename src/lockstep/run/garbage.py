@@ -16,7 +16,7 @@ _ENOUGH = 50_000  # objects, which a collection visits in some hundredths of a s
 
 
 class Frozen:
-    """What is there after the first step of a start, left out of collections until the loop ends.
+    """Objects of the first step, exempt from garbage collection until the loop ends.
 
     Nothing is changed where the caller has turned collections off, or where there is little to visit, as after a
     `gc.freeze()` of the caller's own. At the end all of it goes back: engine and hooks make cycles of a model and what

@@ -89,7 +89,7 @@ class Session:
 
     @property
     def status_when_left(self) -> str:
-        """How a run ends whose loop was left."""
+        """Return the status of a run whose loop was left."""
         return "abandoned" if self.abandoned else "stopped"
 
     def note_first(self, own: dict[str, Tensor]) -> None:

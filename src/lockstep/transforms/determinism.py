@@ -36,7 +36,7 @@ class _Switch(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """What lockstep made of a switch."""
+    """Values of a switch: the caller's, and the one that lockstep set."""
 
     before: Any  # the caller's value
     ours: Any

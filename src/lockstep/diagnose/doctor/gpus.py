@@ -20,7 +20,7 @@ _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if
 
 
 def gpus(place: Place) -> Found:
-    """What the driver says of each device, before anything is computed.
+    """Examine each device by what its driver reports, before anything is computed.
 
     The node's first rank asks for all. Where a scheduler shows each process one device, each asks: the driver may show
     it no other one either, under the same number in every process.
@@ -83,7 +83,7 @@ def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
 
 
 def judge_gpus(facts: list[Any], place: Place) -> list[Finding]:
-    """Who else holds memory: processes that are no rank of this run. A device that several ranks see is told once."""
+    """Find processes outside this run that hold memory of its devices; a device is reported once."""
     ours = {each["pid"] for each in facts if each}
     found, seen = [], set[str]()
     for rank, each in enumerate(facts):

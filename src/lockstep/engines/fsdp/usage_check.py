@@ -57,7 +57,7 @@ class UsageCheck:
             self._refuse(names, "used by some micro-batches of this step and not by others")
 
     def _used(self, loss: Tensor) -> list[bool]:
-        """Which parameters have a gradient to send once the backward of `loss` is over."""
+        """Tell which parameters will have a gradient after the backward of `loss`."""
         used = [False] * len(self._usage.names) if self._every else self._usage.used()
         if all(used):
             return used
