@@ -81,7 +81,7 @@ def test_what_is_left_out_of_a_call_is_the_same_in_every_engine_and_in_what_stan
         for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             for name in ("backward", "step"):
-                if name in methods and len(methods[name].args.args) == (3 if name == "backward" else 4):
+                if name in methods and len(methods[name].args.args) == (3 if name == "backward" else 5):
                     found[path.name, kind.name, name] = _defaults(methods[name])
     wanted = {name: found["base.py", "Engine", name] for name in ("backward", "step")}
     assert wanted["backward"] == {"weight": "1.0"}

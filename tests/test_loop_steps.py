@@ -32,7 +32,7 @@ class Told:
     def seed(self, step, index):
         self.said.append(f"seed {step} {index}")
 
-    def accumulate(self, last):
+    def accumulate(self, last, counts=True):
         self.said.append(f"last {last}")
         return self
 
@@ -45,7 +45,7 @@ class Told:
     def backward(self, loss, weight):
         self.said.append(f"backward {float(loss.detach()):g} {weight:g}")
 
-    def step(self, factor, limit, momentum=None):
+    def step(self, factor, limit, momentum=None, evaluate=None):
         self.said.append(f"step {factor} {limit}")
         return StepResult(torch.tensor(2.0), limit > 0)
 

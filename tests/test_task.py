@@ -8,7 +8,8 @@ import torch
 from toys import Partial, Ragged
 
 from lockstep.errors import ConfigError
-from lockstep.task import Task, adapted, has_own, items_of_a_sample, load_task, written
+from lockstep.task import Task, adapted, has_own, items_of_a_sample, written
+from lockstep.task_file import load_task
 
 
 class Plain:
@@ -34,7 +35,7 @@ def test_a_plain_object_gets_the_defaults_and_keeps_its_own():
     task = adapted(plain)
     assert isinstance(task, Task)
     assert written(task) is plain
-    assert (task.item_name, task.reduction, task.items_per_sample) == ("words", "sum", None)
+    assert (task.item_name, task.reduction, task.items_per_sample) == ("words", "auto", None)
     assert task.collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)
     loss, metrics = task.evaluate(task.model(), torch.ones(3, 2))
     assert loss.ndim == 0

@@ -9,21 +9,15 @@
 
         def loss(self, model, batch):
             images, labels = batch
-            return F.cross_entropy(model(images), labels, reduction="sum")      # the SUM over the batch's items
+            return F.cross_entropy(model(images), labels)
 
-Model, dataset and loss must be written; all else has a default. An object of another class that has these methods will
-do too: `adapted` gives it the defaults.
+Model, dataset and loss must be written (or `outputs` and `step_loss` in the loss's place); all else has a default. An
+object of another class that has these methods will do too: `adapted` gives it the defaults.
 """
 
 import difflib
-import importlib
-import importlib.util
-import inspect
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,9 +30,19 @@ from torch.utils.data import default_collate
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
-from lockstep.tasks.options import LIGHTNING
 
-__all__ = ["Order", "Task", "adapted", "has_own", "imported_class", "items_of_a_sample", "load_task", "written"]
+__all__ = [
+    "REDUCTIONS",
+    "Order",
+    "Task",
+    "adapted",
+    "has_own",
+    "items_of_a_sample",
+    "looks_at_whole_step",
+    "written",
+]
+
+REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
 class Order(Protocol):
@@ -52,7 +56,9 @@ class Task(ABC):
     """The base class of what is trained. Every rank makes its own object, and all must be alike.
 
     Attributes:
-        reduction: whether `loss` is the "sum" over the items of a batch, or their "mean".
+        reduction: whether `loss` is the "sum" over the items of a batch, or their "mean"; "auto": found before step 1.
+            "micro-batch": it is neither, and the losses of the micro-batches, each by itself, are averaged by their
+            items, as DistributedDataParallel averages those of its ranks.
         items_per_sample: items of every sample, where all have as many; None: `count` says. The ranks then need not ask
             each other. Of a task without a `count` of its own it is 1: an item is a sample.
         item_name: what an item is called where a rate is shown.
@@ -66,7 +72,7 @@ class Task(ABC):
             faster without one, and wrong beside one, see `lockstep.transforms.attention`.
     """
 
-    reduction: Literal["sum", "mean"] = "sum"
+    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
     items_per_sample: int | None = None
     item_name: str = "items"
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
@@ -89,12 +95,53 @@ class Task(ABC):
         evaluate on.
         """
 
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss summed over the items that `count` counts (or their mean, see `reduction`): 0-dim.
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        """Compute the loss of a batch: its sum, or its mean, over the items that `count` counts.
 
-        `model` is what an engine holds: call it, and nothing inside it.
+        `model` is what an engine holds: call it, and nothing inside it. Where the loss looks at all samples of a step
+        together, write `outputs` and `step_loss` in place of this.
+
+        Returns:
+            a 0-dim tensor; or (that, name -> number) with numbers of your own, see "Numbers of your own" in the
+            documentation.
         """
+        return self.step_loss(self.outputs(model, batch))
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """Compute what `step_loss` needs of each sample of a batch.
+
+        Returns:
+            a tensor of shape [samples, ...], or a tuple or dict of such. A learned number that the loss needs is an
+            output too: `scale.expand(samples)`.
+        """
+        raise NotImplementedError
+
+    def step_loss(self, outputs: Any) -> Tensor:
+        """Compute the loss of a whole step from the outputs of all of its samples, in the run's order: 0-dim.
+
+        Called on every rank alike, with the same values. It uses no parameter of the model.
+        """
+        raise NotImplementedError
+
+    def step_loss_rows(self, own: Any, whole: Any, first: int) -> Tensor:
+        """Compute one micro-batch's part of the step's loss, which is the SUM of these parts: 0-dim.
+
+        To be written in place of `step_loss` where that is too much work for one device: each rank then computes the
+        parts of its own micro-batches.
+
+        Args:
+            own: the outputs of the micro-batch.
+            whole: those of all samples of the step, in the run's order.
+            first: which row of `whole` is the first of `own`.
+        """
+        raise NotImplementedError
+
+    def penalty(self, model: nn.Module) -> Tensor | None:
+        """Compute what is added to the loss once a step, whatever the number of micro-batches and ranks: 0-dim.
+
+        It looks at the parameters alone; None: nothing is added.
+        """
+        return None
 
     def collate(self, samples: list[Any]) -> Any:
         """A list of samples as one batch, in host memory."""
@@ -163,7 +210,7 @@ class Task(ABC):
 _MUST = {
     "model": "model() returns the nn.Module",
     "dataset": "dataset(split) returns the samples of 'train' or 'evaluation'",
-    "loss": "loss(model, batch) returns the loss, summed over the items of the batch, as a 0-dim tensor",
+    "loss": "loss(model, batch) returns the loss of a batch as a 0-dim tensor",
 }
 _METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
 _VALUES = tuple(Task.__annotations__)
@@ -207,9 +254,6 @@ class _Adapted(Task):
     def dataset(self, split: str) -> Any:
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        raise NotImplementedError
-
 
 def adapted(task: Any) -> Task:
     """`task` as a Task. Only an object of another class with the same methods needs it.
@@ -222,11 +266,14 @@ def adapted(task: Any) -> Task:
     name = type(task).__name__
     _check_names(task)
     for method, what in _MUST.items():
-        if not callable(getattr(task, method, None)):
+        if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {what}")
     made = task if isinstance(task, Task) else _Adapted(task)
-    if made.reduction not in ("sum", "mean"):
-        raise ConfigError(f"the task's reduction is {made.reduction!r}: it must be 'sum', the default, or 'mean'")
+    _check_loss(made, name)
+    if made.reduction not in REDUCTIONS:
+        raise ConfigError(
+            f"the task's reduction is {made.reduction!r}: it must be one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     mask = made.attention_mask
     if mask is not None and not isinstance(mask, bool):
         raise ConfigError(
@@ -234,6 +281,32 @@ def adapted(task: Any) -> Task:
             "gives attention a mask, or None, the default"
         )
     return made
+
+
+def _check_loss(task: Task, name: str) -> None:
+    """Raises ConfigError unless the task has a loss, of one kind alone."""
+    forms = [method for method in ("step_loss", "step_loss_rows") if has_own(task, method)]
+    if has_own(task, "outputs") and not forms:
+        raise ConfigError(
+            f"the task {name} has `outputs` and no `step_loss`: step_loss(outputs) returns the loss of a whole step; "
+            "or write `loss` alone"
+        )
+    if forms and not has_own(task, "outputs"):
+        raise ConfigError(
+            f"the task {name} has `{forms[0]}` and no `outputs`: outputs(model, batch) returns what it needs of each "
+            "sample, tensors of shape [samples, ...]"
+        )
+    if len(forms) == 2:
+        raise ConfigError(f"the task {name} has both `step_loss` and `step_loss_rows`: write one of them")
+    if not forms and not has_own(task, "loss"):
+        raise ConfigError(f"the task {name} has no method `loss`: {_MUST['loss']}")
+    if forms and has_own(task, "loss"):
+        raise ConfigError(f"the task {name} has both `loss` and `{forms[0]}`: leave `loss` out, or `outputs` and that")
+
+
+def looks_at_whole_step(task: Task) -> bool:
+    """Whether the task's loss is one over all samples of a step (`outputs` and `step_loss`)."""
+    return has_own(task, "outputs")
 
 
 def written(task: Task) -> Any:
@@ -276,67 +349,3 @@ def _length(batch: Any) -> int:
     raise ConfigError(
         f"the task's `collate` returned {type(batch).__name__}, whose samples cannot be counted: write `count(batch)`"
     )
-
-
-def load_task(named: str) -> Task:
-    """The task that `FILE.py:Class` names, made without arguments.
-
-    Raises:
-        ConfigError: no such file or class, or one that cannot be made so.
-    """
-    if named.startswith(LIGHTNING):
-        made: Task = importlib.import_module("lockstep.tasks.lightning_files").load(named)
-        return made
-    kind = imported_class(named, "--task")
-    try:
-        task = kind()
-    except Exception as error:
-        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
-    return adapted(task)
-
-
-def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:
-    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none, and says which
-    classes of the file have the methods that it must have."""
-    file, _, name = named.rpartition(":")
-    if not file and Path(named).is_file():
-        file, name = named, ""
-    path = Path(file)
-    if not file or not path.is_file():
-        raise ConfigError(f"{flag} '{named}': there is no such file; give FILE.py:Class")
-    module = _imported(named, path, flag)
-    kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
-    if kind is None:
-        said = f"the file has no class {name}" if name else "it names no class"
-        own = [key for key, value in vars(module).items() if _has_all(value, module, must)]
-        close = difflib.get_close_matches(name, own, n=1)
-        meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
-        wanted = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
-        meant = meant if own else f"give {file}:CLASS, {wanted}"
-        raise ConfigError(f"{flag} '{named}': {said}; {meant}")
-    return kind
-
-
-def _imported(named: str, path: Path, flag: str) -> ModuleType:
-    """The file as a module. Raises ConfigError where it is none, or what it runs fails."""
-    module_name = f"lockstep_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{flag} '{named}' is no Python file; give FILE.py:Class")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # its classes can be pickled, to loader processes
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:  # the file may import its neighbours
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"{flag} '{named}': {reason}; the file must import without an error") from error
-    return module
-
-
-def _has_all(value: Any, module: ModuleType, must: Iterable[str]) -> bool:
-    """Whether `value` is a class of the file's own that has these methods."""
-    own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
-    return own and all(callable(getattr(value, method, None)) for method in must)

@@ -289,13 +289,13 @@ class Recorder:
         self.model = model
         self.state = self.restore = None
 
-    def accumulate(self, last):
+    def accumulate(self, last, counts=True):
         return NOTHING
 
     def backward(self, loss, weight=1.0):
         pass
 
-    def step(self, factor=None, limit=math.inf, momentum=None):
+    def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
         return StepResult(torch.zeros(()), limit > 0.0)
 
 

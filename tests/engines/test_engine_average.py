@@ -36,7 +36,7 @@ class Moves:
     def __init__(self, model, knows):
         self.model, self._knows = model, knows
 
-    def step(self, factor=None, limit=math.inf, momentum=None):
+    def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
         with torch.no_grad():
             if limit > 1.0:
                 for parameter in (self.model.weight, self.model.turned):

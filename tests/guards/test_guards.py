@@ -317,13 +317,13 @@ def test_buffers_are_put_back_where_a_step_is_not_applied(known):
         def __init__(self, inner):
             self.model, self.inner = inner.model, inner
 
-        def accumulate(self, last):
+        def accumulate(self, last, counts=True):
             return self.inner.accumulate(last)
 
         def backward(self, loss, weight=1.0):
             self.inner.backward(loss, weight)
 
-        def step(self, factor=None, limit=math.inf, momentum=None):
+        def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
             norm, applied = self.inner.step(factor, limit, momentum)
             return StepResult(norm, applied if known else None)
 

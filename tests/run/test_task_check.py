@@ -143,7 +143,7 @@ def test_what_a_task_lacks_is_named():
     with pytest.raises(ConfigError, match=r"the task Bare has no method `loss`: loss\(model, batch\) returns the loss"):
         adapted(Bare())
     Bare.loss, Bare.reduction = print, "Mean"
-    with pytest.raises(ConfigError, match="reduction is 'Mean': it must be 'sum', the default, or 'mean'"):
+    with pytest.raises(ConfigError, match="reduction is 'Mean'"):
         adapted(Bare())
 
 

@@ -325,7 +325,7 @@ class Updating:
     def state_dict(self):
         return {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
 
-    def step(self, factor=None, limit=math.inf, momentum=None):
+    def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
         whole = torch.optim.AdamW([group for each in self.optimizers for group in each.param_groups], betas=(0.9, 0.8))
         for _ in range(self.times):
             whole.step()
@@ -411,13 +411,13 @@ class Noting:
     def __init__(self, model=None):
         self.model, self.heard = model, []
 
-    def accumulate(self, last):
+    def accumulate(self, last, counts=True):
         self.heard.append([parameter.tolist() for parameter in self.model.parameters()])
 
     def backward(self, loss, weight=1.0):
         self.heard.append(weight)
 
-    def step(self, factor=None, limit=math.inf, momentum=None):
+    def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
         self.heard.append(("step", factor))
         return StepResult(torch.tensor(2.0), True)
 

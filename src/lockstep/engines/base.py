@@ -18,9 +18,12 @@ from lockstep.distributed.shares import Sharing
 from lockstep.engines.options import EngineOptions
 from lockstep.errors import said
 
-__all__ = ["NOTHING", "Engine", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
+__all__ = ["NOTHING", "Engine", "Evaluate", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+# One more pass over the step's micro-batches, at the present parameters: `.grad` is cleared before it, and this rank's
+# backwards fill it. Returns the step's loss over all ranks, 0-dim. Collective.
+Evaluate = Callable[[], Tensor]
 
 _OWN = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -75,8 +78,13 @@ class Engine(Protocol):
 
     model: nn.Module
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; gradients are exchanged in a step's last, where they can."""
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        """Surround forward and backward of one micro-batch; gradients are exchanged in a pass's last, where they can.
+
+        Args:
+            last: it is this rank's last of the pass.
+            counts: keep what the forward moves in buffers; False: a pass that is repeated, which leaves no trace.
+        """
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Adds the gradient of `weight * loss`. After the last micro-batch the gradients are SUMMED over the ranks.
@@ -84,7 +92,13 @@ class Engine(Protocol):
         A weight of 0 is an empty slot, which is there only so that collectives line up.
         """
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         """Ends the step: clips, updates, clears the gradients and whatever else was gathered over the step.
 
         Args:
@@ -92,6 +106,7 @@ class Engine(Protocol):
             limit: a norm that is not finite or not below it is not applied: parameters, optimizer states and buffers
                 stay as they were before the step. -inf leaves the step out whatever its norm.
             momentum: of every parameter group, adam's first beta; None: each group's own, as before the first number.
+            evaluate: for an optimizer that evaluates several times in a step; None: it cannot.
         """
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
@@ -44,13 +44,19 @@ class DataParallel:
         made = optimizer(model)
         self._update, self._roots = OptimizerStep(made, settings, cleared=trained(model, made)), ScaledBackward()
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         return self._update(factor, limit, momentum)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import final
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.ddp_common import ReplicatedEngine
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 
@@ -26,13 +26,19 @@ class DDP:
         self._replicas = ReplicatedEngine("ddp", model, exchanged, world, settings)
         self.model = self._replicas.model
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._replicas.accumulate(last)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         self._replicas.finish()
         return self._update(factor, limit, momentum)
 

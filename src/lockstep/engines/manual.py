@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.batchnorm import Replay
 from lockstep.engines.shared.optimizer_step import total_norm
 from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
@@ -82,13 +82,19 @@ class Manual:
         self._squares: list[Tensor] = []
         self._first: list[_First] = []
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._weights.append(weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         weights, self._weights, self._squares = self._weights, [], []
         if self._blank:
             self._blank = False

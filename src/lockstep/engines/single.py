@@ -7,7 +7,7 @@ from typing import final
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.exact import Tree
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
 from lockstep.engines.shared.scaled_backward import ScaledBackward
@@ -30,7 +30,7 @@ class Single:
         self._roots = ScaledBackward()
         self._tree = Tree(own, settings.exact, world) if settings.exact else None
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -38,7 +38,13 @@ class Single:
         if self._tree:
             self._tree.push()
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         if self._tree:
             self._tree.finish()
         return self._update(factor, limit, momentum)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.ddp_common import ReplicatedEngine, check_launched
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
@@ -51,13 +51,19 @@ class Zero:
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._replicas.accumulate(last)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._replicas.backward(loss, self._update.scale * weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         self._replicas.finish()
         self._check_groups()
         if factor is None:

@@ -123,6 +123,7 @@ def works(session: Session, built: Built) -> Works:
         guards.audit,
         before_update=recorder.saver.order,
         kernels=kernels_of(config.compile, step_plan),
+        world=world,
     )
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, profiling, step_plan)
     return Works(*parts, step_plan.steps, built.last)

@@ -29,7 +29,8 @@ from lockstep.run.environment import sources_of
 from lockstep.run.joined import joined
 from lockstep.run.model import model_of
 from lockstep.run.weights import chosen, fill
-from lockstep.task import Task, load_task, written
+from lockstep.task import Task, written
+from lockstep.task_file import load_task
 from lockstep.tasks.causal_lm import CausalLM
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.hf import HubCausalLM

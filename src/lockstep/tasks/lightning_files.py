@@ -14,7 +14,7 @@ from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
-from lockstep.task import imported_class
+from lockstep.task_file import imported_class
 from lockstep.tasks.lightning import from_lightning
 from lockstep.tasks.lightning_task import LightningTask
 

@@ -13,7 +13,8 @@ from lockstep.config.presets import described
 from lockstep.config.sections import Data
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, load_task
+from lockstep.task import Task
+from lockstep.task_file import load_task
 from lockstep.tasks.causal_lm import CausalLM, loss_inside
 from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task
 from lockstep.tasks.options import OWN, TASKS, kind_of

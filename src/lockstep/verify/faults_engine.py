@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.config.config import Config
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 from lockstep.verify.fault import Fault, FaultContext
@@ -41,8 +41,14 @@ class _StepCounter(EngineWrapper):
         """Whether this is the step at which the fault is planted, on the rank that has it."""
         return self.context.is_target_rank and self.done == self.context.step
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        result = self.inner.step(factor, limit, momentum)
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        result = self.inner.step(factor, limit, momentum, evaluate)
         self.done += 1
         return result
 
@@ -70,9 +76,15 @@ class OtherRate(Fault):
 
 
 class _OtherRate(_StepCounter):
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         late = self.context.is_target_rank and self.done >= self.context.step
-        return super().step(factor * 1.01 if late and factor is not None else factor, limit, momentum)
+        return super().step(factor * 1.01 if late and factor is not None else factor, limit, momentum, evaluate)
 
 
 @final
@@ -85,16 +97,22 @@ class ExtraStep(Fault):
 
 
 class _Twice(_StepCounter):
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         if not self.here:
-            return super().step(factor, limit, momentum)
+            return super().step(factor, limit, momentum, evaluate)
 
         def again(optimizer: Any, *_: Any) -> None:
             handle.remove()  # the innermost optimizer ends first; it alone goes on once more, without its peers
             optimizer.step()
 
         handle = register_optimizer_step_post_hook(again)
-        return super().step(factor, limit, momentum)
+        return super().step(factor, limit, momentum, evaluate)
 
 
 @final
@@ -109,12 +127,12 @@ class BitFlip(Fault):
 class _Flipping(_StepCounter):
     flipped = False
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         if self.here and not self.flipped:
             self.flipped = True
             parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
             parameter.view(-1)[:1].view(torch.uint8)[0] ^= 1  # the lowest bit of the first element
-        return self.inner.accumulate(last)
+        return self.inner.accumulate(last, counts)
 
 
 @final
@@ -200,9 +218,15 @@ class _Scaled(EngineWrapper):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight * self._scale)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         self._reset()
-        norm, applied = self.inner.step(factor, limit, momentum)
+        norm, applied = self.inner.step(factor, limit, momentum, evaluate)
         return StepResult(norm / self._scale, applied)
 
 

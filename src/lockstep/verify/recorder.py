@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.data.batches import MicroBatch, StepLoader
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.guards.digests import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
@@ -207,8 +207,8 @@ class _Probe(EngineWrapper):
         super().__init__(inner)
         self._recorder = recorder
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        context = self.inner.accumulate(last)
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        context = self.inner.accumulate(last, counts)
         tracker = self._recorder.begin()
         if tracker is None:
             return context
@@ -221,8 +221,14 @@ class _Probe(EngineWrapper):
         self._recorder.scaled(loss.detach() * weight)
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        return self._recorder.update(lambda: self.inner.step(factor, limit, momentum))
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        return self._recorder.update(lambda: self.inner.step(factor, limit, momentum, evaluate))
 
 
 def _digests(data: Any) -> Iterator[tuple[str, str]]:

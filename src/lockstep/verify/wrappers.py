@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from lockstep.config.config import Config
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.run.evaluation_sets import named_sets
 from lockstep.task import Order, Task, items_of_a_sample
 
@@ -35,7 +35,7 @@ class TaskWrapper(Task):
     def dataset(self, split: str) -> Any:
         return self.inner.dataset(split)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Any:
         return self.inner.loss(model, batch)
 
     def collate(self, samples: list[Any]) -> Any:
@@ -121,14 +121,20 @@ class EngineWrapper:
     def __init__(self, inner: Engine) -> None:
         self.inner, self.model = inner, inner.model
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self.inner.accumulate(last)
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self.inner.accumulate(last, counts)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        return self.inner.step(factor, limit, momentum)
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        return self.inner.step(factor, limit, momentum, evaluate)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.inner.state_dict()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult, set_momentum
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult, set_momentum
 from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
 from lockstep.engines.shared.ddp_common import check_launched
@@ -64,14 +64,20 @@ class DeepSpeed:
             self._module = model
         settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._ds.set_gradient_accumulation_boundary(last)
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._ds.backward(loss * self._roots(loss, self._factor() * weight), scale_wrt_gas=False)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         if self._scaled and not self._split:
             gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, float(self._world.size))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.fsdp.apply import check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
 from lockstep.engines.fsdp.usage_check import FILLS_UNUSED, UsageCheck
@@ -64,7 +64,7 @@ class FSDP:
         self._sum_plainly()
         self._watch_usage()
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         for comm in self._comms:
             comm.last = last
         if last is not self._synced and not self._comms and self._tree is None:
@@ -83,7 +83,13 @@ class FSDP:
             for parameter in self._exchanged:  # zeros: the sums are in the trees until the last micro-batch
                 parameter.grad = None
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         made, self._backwards = self._backwards, 0
         if self._tree:
             self._tree.finish()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.engines.base import NOTHING, Engine, StepResult
+from lockstep.engines.base import NOTHING, Engine, Evaluate, StepResult
 from lockstep.engines.shared.buffers import Buffered
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
@@ -69,14 +69,20 @@ class Averaged:
         where = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
         self._updates = torch.zeros((), dtype=torch.float64, device=where)
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._engine.accumulate(last)
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self._engine.accumulate(last, counts)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._engine.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        result = self._engine.step(factor, limit, momentum)
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        result = self._engine.step(factor, limit, momentum, evaluate)
         if result.applied is not False:
             self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
         return result

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.shares import Sharing
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.engines.shared.batchnorm import Replay
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.transforms.batchnorm import Recording, recorders
@@ -57,18 +57,36 @@ class Buffered:
         self.model: nn.Module = engine.model
         self._engine, self._replay, self._buffers = engine, replay, buffers
         self._within = False  # between a step's first micro-batch and its end
+        self._counts = True  # the present pass moves buffers
         self._buffers.begin()
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         if not self._within:
             self._within = True
             self._buffers.begin()
             if self._replay:
                 self._replay.begin()
         self._buffers.begin_slot()
-        return self._engine.accumulate(last)
+        self._counts = counts
+        inner = self._engine.accumulate(last, counts)
+        return inner if counts else self._dropping(inner)
+
+    @contextmanager
+    def _dropping(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        """Within it a forward moves nothing: buffers are as they were, and no statistics are kept."""
+        try:
+            with inner:
+                yield
+        finally:
+            self._counts = True
+            self._buffers.undo_slot()
+            if self._replay:
+                self._replay.clear()
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        if not self._counts:
+            self._engine.backward(loss, weight)
+            return
         if self._replay:  # before the backward, which may compute the forward again
             self._replay.take(weight)
         self._engine.backward(loss, weight)
@@ -77,13 +95,19 @@ class Buffered:
         if self._replay:
             self._replay.clear()
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         told = self._within
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
         self._buffers.share()  # collective; before the update, so that a rank that is lost leaves it whole or not made
-        result = self._engine.step(factor, limit, momentum)
+        result = self._engine.step(factor, limit, momentum, evaluate)
         self._within = False
         self._buffers.end(result, limit)
         if not told:  # a loop that does without `accumulate`: the next step begins here

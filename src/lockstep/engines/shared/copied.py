@@ -11,7 +11,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.errors import ConfigError
 from lockstep.transforms.weight_copies import WeightCopies
 
@@ -27,14 +27,14 @@ class Copied:
         self._engine, self._copies = engine, copies
         self._begun = False  # a backward of the present step was made
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._micro_batch(last)
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self._micro_batch(last, counts)
 
     @contextmanager
-    def _micro_batch(self, last: bool) -> Iterator[None]:
+    def _micro_batch(self, last: bool, counts: bool) -> Iterator[None]:
         if not self._begun or self._copies.moved():
             self._copies.write()
-        with self._engine.accumulate(last), self._copies.used():
+        with self._engine.accumulate(last, counts), self._copies.used():
             yield
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -46,10 +46,16 @@ class Copied:
         self._begun = True
         self._engine.backward(loss, weight)
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
         self._begun = False
         self._copies.hand_over()
-        return self._engine.step(factor, limit, momentum)
+        return self._engine.step(factor, limit, momentum, evaluate)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict()

@@ -76,7 +76,7 @@ class ReplicatedEngine:
                 self._usage = Usage(self._trained(), world)
         self.model: nn.Module = self._ddp or module
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._last = last
         if self._ddp is None or self._always or (last and self._usage is None):
             return NOTHING

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from lockstep.engines.base import Engine, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.hooks import Hooks
 
 __all__ = ["Hooked"]
@@ -20,15 +20,21 @@ class Hooked:
         self.model: nn.Module = engine.model
         self._engine, self._hooks = engine, hooks
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._engine.accumulate(last)
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self._engine.accumulate(last, counts)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._engine.backward(loss, weight)
         self._hooks.after_backward()
 
-    def step(self, factor: float | None = None, limit: float = math.inf, momentum: float | None = None) -> StepResult:
-        result = self._engine.step(factor, limit, momentum)
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        result = self._engine.step(factor, limit, momentum, evaluate)
         self._hooks.after_update()
         return result
 

@@ -1,0 +1,191 @@
+"""A pass over a step's micro-batches: forward and backward of each, so that `.grad` holds the step's gradient.
+
+    passes = Passes(engine, task, control)
+    losses = passes.first(step, micro, items)
+    engine.step(..., evaluate=lambda: passes.again(step, micro, items))
+
+A step is one or more passes over the same micro-batches, then one update. Where the loss is a sum over its items one
+pass is enough; a loss over the whole step takes two forwards (see `lockstep.whole_step`), and an optimizer that
+evaluates several times in a step has as many passes.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.clock import Clock
+from lockstep.data.batches import MicroBatch, seed_everything
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.errors import ConfigError
+from lockstep.seeds import derive
+from lockstep.task import Task
+
+__all__ = ["UNAUDITED", "Audits", "Passes", "StepControl", "described", "loss_of", "scalar", "seeder"]
+
+
+class Audits(Protocol):
+    """What looks at how micro-batches are computed; see `lockstep.guards.audit`."""
+
+    def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Around forward and backward; what it gives takes the loss between the two, and returns it."""
+
+    def compare(self, step: int) -> None:
+        """After the last micro-batch, before the update. May raise: then the step is not applied."""
+
+    def close(self) -> None:
+        """No step comes after it."""
+
+
+class _Unaudited:
+    """Looks at nothing."""
+
+    _seen: AbstractContextManager[Callable[[Tensor], Tensor]] = nullcontext(lambda loss: loss)
+
+    def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        return self._seen
+
+    def compare(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+UNAUDITED = _Unaudited()
+_ANY: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class StepControl:
+    """What the loop asks by step.
+
+    Attributes:
+        factor: step -> what the base learning rate is multiplied by.
+        momentum: step -> that of every parameter group; None: as it is.
+        audit: sees each micro-batch's loss and backward.
+        before_update: called before what an engine changes in a step is changed.
+        limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
+        seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
+        kernels: (step, micro-batch) -> what its forward runs in; see `lockstep.run.kernels`.
+        clock: adds up where the time goes.
+        world: the ranks that take part.
+    """
+
+    factor: Callable[[int], float]
+    seed: Callable[[int, int], None]
+    clock: Clock
+    limit: Callable[[int], float] = lambda step: math.inf
+    momentum: Callable[[int], float | None] = lambda step: None
+    audit: Audits = UNAUDITED
+    kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _ANY
+    before_update: Callable[[], None] = lambda: None
+    world: World = field(default_factory=World)
+
+
+class Passes:
+    """The passes over this rank's micro-batches of a step, for a loss that is a sum over its items."""
+
+    def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
+        self._engine, self._control, self._hooks = engine, control, task.hooks
+        self._loss_sum = loss_of(task)
+
+    def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
+        """Compute forward and backward of each micro-batch, as the step begins.
+
+        Args:
+            micro: this rank's micro-batches of `step`.
+            items: of the step, over all ranks.
+
+        Returns:
+            The losses of those that count, each summed over its items: 0-dim.
+        """
+        return self._pass(step, micro, items, counts=True)
+
+    def again(self, step: int, micro: list[MicroBatch], items: float) -> Tensor:
+        """Repeat the pass at the present parameters; what its forwards move in buffers is dropped. Collective.
+
+        Returns:
+            The step's loss over all ranks, 0-dim: the same on each.
+        """
+        losses = self._pass(step, micro, items, counts=False)
+        own = torch.stack(losses).tolist() if losses else []  # waits for the device
+        every = [loss for part in self._control.world.gather(own) for loss in part]  # collective
+        like = losses[0] if losses else next(p for p in self._engine.model.parameters() if p.is_floating_point())
+        return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
+
+    def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
+        control, engine, clock = self._control, self._engine, self._control.clock
+        audit = control.audit if counts else UNAUDITED
+        losses = []
+        for slot, batch in enumerate(micro):
+            if self._hooks:
+                self._hooks.before_batch(step, batch.index, slot, len(micro), counts=bool(batch.weight))
+            control.seed(step, batch.index)
+            last = batch is micro[-1]
+            with engine.accumulate(last, counts), audit.watch(step, batch) as seen:
+                with control.kernels(step, batch.index):
+                    loss = seen(self._loss_sum(engine.model, batch))
+                clock.lap("forward")
+                engine.backward(loss, batch.weight / (items or 1))
+                clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
+            if batch.weight:
+                losses.append(loss.detach())
+        return losses
+
+
+def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
+    """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
+    mean = task.reduction == "mean"
+
+    def summed(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss = task.loss(model, batch.data)
+        if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
+            loss = scalar(loss)
+        return loss * batch.items if mean else loss
+
+    return summed
+
+
+def scalar(loss: Any) -> Tensor:
+    """A loss as a 0-dim tensor; one of a single number, such as [1], is taken for it.
+
+    Raises:
+        ConfigError: it is no tensor of one floating-point number, or has no graph where a backward is to come.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        raise ConfigError(
+            f"the task's `loss` returned {described(loss)}: it must return one number, a 0-dim float tensor"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ConfigError(
+            "the task's `loss` returned a tensor without a graph, so nothing is learnt: compute it from the model's "
+            "output, without detach() and no_grad()"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def described(value: Any) -> str:
+    """What a method returned, in a word or two: `a float`, `a float32 tensor of shape [8, 2]`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def seeder(seed: int, purpose: str, device: torch.device) -> Callable[[int, int], None]:
+    """(step, micro-batch) -> None: seeds the CPU's generators and the device's, from these numbers alone."""
+    if device.type != "cuda":
+        return lambda step, index: seed_everything(derive(seed, purpose, step, index))
+    generator = torch.cuda.default_generators[device.index]
+
+    def reseed(step: int, index: int) -> None:
+        key = derive(seed, purpose, step, index)
+        seed_everything(key)
+        generator.manual_seed(key)
+
+    return reseed

@@ -1,0 +1,83 @@
+"""A task by its name, `FILE.py:Class`: the file is imported, and an object of the class is made."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.task import Task, adapted
+from lockstep.tasks.options import LIGHTNING
+
+__all__ = ["imported_class", "load_task"]
+
+_MUST = ("model", "dataset")
+
+
+def load_task(named: str) -> Task:
+    """The task that `FILE.py:Class` names, made without arguments.
+
+    Raises:
+        ConfigError: no such file or class, or one that cannot be made so.
+    """
+    if named.startswith(LIGHTNING):
+        made: Task = importlib.import_module("lockstep.tasks.lightning_files").load(named)
+        return made
+    kind = imported_class(named, "--task")
+    try:
+        task = kind()
+    except Exception as error:
+        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+    return adapted(task)
+
+
+def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:
+    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none, and says which
+    classes of the file have the methods that it must have."""
+    file, _, name = named.rpartition(":")
+    if not file and Path(named).is_file():
+        file, name = named, ""
+    path = Path(file)
+    if not file or not path.is_file():
+        raise ConfigError(f"{flag} '{named}': there is no such file; give FILE.py:Class")
+    module = _imported(named, path, flag)
+    kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
+    if kind is None:
+        said = f"the file has no class {name}" if name else "it names no class"
+        own = [key for key, value in vars(module).items() if _has_all(value, module, must)]
+        close = difflib.get_close_matches(name, own, n=1)
+        meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
+        wanted = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
+        meant = meant if own else f"give {file}:CLASS, {wanted}"
+        raise ConfigError(f"{flag} '{named}': {said}; {meant}")
+    return kind
+
+
+def _imported(named: str, path: Path, flag: str) -> ModuleType:
+    """The file as a module. Raises ConfigError where it is none, or what it runs fails."""
+    module_name = f"lockstep_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{flag} '{named}' is no Python file; give FILE.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # its classes can be pickled, to loader processes
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # the file may import its neighbours
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"{flag} '{named}': {reason}; the file must import without an error") from error
+    return module
+
+
+def _has_all(value: Any, module: ModuleType, must: Iterable[str]) -> bool:
+    """Whether `value` is a class of the file's own that has these methods."""
+    own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
+    return own and all(callable(getattr(value, method, None)) for method in must)

@@ -1,0 +1,3 @@
+"""Passes for a loss over the whole step: see `Task.step_loss`."""
+
+__all__: list[str] = []
