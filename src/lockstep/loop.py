@@ -12,7 +12,8 @@ from lockstep.distributed.step_exchange import StepExchange
 from lockstep.engines.base import Engine
 from lockstep.passes import UNAUDITED, Audits, Passes, StepControl, described, loss_of, scalar, seeder
 from lockstep.records import StepRecord
-from lockstep.task import Task
+from lockstep.task import Task, looks_at_whole_step
+from lockstep.whole_step import WholeStepPasses
 
 __all__ = ["UNAUDITED", "Audits", "StepControl", "described", "loss_of", "scalar", "seeder", "steps"]
 
@@ -24,7 +25,8 @@ def steps(
 
     `items` is counted over all ranks and micro-batches, so the gradient does not depend on who computed what.
     """
-    clock, passes = control.clock, Passes(engine, task, control)
+    passes = (WholeStepPasses if looks_at_whole_step(task) else Passes)(engine, task, control)
+    clock = control.clock
     clock.start()
     for step, micro in step_loader:
         items = exchange.global_items(step)

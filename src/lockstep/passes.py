@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.clock import Clock
 from lockstep.data.batches import MicroBatch, seed_everything
+from lockstep.distributed.shares import Sharing
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError
@@ -75,6 +76,8 @@ class StepControl:
         kernels: (step, micro-batch) -> what its forward runs in; see `lockstep.run.kernels`.
         clock: adds up where the time goes.
         world: the ranks that take part.
+        micro_batches: M, of each step over all ranks; where the loss looks at the whole step.
+        sharing: which of them each rank computes; None: all as many.
     """
 
     factor: Callable[[int], float]
@@ -86,6 +89,8 @@ class StepControl:
     kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _ANY
     before_update: Callable[[], None] = lambda: None
     world: World = field(default_factory=World)
+    micro_batches: int = 1
+    sharing: Sharing | None = None
 
 
 class Passes:
@@ -120,6 +125,18 @@ class Passes:
         return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
+        return self._backwards(step, micro, self._loss_sum, 1 / (items or 1), counts=counts)
+
+    def _backwards(
+        self,
+        step: int,
+        micro: list[MicroBatch],
+        loss_sum: Callable[[nn.Module, MicroBatch], Tensor],
+        share: float,
+        *,
+        counts: bool,
+    ) -> list[Tensor]:
+        """Forward and backward of each micro-batch, whose loss counts `share` times; the losses of those that count."""
         control, engine, clock = self._control, self._engine, self._control.clock
         audit = control.audit if counts else UNAUDITED
         losses = []
@@ -130,9 +147,9 @@ class Passes:
             last = batch is micro[-1]
             with engine.accumulate(last, counts), audit.watch(step, batch) as seen:
                 with control.kernels(step, batch.index):
-                    loss = seen(self._loss_sum(engine.model, batch))
+                    loss = seen(loss_sum(engine.model, batch))
                 clock.lap("forward")
-                engine.backward(loss, batch.weight / (items or 1))
+                engine.backward(loss, batch.weight * share)
                 clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
             if batch.weight:
                 losses.append(loss.detach())
@@ -152,20 +169,23 @@ def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
     return summed
 
 
-def scalar(loss: Any) -> Tensor:
+def scalar(loss: Any, method: str = "loss") -> Tensor:
     """A loss as a 0-dim tensor; one of a single number, such as [1], is taken for it.
+
+    Args:
+        loss: what the task's `method` returned.
 
     Raises:
         ConfigError: it is no tensor of one floating-point number, or has no graph where a backward is to come.
     """
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
         raise ConfigError(
-            f"the task's `loss` returned {described(loss)}: it must return one number, a 0-dim float tensor"
+            f"the task's `{method}` returned {described(loss)}: it must return one number, a 0-dim float tensor"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(
-            "the task's `loss` returned a tensor without a graph, so nothing is learnt: compute it from the model's "
-            "output, without detach() and no_grad()"
+            f"the task's `{method}` returned a tensor without a graph, so nothing is learnt: compute it from the "
+            "model's output, without detach() and no_grad()"
         )
     return loss.reshape(()) if loss.ndim else loss
 

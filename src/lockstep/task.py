@@ -112,16 +112,17 @@ class Task(ABC):
 
         Returns:
             a tensor of shape [samples, ...], or a tuple or dict of such. A learned number that the loss needs is an
-            output too: `scale.expand(samples)`.
+            output too: `scale.repeat(samples)`.
         """
         raise NotImplementedError
 
     def step_loss(self, outputs: Any) -> Tensor:
         """Compute the loss of a whole step from the outputs of all of its samples, in the run's order: 0-dim.
 
-        Called on every rank alike, with the same values. It uses no parameter of the model.
+        Called on every rank alike, with the same values; those of half precision come as float32. It uses no parameter
+        of the model.
         """
-        raise NotImplementedError
+        return self.step_loss_rows(outputs, outputs, 0)
 
     def step_loss_rows(self, own: Any, whole: Any, first: int) -> Tensor:
         """Compute one micro-batch's part of the step's loss, which is the SUM of these parts: 0-dim.

@@ -1,3 +1,357 @@
-"""Passes for a loss over the whole step: see `Task.step_loss`."""
+"""A loss over all samples of a step, exact on any number of ranks: `Task.outputs` and `Task.step_loss`.
 
-__all__: list[str] = []
+    whole = WholeStep(step_loss=task.step_loss, world=world, micro_batches=8)
+    losses = whole([(0, outputs), (1, outputs)])        # of this rank's micro-batches, detached; collective
+    engine.backward(whole.surrogate(0, task.outputs(model, batch)), 1.0)
+
+Pass 1 is each micro-batch's forward; its outputs are gathered in the order of the micro-batches. Every rank computes
+the loss on the same whole, and its gradient with respect to the outputs. Pass 2 is the same forward in the same seeds,
+and backward of sum(outputs * gradient), whose gradient is the step's ("GradCache", Gao et al., arXiv 2101.06983). A
+rank with one micro-batch keeps the graph of pass 1. The memory that this takes is the outputs of all samples, twice.
+
+Pass 1 makes a graph too, and drops it: kernels that are chosen by whether a gradient is asked for would else give a
+rank that keeps its graph other bits than one that does not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lockstep.data.batches import MicroBatch
+from lockstep.distributed.shares import Sharing, equal_shares
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
+from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.passes import UNAUDITED, Passes, StepControl, described, scalar
+from lockstep.task import Task, has_own
+
+__all__ = ["WholeStep", "WholeStepPasses", "checked_outputs"]
+
+_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Form(NamedTuple):
+    """What the outputs of every micro-batch have in common: their tree, and of each tensor shape and dtype of a row."""
+
+    tree: Any
+    rows: tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class WholeStep:
+    """The loss over a step's samples, and its gradient with respect to their outputs.
+
+    Args:
+        step_loss: outputs of all samples -> the loss.
+        rows: in its place, (own, whole, first) -> the part of one micro-batch; see `Task.step_loss_rows`.
+        world: the ranks.
+        micro_batches: M.
+        sharing: which micro-batches each rank computes; None: all as many.
+    """
+
+    def __init__(
+        self,
+        *,
+        step_loss: Callable[[Any], Any] | None = None,
+        rows: Callable[[Any, Any, int], Any] | None = None,
+        world: World,
+        micro_batches: int,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._step_loss, self._rows, self._world = step_loss, rows, world
+        self._micro_batches, self._sharing = micro_batches, sharing
+        self._form: _Form | None = None
+        self._gradients: dict[int, list[Tensor | None]] = {}
+
+    def __call__(self, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
+        """Compute the loss of the step. Collective.
+
+        Args:
+            found: (index, weight, outputs) of each of this rank's micro-batches, in their order; an empty slot, of
+                weight 0, gives the form alone.
+
+        Returns:
+            0-dim tensors whose sum over all ranks is the step's loss.
+
+        Raises:
+            LockstepError: the outputs differ in form between the micro-batches.
+            PeerError: a rank was lost.
+        """
+        leaves = [(index, weight, self._leaves(index, outputs)) for index, weight, outputs in found]
+        own = [(index, tensors) for index, weight, tensors in leaves if weight]
+        columns = [torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]) for k in range(self._width)]
+        whole, first = self._gathered(columns)
+        with torch.enable_grad():
+            inputs = [_leaf(column) for column in whole]
+            if self._step_loss:
+                losses, parts = self._at_once(inputs, own, first)
+            else:
+                losses, parts = self._in_parts(inputs, own, first)
+        self._gradients = dict(zip((index for index, _ in own), parts, strict=True))
+        return losses
+
+    def surrogate(self, index: int, outputs: Any) -> Tensor:
+        """A 0-dim loss whose gradient is that of the step's loss, from the outputs of a micro-batch with their graph.
+
+        Raises:
+            ConfigError: the outputs have no graph.
+        """
+        tensors = self._leaves(index, outputs)
+        gradients = self._gradients.get(index)
+        if gradients is None:  # an empty slot: its backward takes place, and counts nothing
+            gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors]
+        found = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
+        if not found:
+            raise ConfigError(
+                "the task's `step_loss` does not depend on what the model computed: compute it from the outputs, "
+                "without detach() and no_grad()"
+            )
+        return torch.stack([(t.to(g.dtype) * g).sum() for t, g in found]).sum()
+
+    @property
+    def _width(self) -> int:
+        return len(self._form.rows) if self._form else 0
+
+    def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
+        """The outputs as a list of tensors, of the form that they had first."""
+        tensors, tree = pytree.tree_flatten(checked_outputs(outputs))
+        form = _Form(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
+        self._form = self._form or form
+        if form != self._form:
+            raise LockstepError(
+                f"rank {self._world.rank}: the task's `outputs` of micro-batch {index} are {_shown(form)}, and those "
+                f"of another one {_shown(self._form)}: only the number of samples may differ; pad them to one size"
+            )
+        return tensors
+
+    def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], int]:
+        """The rows of all ranks, in the micro-batches' order, and which of them is this rank's first. Collective."""
+        if self._world.size == 1:
+            return [column.detach() for column in columns], 0
+        size, rank = len(columns[0]), self._world.rank
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
+        # Bytes, in one collective whatever the dtypes, which a backend need not know.
+        rows = [column.detach().resolve_conj().contiguous() for column in columns]
+        as_bytes = (
+            [
+                row.view(size, shape.numel()).view(torch.uint8)
+                for row, (shape, _) in zip(rows, self._known().rows, strict=True)
+            ]
+            if size
+            else []
+        )
+        widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
+        try:
+            dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
+            sizes = [int(count) for count in counts]
+            sent = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
+            if size:
+                sent[:size] = torch.cat(as_bytes, dim=1)
+            received = [torch.empty_like(sent) for _ in sizes]
+            dist.all_gather(received, sent)  # collective
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
+        parts = packed.split_with_sizes(widths, dim=1)
+        whole = [
+            part.contiguous().view(dtype).view(len(packed), *shape)
+            for part, (shape, dtype) in zip(parts, self._known().rows, strict=True)
+        ]
+        return whole, sum(sizes[:rank])
+
+    def _at_once(
+        self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
+    ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+        """The loss, computed by every rank; told once, by the rank that has the first sample."""
+        assert self._step_loss is not None
+        loss = scalar(self._step_loss(self._tree(inputs)), "step_loss")
+        gradients = _gradients(loss, inputs)
+        losses = [loss.detach()] if own and first == 0 else []
+        return losses, [
+            _rows_of(gradients, begin, len(t[0])) for (_, t), begin in zip(own, _begins(own, first), strict=True)
+        ]
+
+    def _in_parts(
+        self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
+    ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+        """The parts of this rank's micro-batches. The gradient of the whole is summed in the tree over all of them."""
+        assert self._rows is not None
+        losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
+        for (_, tensors), begin in zip(own, _begins(own, first), strict=True):
+            rows = [_leaf(column.detach()[begin : begin + len(tensors[0])]) for column in inputs]
+            loss = scalar(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
+            found = _gradients(loss, [*rows, *inputs])
+            losses.append(loss.detach())
+            mine.append(found[: len(rows)])
+            sums.append(_flat(found[len(rows) :], inputs))
+        total = self._summed(sums, inputs)
+        shared = _unflat(total, inputs)
+        both = []
+        for (_, tensors), begin, found in zip(own, _begins(own, first), mine, strict=True):
+            rest = _rows_of(shared, begin, len(tensors[0]))
+            both.append([b if a is None else a if b is None else a + b for a, b in zip(found, rest, strict=True)])
+        return losses, both
+
+    def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
+        """The sum over all micro-batches of all ranks, in the fixed tree: the same bits on any number of ranks."""
+        shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
+        parts, ranks = Parts(self._micro_batches, self._world, shares), self._world.size
+        length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
+        padded = length + -length % ranks
+        like = next((vector for vector in vectors), None)
+        like = _flat([None] * len(inputs), inputs) if like is None else like
+        sums: Subtotals[Tensor] = Subtotals(self._micro_batches, Tensor.add_)
+        for place in range(parts.mine.start, parts.mine.stop):
+            held = like.new_zeros(padded)
+            if vectors:
+                held[:length] = vectors.pop(0)
+            sums.push(Span(place, place + 1), held)
+        if ranks == 1:
+            (total,) = sums.taken()
+            return total[:length]
+        try:
+            piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
+            total = like.new_empty(padded)
+            dist.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return total[:length]
+
+    def _tree(self, tensors: list[Tensor]) -> Any:
+        return pytree.tree_unflatten(tensors, self._known().tree)
+
+    def _known(self) -> _Form:
+        assert self._form is not None
+        return self._form
+
+    def _lost(self, error: Exception) -> PeerError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(
+            f"rank {self._world.rank} lost the other ranks while the outputs of a step were gathered: {reason}; the "
+            "first error is in the log of the rank that failed"
+        )
+
+
+class WholeStepPasses(Passes):
+    """The passes over a step whose loss looks at all of its samples."""
+
+    def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
+        super().__init__(engine, task, control)
+        self._task = task
+        rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
+        self._whole = WholeStep(
+            step_loss=None if rows else task.step_loss,
+            rows=rows,
+            world=control.world,
+            micro_batches=control.micro_batches,
+            sharing=control.sharing,
+        )
+
+    def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
+        if len(micro) == 1:
+            losses = self._one(step, micro[0], counts)
+        else:
+            found = [(batch.index, batch.weight, self._forward(step, batch)) for batch in micro]
+            losses = self._losses(step, found)
+
+            def surrogate(model: nn.Module, batch: MicroBatch) -> Tensor:
+                return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data))
+
+            self._backwards(step, micro, surrogate, 1.0, counts=counts)
+        return [loss.double() * items for loss in losses]  # divided by the items where it is told
+
+    def _forward(self, step: int, batch: MicroBatch) -> Any:
+        """The outputs of a micro-batch; its forward is made again, so that buffers are left as they are."""
+        control, engine = self._control, self._engine
+        control.seed(step, batch.index)
+        with engine.accumulate(False, False), control.kernels(step, batch.index):
+            outputs = pytree.tree_map_only(Tensor, Tensor.detach, self._task.outputs(engine.model, batch.data))
+        control.clock.lap("forward")
+        return outputs
+
+    def _one(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
+        """The step of a rank with one micro-batch, whose graph is kept."""
+        control, engine = self._control, self._engine
+        if self._hooks:
+            self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
+        control.seed(step, batch.index)
+        audit = control.audit if counts else UNAUDITED
+        with engine.accumulate(True, counts), audit.watch(step, batch) as seen:
+            with control.kernels(step, batch.index):
+                outputs = self._task.outputs(engine.model, batch.data)
+            control.clock.lap("forward")
+            losses = self._losses(step, [(batch.index, batch.weight, outputs)])
+            engine.backward(seen(self._whole.surrogate(batch.index, outputs)), batch.weight)
+            control.clock.lap("backward")
+        return losses
+
+    def _losses(self, step: int, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
+        self._control.seed(step, _LOSS)  # the same on every rank, whatever it computed
+        return self._whole(found)
+
+
+def checked_outputs(outputs: Any) -> Any:
+    """What a task's `outputs` returned. Raises ConfigError unless it is tensors with as many rows each."""
+    tensors = pytree.tree_leaves(outputs)
+    odd = next((each for each in tensors if not isinstance(each, Tensor) or not each.ndim), None)
+    if odd is not None or not tensors:
+        what = described(odd) if tensors else "no tensor"
+        raise ConfigError(
+            f"the task's `outputs` returned {what}: it must return a tensor of shape [samples, ...], or a tuple or "
+            "dict of such; a number that `step_loss` needs is an output too, as scale.repeat(samples)"
+        )
+    rows = sorted({len(tensor) for tensor in tensors})
+    if len(rows) > 1:
+        raise ConfigError(
+            f"the task's `outputs` returned tensors of {rows[0]} and of {rows[-1]} rows: each needs one row a sample"
+        )
+    return outputs
+
+
+def _leaf(column: Tensor) -> Tensor:
+    """An output as an input of the loss; half precision as float32, so that its gradient is not rounded."""
+    column = column.detach()
+    if not (column.is_floating_point() or column.is_complex()):
+        return column
+    return (column.float() if column.dtype in _HALVES else column).requires_grad_()
+
+
+def _gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _begins(own: list[tuple[int, list[Tensor]]], first: int) -> list[int]:
+    """The first row of each micro-batch."""
+    found = []
+    for _, tensors in own:
+        found.append(first)
+        first += len(tensors[0])
+    return found
+
+
+def _rows_of(columns: list[Tensor | None], begin: int, count: int) -> list[Tensor | None]:
+    return [None if column is None else column[begin : begin + count] for column in columns]
+
+
+def _flat(gradients: Sequence[Tensor | None], inputs: list[Tensor]) -> Tensor:
+    """The gradients of the inputs that have one, as one vector; a missing one as zeros."""
+    pairs = [(g, t) for g, t in zip(gradients, inputs, strict=True) if t.requires_grad]
+    return torch.cat([(torch.zeros_like(t) if g is None else g).detach().reshape(-1) for g, t in pairs])
+
+
+def _unflat(vector: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    sizes = [tensor.numel() for tensor in inputs if tensor.requires_grad]
+    parts = iter(vector.split_with_sizes(sizes))
+    return [next(parts).view_as(tensor) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _shown(form: _Form) -> str:
+    rows = ", ".join(f"{str(dtype).removeprefix('torch.')} {['samples', *shape]}" for shape, dtype in form.rows)
+    return rows.replace("'", "")

@@ -124,6 +124,8 @@ def works(session: Session, built: Built) -> Works:
         before_update=recorder.saver.order,
         kernels=kernels_of(config.compile, step_plan),
         world=world,
+        micro_batches=step_plan.micro_batches,
+        sharing=built.batches.sharing,
     )
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, profiling, step_plan)
     return Works(*parts, step_plan.steps, built.last)
