@@ -49,13 +49,17 @@ class Contrastive(lockstep.Task):
             return Towers(self.dropout, self.norm).to(self.dtype)
 
     def dataset(self, split):
-        return Pairs(self.samples) if split == "train" else Pairs(17)
+        return Pairs(self.samples) if split == "train" else Pairs(BATCH + 9)
 
     def order(self, samples, seed):
         return Sequential(samples)
 
     def outputs(self, model, batch):
         return model(*(part.to(self.dtype) for part in batch))
+
+    def metrics(self, model, batch):
+        a, b, _ = self.outputs(model, batch)
+        return {"near": ((a * b).sum(), len(a))}
 
     def step_loss(self, outputs):
         a, b, scale = outputs
@@ -85,6 +89,9 @@ class Dice(Contrastive):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4)).double()
+
+    def metrics(self, model, batch):
+        return {}
 
     def outputs(self, model, batch):
         return {"p": model(batch[0]).softmax(1), "label": batch[0][:, :4].argmax(1)}

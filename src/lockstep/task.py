@@ -301,6 +301,11 @@ def _check_loss(task: Task, name: str) -> None:
         raise ConfigError(f"the task {name} has both `step_loss` and `step_loss_rows`: write one of them")
     if not forms and not has_own(task, "loss"):
         raise ConfigError(f"the task {name} has no method `loss`: {_MUST['loss']}")
+    if forms and has_own(task, "evaluate"):
+        raise ConfigError(
+            f"the task {name} has both `{forms[0]}` and `evaluate`: an evaluation computes the loss by the same cut "
+            "as the training; write `metrics` in place of `evaluate`"
+        )
     if forms and has_own(task, "loss"):
         raise ConfigError(f"the task {name} has both `loss` and `{forms[0]}`: leave `loss` out, or `outputs` and that")
 

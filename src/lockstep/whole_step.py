@@ -30,9 +30,9 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.passes import UNAUDITED, Passes, StepControl, described, scalar
 from lockstep.task import Task, has_own
 
-__all__ = ["WholeStep", "WholeStepPasses", "checked_outputs"]
+__all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of"]
 
-_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
+WHOLE_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -52,6 +52,9 @@ class WholeStep:
         world: the ranks.
         micro_batches: M.
         sharing: which micro-batches each rank computes; None: all as many.
+
+    Attributes:
+        samples: of the last step, over all ranks.
     """
 
     def __init__(
@@ -65,13 +68,15 @@ class WholeStep:
     ) -> None:
         self._step_loss, self._rows, self._world = step_loss, rows, world
         self._micro_batches, self._sharing = micro_batches, sharing
+        self.samples = 0
         self._form: _Form | None = None
         self._gradients: dict[int, list[Tensor | None]] = {}
 
-    def __call__(self, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
+    def __call__(self, found: Sequence[tuple[int, float, Any]], *, gradient: bool = True) -> list[Tensor]:
         """Compute the loss of the step. Collective.
 
         Args:
+            gradient: with respect to the outputs too, for `surrogate`.
             found: (index, weight, outputs) of each of this rank's micro-batches, in their order; an empty slot, of
                 weight 0, gives the form alone.
 
@@ -86,8 +91,9 @@ class WholeStep:
         own = [(index, tensors) for index, weight, tensors in leaves if weight]
         columns = [torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]) for k in range(self._width)]
         whole, first = self._gathered(columns)
-        with torch.enable_grad():
-            inputs = [_leaf(column) for column in whole]
+        self.samples = len(whole[0])
+        with torch.set_grad_enabled(gradient):
+            inputs = [_leaf(column, gradient) for column in whole]
             if self._step_loss:
                 losses, parts = self._at_once(inputs, own, first)
             else:
@@ -181,14 +187,18 @@ class WholeStep:
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
         """The parts of this rank's micro-batches. The gradient of the whole is summed in the tree over all of them."""
         assert self._rows is not None
+        gradient = torch.is_grad_enabled()
         losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
         for (_, tensors), begin in zip(own, _begins(own, first), strict=True):
-            rows = [_leaf(column.detach()[begin : begin + len(tensors[0])]) for column in inputs]
+            rows = [_leaf(column.detach()[begin : begin + len(tensors[0])], gradient) for column in inputs]
             loss = scalar(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
             found = _gradients(loss, [*rows, *inputs])
             losses.append(loss.detach())
             mine.append(found[: len(rows)])
-            sums.append(_flat(found[len(rows) :], inputs))
+            if gradient:
+                sums.append(_flat(found[len(rows) :], inputs))
+        if not gradient:
+            return losses, mine
         total = self._summed(sums, inputs)
         shared = _unflat(total, inputs)
         both = []
@@ -243,14 +253,7 @@ class WholeStepPasses(Passes):
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         super().__init__(engine, task, control)
         self._task = task
-        rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
-        self._whole = WholeStep(
-            step_loss=None if rows else task.step_loss,
-            rows=rows,
-            world=control.world,
-            micro_batches=control.micro_batches,
-            sharing=control.sharing,
-        )
+        self._whole = whole_step_of(task, control.world, control.micro_batches, control.sharing)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
         if len(micro) == 1:
@@ -291,8 +294,15 @@ class WholeStepPasses(Passes):
         return losses
 
     def _losses(self, step: int, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
-        self._control.seed(step, _LOSS)  # the same on every rank, whatever it computed
+        self._control.seed(step, WHOLE_LOSS)  # the same on every rank, whatever it computed
         return self._whole(found)
+
+
+def whole_step_of(task: Task, world: World, micro_batches: int, sharing: Sharing | None = None) -> WholeStep:
+    """The loss of a task that looks at the whole step, in the form that the task has."""
+    rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
+    step_loss = None if rows else task.step_loss
+    return WholeStep(step_loss=step_loss, rows=rows, world=world, micro_batches=micro_batches, sharing=sharing)
 
 
 def checked_outputs(outputs: Any) -> Any:
@@ -313,12 +323,12 @@ def checked_outputs(outputs: Any) -> Any:
     return outputs
 
 
-def _leaf(column: Tensor) -> Tensor:
+def _leaf(column: Tensor, gradient: bool) -> Tensor:
     """An output as an input of the loss; half precision as float32, so that its gradient is not rounded."""
     column = column.detach()
     if not (column.is_floating_point() or column.is_complex()):
         return column
-    return (column.float() if column.dtype in _HALVES else column).requires_grad_()
+    return (column.float() if column.dtype in _HALVES else column).requires_grad_(gradient)
 
 
 def _gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:

@@ -19,12 +19,14 @@ def settings(folder, name, **changes):
 
 
 def trained(world, folder, cases):
-    """(fingerprint, losses) of each case, of (task, its arguments, name, changes)."""
+    """(fingerprint, losses, evaluation) of each case, of (task, its arguments, name, changes)."""
     found = []
     for task, given, name, changes in cases:
         with lockstep.Run(settings(folder, name, **changes), getattr(tasks, task)(**given), world) as made:
             losses = [step.loss for step in made]
-        found.append([checkpoint.fingerprint(checkpoint.newest(made.result.folder, say=print)), losses])
+        held_out = made.result.evaluation
+        evaluated = [held_out.loss, held_out.items, held_out.metrics]
+        found.append([checkpoint.fingerprint(checkpoint.newest(made.result.folder, say=print)), losses, evaluated])
     return found
 
 
@@ -35,11 +37,20 @@ def test_one_process_is_one_graph_over_the_step(task, micro, tmp_path):
     with lockstep.Run(settings(tmp_path, "one", micro_batch_size=micro), made) as started:
         losses = [step.loss for step in started]
         found = {name: p.detach() for name, p in started.model.named_parameters()}
+        evaluated = started.result.evaluation
     teacher = tasks.Contrastive() if task == "ContrastiveRows" else made
     wanted, parameters = tasks.oracle(teacher, 3, RATE)
     assert losses == pytest.approx(wanted, rel=1e-12)
     for name, value in parameters.items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+    model, held_out = started.model.eval(), made.dataset("evaluation")
+    whole, rest = ([held_out[i] for i in part] for part in (range(tasks.BATCH), range(tasks.BATCH, len(held_out))))
+    with torch.no_grad():
+        parts = [
+            (len(part), teacher.step_loss(teacher.outputs(model, teacher.collate(part)))) for part in (whole, rest)
+        ]
+    assert evaluated.loss == pytest.approx(sum(n * float(loss) for n, loss in parts) / len(held_out), rel=1e-12)
+    assert evaluated.items == len(held_out)
 
 
 CASES = [("Contrastive", {"dropout": 0.2, "norm": True}), ("ContrastiveRows", {"dropout": 0.2}), ("Dice", {})]

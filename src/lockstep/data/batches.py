@@ -197,6 +197,12 @@ class Batches:
         """This rank's forwards in a step, those of empty slots included."""
         return self.sharing.at(step).slots[self._rank]
 
+    @property
+    def slots_in_all(self) -> int:
+        """This rank's forwards in all steps, those of empty slots included; where shares do not change."""
+        first = self.step_plan.origin.step
+        return self.slots_of(first) * (self.step_plan.steps - first)
+
     def from_step(self, start: int) -> "StepLoader":
         """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
         return StepLoader(self, start)

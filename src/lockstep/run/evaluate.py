@@ -20,8 +20,9 @@ from lockstep.errors import LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
-from lockstep.task import Task
+from lockstep.task import Task, has_own, looks_at_whole_step
 from lockstep.transforms.eager import eager
+from lockstep.whole_step import WHOLE_LOSS, whole_step_of
 
 __all__ = ["evaluate", "evaluate_all", "measures", "numbered", "one_step"]
 
@@ -55,11 +56,11 @@ def evaluate_all(
         sets: name -> the set; "" is the name of one that stands alone.
         progress: as for `evaluate`, of all sets together.
     """
-    whole, before, found = sum(batches.slots for batches in sets.values()), 0, dict[str, EvaluationRecord]()
+    whole, before, found = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
         told = _after(progress, before, whole) if progress else None
         found[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=told)
-        before += batches.slots
+        before += batches.slots_in_all
     first = next(iter(found.values()))
     if list(found) == [""]:
         return first
@@ -97,7 +98,8 @@ def evaluate(
     try:
         with torch.no_grad(), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            own = _own_rows(engine.model, task, batches, reseed, progress)
+            whole = WholeLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
+            own = _own_rows(engine.model, task, batches, reseed, progress, whole)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -111,7 +113,8 @@ def evaluate(
     computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
     parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
     metrics = {name: value for part in parts_of for name, value in part.items()}
-    return EvaluationRecord(step, sums[0] / items if items else math.nan, items, metrics)
+    over = whole.samples if whole else items
+    return EvaluationRecord(step, sums[0] / over if over else math.nan, items, metrics)
 
 
 def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
@@ -131,6 +134,39 @@ def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping
     return measured
 
 
+class WholeLosses:
+    """The losses of an evaluation by the same cut as the training: each of all samples of a step together.
+
+    Attributes:
+        samples: of the steps so far, over all ranks.
+    """
+
+    def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
+        self._task, self._batches, self._reseed = task, batches, reseed
+        self._whole = whole_step_of(task, world, batches.step_plan.micro_batches, batches.sharing)
+        self._outputs: list[tuple[int, float, Any]] = []
+        self.samples = 0
+
+    def measure(self, model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
+        """Keep a micro-batch's outputs; its loss, 0.0, is put in at the end of the step, and its metrics."""
+        data = batch.data
+        self._outputs.append((batch.index, batch.weight, self._task.outputs(model, data)))
+        return 0.0, self._task.metrics(model, data) if has_own(self._task, "metrics") else {}
+
+    def after(self, step: int, rows: list[list[Any]]) -> None:
+        """Put the step's losses into the rows of its micro-batches, where this one was the rank's last. Collective."""
+        if len(self._outputs) < self._batches.slots_of(step):
+            return
+        found, self._outputs = self._outputs, []
+        self._reseed(step, WHOLE_LOSS)
+        self._batches.sharing.step = step
+        losses = self._whole(found, gradient=False)
+        counted = sum(bool(weight) for _, weight, _ in found)
+        for row, loss in zip(rows[len(rows) - counted :], losses, strict=False):
+            row[0] = _kept([loss.double() * self._whole.samples])[0]
+        self.samples += self._whole.samples
+
+
 @dataclass
 class _Own:
     """What this rank's share of the set gave.
@@ -139,23 +175,31 @@ class _Own:
         names: of the metrics, in the task's order; `pairs` of those that are a sum over a count.
         metrics: (name, metric) of those that have a state.
         rows: a micro-batch that counts each: loss, items, then sum and count of each pair.
-        states: (micro-batch, name -> state) of each.
+        states: (its place, name -> state) of each.
     """
 
     names: list[str]
     pairs: list[str]
     metrics: list[tuple[str, Any]]
     rows: list[list[float]]
-    states: list[tuple[int, dict[str, Any]]]
+    states: list[tuple[tuple[int, int], dict[str, Any]]]
 
 
 def _after(progress: Progress, before: int, whole: int) -> Progress:
     return lambda done, _: progress(before + done, whole)
 
 
-def _own_rows(model: nn.Module, task: Task, batches: Batches, reseed: Any, progress: Progress | None) -> _Own:
+def _own_rows(
+    model: nn.Module,
+    task: Task,
+    batches: Batches,
+    reseed: Any,
+    progress: Progress | None,
+    whole: "WholeLosses | None",
+) -> _Own:
+    told = (lambda done: progress(done, batches.slots_in_all)) if progress else None
     with closing(batches.micro(0)) as found:  # an error ends its loader processes too
-        return _found(model, task, found, reseed, (lambda done: progress(done, batches.slots)) if progress else None)
+        return _found(model, task, found, reseed, told, whole)
 
 
 def _found(
@@ -164,11 +208,12 @@ def _found(
     micro: Iterable[tuple[int, MicroBatch]],
     reseed: Any,
     progress: Callable[[int], None] | None,
+    whole: "WholeLosses | None",
 ) -> _Own:
-    measure, own = measures(task), _Own([], [], [], [], [])
+    measure, own = whole.measure if whole else measures(task), _Own([], [], [], [], [])
     rows: list[list[Any]] = []
-    for done, (_, batch) in enumerate(micro, 1):
-        reseed(0, batch.index)
+    for done, (step, batch) in enumerate(micro, 1):
+        reseed(step, batch.index)
         loss, found = measure(model, batch)
         if done == 1:
             own.names = list(found)
@@ -184,7 +229,9 @@ def _found(
         if batch.weight:
             numbers = (number for name in own.pairs for number in found[name])
             rows.append(_kept([loss, float(batch.items), *numbers]))
-            own.states += [(batch.index, states)] if states else []
+            own.states += [((step, batch.index), states)] if states else []
+        if whole:
+            whole.after(step, rows)  # collective, at the end of a step
         if progress:
             progress(done)
     own.rows = _read(rows)

@@ -3,8 +3,9 @@
     found = named_sets(task.dataset("evaluation"))
     sets = batches_of(config, task, found, world)       # {} where there is none, {"": batches} for one alone
 
-Each set is one step, whose micro-batches are shared out over the ranks. Which samples it has, in which order and in
-which micro-batches, depends on neither the world nor the loader processes.
+Each set is one step, whose micro-batches are shared out over the ranks; for a loss over all samples of a step it is cut
+into steps as the training is. Which samples it has, in which order and in which micro-batches, depends on neither the
+world nor the loader processes.
 """
 
 import re
@@ -13,14 +14,14 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.config.spans import in_batches
-from lockstep.data.batches import Batches, Loading
+from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Sequential
 from lockstep.distributed.world import World
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.guards.loader import RetryingDataset
 from lockstep.run.evaluate import one_step
-from lockstep.task import Task
+from lockstep.task import Task, looks_at_whole_step
 
 __all__ = ["batches_of", "named_sets"]
 
@@ -67,7 +68,19 @@ def _one(config: Config, task: Task, dataset: Any, world: World) -> Batches:
     whole = one_step(len(dataset), micro_size).micro_batches
     samples = min(len(dataset), in_batches(config.limit_eval_batches, whole) * micro_size)
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
-    step_plan, order = one_step(samples, micro_size), Sequential(len(dataset))
+    step_plan, order = _cut(config, task, samples, micro_size), Sequential(len(dataset))
     guards = config.guards
     dataset = RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
     return Batches(task, dataset, order, step_plan, world, seed=config.seed, loading=loading)
+
+
+def _cut(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
+    """One step; or steps as in the training, for a loss that looks at all samples of a step."""
+    if not looks_at_whole_step(task):
+        return one_step(samples, micro_size)
+    if config.batch_size % micro_size:
+        raise ConfigError(
+            f"--eval-micro-batch-size {micro_size} does not divide --batch-size {config.batch_size}: the loss looks at "
+            "all samples of a step, in an evaluation too; leave it out, or give a divisor"
+        )
+    return StepPlan(config.batch_size, micro_size, samples)
