@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
     from lockstep.own_loop.gather import autocast, gather_for_metrics
     from lockstep.own_loop.loader import loader
     from lockstep.own_loop.states import load_state, save_state
+    from lockstep.own_loop.whole_step import step_backward
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.run.find_lr import find_lr
     from lockstep.run.find_micro_batch import find_micro_batch
@@ -45,6 +46,7 @@ _MODULES = {
     "lockstep.own_loop.gather": ("autocast", "gather_for_metrics"),
     "lockstep.own_loop.loader": ("loader",),
     "lockstep.own_loop.states": ("load_state", "save_state"),
+    "lockstep.own_loop.whole_step": ("step_backward",),
     "lockstep.run.find_lr": ("find_lr",),
     "lockstep.run.find_micro_batch": ("find_micro_batch",),
     "lockstep.run.load": ("load",),
@@ -85,6 +87,7 @@ __all__ = [
     "load_state",
     "loader",
     "save_state",
+    "step_backward",
     "torch_schedule",
     "train",
     "verify",

@@ -8,6 +8,8 @@ from small_runs import config
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.errors import ConfigError, UsageError
+from lockstep.task import adapted
 
 RATE = 0.5
 PLAIN = {"name": "sgd", "schedule": "constant", "warmup_steps": 0, "clip": 0.0, "weight_decay": 0.0, "momentum": 0.0}
@@ -71,3 +73,73 @@ def test_the_same_bits_on_any_number_of_ranks(ranks, tmp_path):
     ]
     for found in run(trained, ranks, tmp_path, cases):
         assert found == wanted * len(engines)
+
+
+def own_loop(world, task):
+    """(losses, parameters as bytes) of a loop of one's own."""
+    made = getattr(tasks, task)(samples=2 * tasks.BATCH + 9)
+    model = made.model()
+    engine = lockstep.engine(
+        "auto", model, lambda held: torch.optim.SGD(held.parameters(), RATE), world, exact_micro_batches=7
+    )
+    loader = lockstep.loader(made.dataset("train"), world, batch_size=tasks.BATCH, micro_batch_size=4, shuffle=False)
+    form = {"step_loss_rows": made.step_loss_rows} if task == "ContrastiveRows" else {"step_loss": made.step_loss}
+    losses = []
+    for step in loader:
+        losses.append(float(lockstep.step_backward(step, engine, made.outputs, **form)))
+        engine.step()
+    return losses, [p.detach().numpy().tobytes().hex() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("task", ["Contrastive", "ContrastiveRows"])
+def test_a_loop_of_ones_own_has_the_same_step(task):
+    losses, parameters = own_loop(lockstep.World(), task)
+    teacher = tasks.Contrastive(samples=2 * tasks.BATCH + 9)
+    assert losses[:2] == pytest.approx(tasks.oracle(teacher, 2, RATE)[0], rel=1e-12)
+    assert len(losses) == 3
+    for found, bits in run(own_loop, 2, task):
+        assert found == pytest.approx(losses, rel=1e-15)
+        assert bits == parameters
+
+
+def test_a_loop_of_ones_own_names_what_is_missing():
+    with pytest.raises(UsageError, match="step_loss_rows"):
+        lockstep.step_backward(None, None, None)
+
+
+def hopped(world, folder, task):
+    """Part of a run; the rest is trained by a resume on another number of ranks."""
+    made = getattr(tasks, task)(dropout=0.1)
+    result = lockstep.train(settings(folder, "hop", engine="ddp", stop_at=2 if world.size == 2 else 0), made, world)
+    return checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
+
+
+def test_a_resume_on_other_ranks_and_unequal_shares_are_the_same_run(tmp_path):
+    [[wanted, *_]] = trained(
+        lockstep.World(), tmp_path, [("ContrastiveRows", {"dropout": 0.1}, "one", {"engine": "single"})]
+    )
+    run(hopped, 2, tmp_path, "ContrastiveRows")
+    assert run(hopped, 3, tmp_path, "ContrastiveRows") == [wanted] * 3
+    unequal = ("ContrastiveRows", {"dropout": 0.1}, "shares", {"engine": "ddp", "shares": "1,6"})
+    assert [found[0][0] for found in run(trained, 2, tmp_path, [unequal])] == [wanted] * 2
+
+
+def made(**methods):
+    return type("Made", (lockstep.Task,), {"model": lambda self: None, "dataset": lambda self, split: None} | methods)()
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (["outputs"], "step_loss"),
+        (["step_loss"], "outputs"),
+        (["step_loss_rows"], "outputs"),
+        (["outputs", "step_loss", "step_loss_rows"], "step_loss_rows"),
+        (["outputs", "step_loss", "loss"], "loss"),
+        (["outputs", "step_loss", "evaluate"], "metrics"),
+        ([], "loss"),
+    ],
+)
+def test_a_task_has_one_form_of_a_loss(names, named):
+    with pytest.raises(ConfigError, match=f"`{named}`"):
+        adapted(made(**{name: lambda self, *given: None for name in names}))

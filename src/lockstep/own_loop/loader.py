@@ -119,25 +119,28 @@ class LoaderStep:
         items: over all ranks.
         world: the ranks.
         counted: for each of this rank's micro-batches, whether it is none of an empty slot.
+        micro_batches: M, over all ranks.
+        micro: this rank's micro-batches; `seed(number, index)` seeds torch's generators for one of them.
     """
 
     number: int
     items: int
     world: World
     counted: tuple[bool, ...]
-    _micro: list[MicroBatch]
-    _seed: Callable[[int, int], None]
+    micro_batches: int
+    micro: list[MicroBatch]
+    seed: Callable[[int, int], None]
     _mean: bool
 
     def __len__(self) -> int:
-        return len(self._micro)
+        return len(self.micro)
 
     def __iter__(self) -> Iterator[LoaderBatch]:
-        for batch in self._micro:
+        for batch in self.micro:
             share = (batch.items if self._mean else batch.weight) / max(self.items, 1)
-            last, items = batch is self._micro[-1], batch.items if batch.weight else 0
+            last, items = batch is self.micro[-1], batch.items if batch.weight else 0
             data = batch.data
-            self._seed(self.number, batch.index)
+            self.seed(self.number, batch.index)
             yield LoaderBatch(data, share if batch.weight else 0.0, items, last)
 
 
@@ -177,7 +180,7 @@ class Loader:
                 items = exchange.global_items(number)
                 self._done = number + 1
                 counted = tuple(bool(batch.weight) for batch in micro)
-                yield LoaderStep(number, items, self._world, counted, micro, self._seed, self._mean)
+                yield LoaderStep(number, items, self._world, counted, self.micro_batches, micro, self._seed, self._mean)
                 exchange.send(number)
                 exchange.receive()
 
