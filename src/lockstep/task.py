@@ -32,7 +32,9 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 
 __all__ = [
+    "METHODS",
     "REDUCTIONS",
+    "VALUES",
     "Order",
     "Task",
     "adapted",
@@ -213,8 +215,8 @@ _MUST = {
     "dataset": "dataset(split) returns the samples of 'train' or 'evaluation'",
     "loss": "loss(model, batch) returns the loss of a batch as a 0-dim tensor",
 }
-_METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
-_VALUES = tuple(Task.__annotations__)
+METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
+VALUES = tuple(Task.__annotations__)
 
 # What other trainers call it.
 _ELSEWHERE = {
@@ -245,7 +247,7 @@ class _Adapted(Task):
 
     def __init__(self, given: Any) -> None:
         self.given = given
-        for name in (*_METHODS, *_VALUES):
+        for name in (*METHODS, *VALUES):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
 
@@ -333,9 +335,9 @@ def items_of_a_sample(task: Task) -> int | None:
 def _check_names(task: Any) -> None:
     """Raises ConfigError for a method that is meant to be one of a Task's, and is not called as it is named."""
     own = [name for kind in type(task).__mro__ if kind is not Task for name in vars(kind) if callable(vars(kind)[name])]
-    missing = [name for name in _METHODS if getattr(type(task), name, None) in (None, getattr(Task, name))]
+    missing = [name for name in METHODS if getattr(type(task), name, None) in (None, getattr(Task, name))]
     for name in own:
-        if name.startswith("_") or name in _METHODS:
+        if name.startswith("_") or name in METHODS:
             continue
         close = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
         meant = close[0] if close else _ELSEWHERE.get(name, "")

@@ -70,7 +70,7 @@ class Recorder:
         self._tracks_dtypes, self._one_update = tracks_dtypes, one_update
         self._model, self._reference, self._device = model, reference, device
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._slot = -1
+        self._slot, self._begun = -1, 0
         self._optimizer: Any = None
         self._first: Any = None
         self._groups: list[Any] = []
@@ -91,7 +91,9 @@ class Recorder:
 
         def noted(step: int, index: int) -> None:
             seed(step, index)
-            self._slot += 1
+            if index < 0:  # a loss over the whole step, which belongs to no micro-batch
+                return
+            self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])  # each pass begins with the first
             self._present["seeded"] = _generators(self._device)
 
         return noted
@@ -101,7 +103,8 @@ class Recorder:
         step, losses = self.steps[-1], iter(record.losses)
         step |= {"items": record.items, "factor": record.factor}
         for slot in step["slots"]:
-            slot["loss"] = float(next(losses)) if slot["weight"] else None  # waits for the device
+            # A loss over the whole step is told once. Waits for the device.
+            slot["loss"] = float(next(losses, 0.0)) if slot["weight"] else None
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -119,8 +122,9 @@ class Recorder:
 
     def begin(self) -> AbstractContextManager[Any] | None:
         """At a step's first micro-batch: has anything changed since the last step ended?"""
-        if self._slot:
+        if self._slot or self._begun == len(self.steps):
             return None
+        self._begun = len(self.steps)
         step, state = self.steps[-1], self._state()
         if self.ended is None:
             step["initial"] = self._reference.record("initial", step["step"], state["weights"] + state["buffers"])

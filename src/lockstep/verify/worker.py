@@ -155,7 +155,16 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
     kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(built.world.device)
-    control = StepControl(built.rate, seed, clock, momentum=built.momentum, kernels=kernels)
+    control = StepControl(
+        built.rate,
+        seed,
+        clock,
+        momentum=built.momentum,
+        kernels=kernels,
+        world=built.world,
+        micro_batches=step_plan.micro_batches,
+        sharing=built.batches.sharing,
+    )
     return steps(engine, built.task, watched, exchange, control)
 
 

@@ -1,19 +1,16 @@
 """A task around a task and an engine around an engine: what recorders and planted faults are made of."""
 
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from lockstep.config.config import Config
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.run.evaluation_sets import named_sets
-from lockstep.task import Order, Task, items_of_a_sample
+from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample
 
 __all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
 
@@ -23,59 +20,19 @@ class TaskWrapper(Task):
 
     def __init__(self, inner: Task) -> None:
         self.inner = inner
-        self.reduction, self.items_per_sample = inner.reduction, items_of_a_sample(inner)
-        self.item_name, self.defaults = inner.item_name, inner.defaults
-        self.fingerprint, self.sources = inner.fingerprint, inner.sources
-        self.hooks, self.own_steps, self.divisible = inner.hooks, inner.own_steps, inner.divisible
-        self.attention_mask = inner.attention_mask
+        own = {name for kind in type(self).__mro__ if kind not in Task.__mro__ for name in vars(kind)}
+        for name in METHODS:  # and no more, so that what the task leaves out is left out here
+            if name not in own and has_own(inner, name):
+                setattr(self, name, getattr(inner, name))
+        for name in VALUES:
+            setattr(self, name, getattr(inner, name))
+        self.items_per_sample = items_of_a_sample(inner)
 
     def model(self) -> nn.Module:
         return self.inner.model()
 
     def dataset(self, split: str) -> Any:
         return self.inner.dataset(split)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return self.inner.loss(model, batch)
-
-    def collate(self, samples: list[Any]) -> Any:
-        return self.inner.collate(samples)
-
-    def count(self, batch: Any) -> int:
-        return self.inner.count(batch)
-
-    def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
-        return self.inner.work(dataset, samples)
-
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        return self.inner.metrics(model, batch)
-
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-        return self.inner.evaluate(model, batch)
-
-    def optimizer(self, model: nn.Module, config: Config) -> Optimizer | None:
-        return self.inner.optimizer(model, config)
-
-    def schedule(self, step: int, steps: int) -> float | None:
-        return self.inner.schedule(step, steps)
-
-    def order(self, samples: int, seed: int) -> Order | None:
-        return self.inner.order(samples, seed)
-
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        return self.inner.blocks(model)
-
-    def untrained(self) -> Sequence[str]:
-        return self.inner.untrained()
-
-    def sample(self, model: nn.Module, device: torch.device) -> str:
-        return self.inner.sample(model, device)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_state_dict(state)
 
 
 class PreparedTask(TaskWrapper):
