@@ -44,6 +44,14 @@ def test_the_tasks_and_runs_of_the_documents_run(here):
     assert 0 <= scored.evaluation.metrics["auc"] <= 1
 
 
+def test_the_losses_over_a_whole_step_run(here):
+    names = {}
+    for block in blocks("docs/whole-step.md"):
+        exec(block, names)
+    assert (names["result"].status, names["same"].status) == ("finished", "finished")
+    assert names["same"].evaluation.loss == pytest.approx(names["result"].evaluation.loss, rel=1e-4)
+
+
 def test_the_documents_name_every_method_and_number():
     task = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
     methods = [name for name, value in vars(lockstep.Task).items() if callable(value) and not name.startswith("_")]

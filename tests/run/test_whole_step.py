@@ -1,5 +1,8 @@
 """Losses over all samples of a step: those of one graph in plain PyTorch, and the same bits on any number of ranks."""
 
+import importlib.util
+import warnings
+
 import pytest
 import torch
 import whole_tasks as tasks
@@ -143,3 +146,45 @@ def made(**methods):
 def test_a_task_has_one_form_of_a_loss(names, named):
     with pytest.raises(ConfigError, match=f"`{named}`"):
         adapted(made(**{name: lambda self, *given: None for name in names}))
+
+
+def test_what_cannot_go_with_it_is_refused(tmp_path):
+    for changes, flag in (({"guards": {"audit": 0.5}}, "guards.audit"), ({"eval_micro_batch_size": 3}, "eval")):
+        with pytest.raises(ConfigError, match=flag):
+            lockstep.train(settings(tmp_path, "refused", **changes), tasks.Contrastive())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near_and_its_outputs_come_as_float32(precision, tmp_path):
+    seen = set()
+
+    class Watched(tasks.Contrastive):
+        def step_loss(self, outputs):
+            seen.update(part.dtype for part in outputs if torch.is_grad_enabled())
+            return super().step_loss(outputs)
+
+    task = Watched(dtype=torch.float32)
+    with lockstep.Run(settings(tmp_path, "half", precision=precision, exact=False, max_steps=6), task) as made:
+        losses = [step.loss for step in made if step.applied is not False]
+    wanted, _ = tasks.oracle(tasks.Contrastive(dtype=torch.float32), 6, RATE)
+    assert seen == {torch.float32}
+    assert losses[:3] == pytest.approx(wanted[:3], rel=0.02)
+
+
+def deepspeed(world, folder):
+    warnings.simplefilter("ignore")  # the package's own
+    found = []
+    for stage in (0, 2, 3):
+        task = tasks.ContrastiveRows(dtype=torch.float32)
+        changes = {"engine": "deepspeed", "exact": False, "precision": "float32"}
+        changes["engine_options"] = {"zero_stage": stage}
+        with lockstep.Run(settings(folder, f"stage-{stage}", **changes), task, world) as made:
+            found.append([step.loss for step in made])
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed")
+def test_deepspeed_computes_it_within_rounding(tmp_path):
+    wanted, _ = tasks.oracle(tasks.Contrastive(dtype=torch.float32), 3, RATE)
+    for found in run(deepspeed, 2, tmp_path):
+        assert found == [pytest.approx(wanted, rel=1e-5)] * 3

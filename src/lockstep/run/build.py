@@ -30,7 +30,7 @@ from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
-from lockstep.run.auditing import check_auditable
+from lockstep.run.auditing import check_auditable, check_auditable_loss
 from lockstep.run.best import JUDGED, check_evaluated, judges
 from lockstep.run.compiling import compiled_or_not
 from lockstep.run.defaults import settled
@@ -238,6 +238,7 @@ def build(
         check_cut(config, world, notify(world))
     on_all_ranks(world, lambda: check(config))
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
+    check_auditable_loss(config, task)
     world.check_same("source", dict(task.sources))
     training, evaluation = on_all_ranks(world, lambda: _datasets(task))
     plain, training = training, _guarded(config, training, world)
