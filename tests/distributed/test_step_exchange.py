@@ -1,5 +1,6 @@
 """The exchange: items of the whole step, agreement on stopping, and what a lost rank looks like."""
 
+import math
 import os
 import re
 import statistics
@@ -13,6 +14,7 @@ from ranks import run
 from toys import Ragged, parts
 
 from lockstep.clock import make_clock
+from lockstep.counts import total
 from lockstep.distributed.progress import COMPUTING, WAITING
 from lockstep.distributed.step_exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.world import World
@@ -360,3 +362,25 @@ def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
         spent[0], known[0] = 0.5 * done, done
         found.append(exchange._busy_seconds().computing)
     assert found == [0.0, *[0.5] * 6]  # by the host's steps it would be 0, 0.5, 0, 1, 0.5, 0, 1
+
+
+_COUNTS = [0.1, 1e-9, 3.0, 2**-30, 7.7, 1e6, 0.3, 1 / 3, 12.0, 0.7]
+
+
+def _weights(world):
+    """The items of steps whose micro-batches are shared out by turns, of counts that are no whole numbers."""
+    mine = [total(_COUNTS[step:][world.rank :: world.size]) for step in range(8)]
+    exchange = StepExchange(world, lambda step: mine[step] if step < 8 else 0, None, 8)
+    found = []
+    for step in range(8):
+        found.append(exchange.global_items(step))
+        exchange.send(step)
+        exchange.receive()
+    return found
+
+
+def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks():
+    alone = _weights(World())
+    assert alone == [math.fsum(_COUNTS[step:]) for step in range(8)]
+    for ranks in (2, 3):
+        assert run(_weights, ranks) == [alone] * ranks
