@@ -40,9 +40,10 @@ def checked(value: Any) -> int | float | None:
         if math.prod(value.shape) != 1:
             return None
         value = value.item()  # in host memory, as the batch is
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= _MOST:
+    if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return number(float(value))
+    found = float(value)
+    return number(found) if 0 <= found <= _MOST else None
 
 
 def number(value: Exact) -> int | float:

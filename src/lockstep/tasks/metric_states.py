@@ -58,7 +58,9 @@ def obstacle(metric: Any, state: dict[str, Any]) -> str:
 
 
 def _merges_itself(metric: Any) -> bool:
-    return not isinstance(metric, nn.Module) or type(metric).merge_state.__module__ != f"{_THEIRS}.metric"
+    own: Any = getattr(type(metric), "merge_state", None)
+    inherited = own is None or own.__module__ == f"{_THEIRS}.metric"
+    return not (isinstance(metric, nn.Module) and inherited)
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:
