@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import re
 import statistics
 import time
@@ -364,15 +365,15 @@ def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
     assert found == [0.0, *[0.5] * 6]  # by the host's steps it would be 0, 0.5, 0, 1, 0.5, 0, 1
 
 
-_COUNTS = [0.1, 1e-9, 3.0, 2**-30, 7.7, 1e6, 0.3, 1 / 3, 12.0, 0.7]
+_COUNTS = [[random.Random(31 * step + k).expovariate(1.0) for k in range(9)] for step in range(20)]
 
 
 def _weights(world):
     """The items of steps whose micro-batches are shared out by turns, of counts that are no whole numbers."""
-    mine = [total(_COUNTS[step:][world.rank :: world.size]) for step in range(8)]
-    exchange = StepExchange(world, lambda step: mine[step] if step < 8 else 0, None, 8)
+    mine = [total(counts[world.rank :: world.size]) for counts in _COUNTS]
+    exchange = StepExchange(world, lambda step: mine[step] if step < len(mine) else 0, None, len(mine))
     found = []
-    for step in range(8):
+    for step in range(len(mine)):
         found.append(exchange.global_items(step))
         exchange.send(step)
         exchange.receive()
@@ -381,6 +382,6 @@ def _weights(world):
 
 def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks():
     alone = _weights(World())
-    assert alone == [math.fsum(_COUNTS[step:]) for step in range(8)]
+    assert alone == [math.fsum(counts) for counts in _COUNTS]
     for ranks in (2, 3):
         assert run(_weights, ranks) == [alone] * ranks
