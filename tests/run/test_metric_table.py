@@ -70,6 +70,8 @@ _ELSEWHERE = {
     # another package, or weights that are loaded
     *("DeepImageStructureAndTextureSimilarity", "MemorizationInformedFrechetInceptionDistance", "ClusterAccuracy"),
     *("ROUGEScore", "BERTScore", "InfoLM"),
+    *("LearnedPerceptualImagePatchSimilarity", "PerceptualPathLength", "FrechetInceptionDistance"),
+    *("KernelInceptionDistance", "InceptionScore", "ARNIQA"),
     # larger images, or inputs of a form of their own
     *("MultiScaleStructuralSimilarityIndexMeasure", "VisualInformationFidelity", "SpatialDistortionIndex"),
     *("QualityWithNoReference", "BinaryFairness", "BinaryGroupStatRates", "FleissKappa", "SQuAD"),
