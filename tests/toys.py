@@ -154,7 +154,7 @@ def train(world, made, batches, task, *, start=0, stop=None):
     losses, norms = [], []
     for record in steps(made, task, step_loader, exchange, plan):
         total = exchange.totals([sum(float(loss) for loss in record.losses)])[0]
-        losses.append(total / max(record.items, 1))
+        losses.append(total / (record.items or 1))
         norms.append(float(record.norm))
         if record.step + 1 == stop:
             break

@@ -15,7 +15,7 @@ class StepRecord:
 
     Attributes:
         step: 0-based.
-        items: what the loss was divided by: the items of the whole step, over all ranks.
+        items: what the loss was divided by: the items of the whole step, over all ranks; an int where it is whole.
         losses: this rank's summed losses, 0-dim float32, one a slot that has weight; they add up over the ranks.
         norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
         factor: what the base learning rate was multiplied by.
@@ -25,7 +25,7 @@ class StepRecord:
     """
 
     step: int
-    items: int
+    items: float
     losses: list[Tensor]
     norm: Tensor | None
     factor: float
@@ -50,7 +50,7 @@ class EvaluationRecord:
 
     step: int
     loss: float
-    items: int
+    items: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -61,7 +61,7 @@ class Step:
         global_step: steps taken, this one included; as in metrics.jsonl and in the names of checkpoints.
         epoch: passes over the training data so far; 1.25 is a quarter into the second.
         lr: learning rate of the first parameter group in this step.
-        items: what the loss was divided by: the items of the whole step, over all ranks.
+        items: what the loss was divided by: the items of the whole step, over all ranks; an int where it is whole.
         evaluation: the evaluation that followed this step, or None.
         record: the step as this rank saw it, with tensors that are not read yet.
     """

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
+from lockstep.counts import first_length
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 
@@ -62,7 +63,7 @@ class Task(ABC):
             "micro-batch": it is neither, and the losses of the micro-batches, each by itself, are averaged by their
             items, as DistributedDataParallel averages those of its ranks.
         items_per_sample: items of every sample, where all have as many; None: `count` says. The ranks then need not ask
-            each other. Of a task without a `count` of its own it is 1: an item is a sample.
+            each other. Of a task without a `collate` and a `count` of its own it is 1: an item is a sample.
         item_name: what an item is called where a rate is shown.
         defaults: which work it is: what suits it is chosen where the configuration says nothing.
         fingerprint: of the data; a resume with another one is refused.
@@ -150,9 +151,19 @@ class Task(ABC):
         """A list of samples as one batch, in host memory."""
         return default_collate(samples)
 
-    def count(self, batch: Any) -> int:
-        """The items of a batch in host memory: labelled tokens, images. Default: its samples, by its first tensor."""
-        return _length(batch)
+    def count(self, batch: Any) -> Any:
+        """Count the items of a batch in host memory: labelled tokens, images. Default: its samples (first tensor).
+
+        Returns:
+            a finite number, 0 or more, or a tensor of one; also a sum of weights. Called for every micro-batch.
+        """
+        found = first_length(batch)
+        if found is None:
+            raise ConfigError(
+                f"the task's `collate` returned {type(batch).__name__}, whose samples cannot be counted: write "
+                "`count(batch)`"
+            )
+        return found
 
     def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
         """What a micro-batch of these samples costs, in any unit, told without loading them: its padded tokens.
@@ -328,8 +339,8 @@ def has_own(task: Task, method: str) -> bool:
 
 
 def items_of_a_sample(task: Task) -> int | None:
-    """Items of every sample where that is known; None where each batch must be counted."""
-    return task.items_per_sample or (None if has_own(task, "count") else 1)
+    """Items of every sample where that is known; None where each batch must be counted: it may lack samples."""
+    return task.items_per_sample or (None if has_own(task, "count") or has_own(task, "collate") else 1)
 
 
 def _check_names(task: Any) -> None:
@@ -346,14 +357,3 @@ def _check_names(task: Any) -> None:
                 f"the task {type(task).__name__} has a method `{name}`, which is never called: call it `{meant}`, or "
                 f"`_{name}` if it is only a helper"
             )
-
-
-def _length(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 1
-    inside = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, list | tuple | Mapping) and len(batch):
-        return _length(next(iter(inside)))
-    raise ConfigError(
-        f"the task's `collate` returned {type(batch).__name__}, whose samples cannot be counted: write `count(batch)`"
-    )

@@ -1,6 +1,8 @@
 """The exchange: items of the whole step, agreement on stopping, and what a lost rank looks like."""
 
+import math
 import os
+import random
 import re
 import statistics
 import time
@@ -13,6 +15,7 @@ from ranks import run
 from toys import Ragged, parts
 
 from lockstep.clock import make_clock
+from lockstep.counts import total
 from lockstep.distributed.progress import COMPUTING, WAITING
 from lockstep.distributed.step_exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.world import World
@@ -360,3 +363,25 @@ def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
         spent[0], known[0] = 0.5 * done, done
         found.append(exchange._busy_seconds().computing)
     assert found == [0.0, *[0.5] * 6]  # by the host's steps it would be 0, 0.5, 0, 1, 0.5, 0, 1
+
+
+_COUNTS = [[random.Random(31 * step + k).expovariate(1.0) for k in range(9)] for step in range(20)]
+
+
+def _weights(world):
+    """The items of steps whose micro-batches are shared out by turns, of counts that are no whole numbers."""
+    mine = [total(counts[world.rank :: world.size]) for counts in _COUNTS]
+    exchange = StepExchange(world, lambda step: mine[step] if step < len(mine) else 0, None, len(mine))
+    found = []
+    for step in range(len(mine)):
+        found.append(exchange.global_items(step))
+        exchange.send(step)
+        exchange.receive()
+    return found
+
+
+def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks():
+    alone = _weights(World())
+    assert alone == [math.fsum(counts) for counts in _COUNTS]
+    for ranks in (2, 3):
+        assert run(_weights, ranks) == [alone] * ranks

@@ -239,6 +239,18 @@ def test_another_batch_size_on_the_way_leaves_no_sample_out_and_takes_none_twice
     assert go(None, config(tmp_path, **common, batch_size=4), task) == ([], 0)
 
 
+def test_another_batch_size_that_makes_epochs_of_other_samples_is_refused_by_name(tmp_path):
+    common = {"max_steps": 0, "num_epochs": 3, "micro_batch_size": 4}
+    assert go(None, config(tmp_path, **common, limit_train_batches=3, stop_at=2), Listed(108))[0] == [0, 1]
+    smaller = {**common, "batch_size": 4, "resume_anyway": True}
+    for limit in (3, 0):
+        with pytest.raises(ResumeError, match=r"--limit-train-batches"):
+            go(None, config(tmp_path, **smaller, limit_train_batches=limit), Listed(108))
+    task = Listed(108)
+    assert go(None, config(tmp_path, **smaller, limit_train_batches=6, stop_at=4), task)[0] == [2, 3]  # 24 as before
+    assert len(set(task.seen)) == 8
+
+
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
     go(None, config(tmp_path), leave_at=7)
     shard = next((tmp_path / "r" / "checkpoints" / "step-00000007").glob("*.safetensors"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lockstep
 from lockstep.config.sections import Guards, Optim
@@ -484,3 +484,17 @@ def test_a_gan_with_a_bad_sample_stops_or_goes_back(tmp_path, policy):
     losses, run = trained(tmp_path, seeded(gan(L)), DataLoader(bad, 8), trainer(L, max_epochs=1), **settings)
     assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
     assert np.isfinite(losses[-3:]).all()
+
+
+def test_a_loader_whose_collation_leaves_samples_out_counts_those_that_are_left(tmp_path):
+    def one_less(samples):
+        return default_collate(samples[:-1] if len(samples) > 1 else samples)
+
+    data = DataLoader(rows(32, 1), 8, collate_fn=one_less)
+    _, task = lockstep.from_lightning(seeded(autoencoder(L)), data)
+    assert task.items_per_sample is None
+    with lockstep.Run(
+        lockstep.Config(save_dir=str(tmp_path), batch_size=8, micro_batch_size=4, max_steps=2), task
+    ) as run:
+        assert [step.items for step in run] == [6, 6]
+    assert lockstep.from_lightning(seeded(autoencoder(L)), DataLoader(rows(32, 1), 8))[1].items_per_sample == 1

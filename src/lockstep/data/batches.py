@@ -14,6 +14,7 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple, Self
 
 from lockstep.clock import marked
+from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
@@ -45,14 +46,14 @@ class MicroBatch:
     Attributes:
         held: what the task's `collate` returned, in host memory.
         index: m, its place in the step; its randomness depends on (seed, step, m).
-        items: what the loss sums over in it.
+        items: what the loss sums over in it; an int where it is whole.
         weight: 1.0; 0.0 for an empty slot, which repeats a micro-batch only so that collectives line up.
         move: takes `held` to the device; None where it is there.
     """
 
     held: Any
     index: int
-    items: int
+    items: float
     weight: float
     move: Callable[[Any], Any] | None = None
     _coming: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
@@ -272,7 +273,7 @@ class Batches:
         key = self._key(step, index)
         return self._placed(key, *self._fetch[key])
 
-    def _placed(self, key: Key, data: Any, items: int) -> MicroBatch:
+    def _placed(self, key: Key, data: Any, items: float) -> MicroBatch:
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
 
     def with_items(self, step: int) -> Any:
@@ -352,14 +353,14 @@ class StepLoader:
         """This rank's micro-batches of the step that was taken last."""
         return self._present
 
-    def items(self, step: int) -> int:
-        """This rank's items in the present step or one that is still to come; 0 past the last."""
+    def items(self, step: int) -> Exact:
+        """This rank's items in the present step or one that is still to come, not rounded; 0 past the last."""
         if step < self._next:
-            return sum(batch.items for batch in self._present)
+            return total(batch.items for batch in self._present)
         while step - self._next >= len(self._ready):
             if not self._load():
                 return 0
-        return sum(batch.items for batch in self._ready[step - self._next])
+        return total(batch.items for batch in self._ready[step - self._next])
 
     def close(self) -> None:
         """Ends the loader processes, whatever they are doing, and waits until they are gone. No step comes after it."""

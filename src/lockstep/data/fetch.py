@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lockstep.counts import checked, samples_in, shown
 from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
@@ -94,9 +95,9 @@ class Fetch:
         self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._plainly
         self._many = getattr(dataset, "__getitems__", None)
         self._each = items_of_a_sample(task)
-        self._believed = self._each is None or not has_own(task, "count")
+        self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
 
-    def __getitem__(self, key: Key) -> tuple[Any, int]:
+    def __getitem__(self, key: Key) -> tuple[Any, float]:
         if self.draws:
             samples = [self._drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
             self.seed_collate(key)
@@ -104,40 +105,72 @@ class Fetch:
             samples = self._many(key.samples)
         else:
             samples = [self._dataset[sample] for sample in key.samples]
+        if len(samples) != len(key.samples):
+            raise DataError(
+                f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
+                f"{self._where(key)}; leave samples out in the task's `collate`"
+            )
         try:
             data = self._collate(samples)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("collate", error, self._where(key)) from error
-        if not self._believed:
-            self._check(data, len(key.samples))
-        return data, self._counted(data, key) if self._each is None else self._each * len(key.samples)
+        return data, self._items(data, samples, key)
 
     def seed_collate(self, key: Key) -> None:
         """Seeds what a collate function draws from."""
         seed_everything(derive(self._seed, "collate", key.step, key.micro))
 
-    def _counted(self, data: Any, key: Key) -> int:
+    def _items(self, data: Any, samples: list[Any], key: Key) -> float:
+        """What the loss is divided by, of this micro-batch; looked at in each, never taken from another one."""
+        each, given = self._each, len(samples)
+        if self._counts:
+            items = self._counted(data, key)
+            if each is not None and items != each * given:
+                raise self._differing(f"`count` finds {items} items in {given} samples", key)
+            return items
+        if not self._collates:  # torch's own keeps every sample
+            return (each or 1) * given
+        found = samples_in(data, samples)
+        if found == 0 or data is None:
+            raise DataError(
+                f"the task's `collate` made {'None' if data is None else 'an empty batch'} of {given} samples, at "
+                f"{self._where(key)}; leave out fewer, or give a larger --micro-batch-size"
+            )
+        if each is None and found is None:
+            raise DataError(
+                f"how many samples a batch has cannot be told from what the task's `collate` returned "
+                f"({type(data).__name__}), at {self._where(key)}; write `count(batch)`, or give the task "
+                "items_per_sample = 1 where it leaves none out"
+            )
+        if each is not None and found not in (None, given):
+            raise self._differing(f"`collate` made a batch of {found} of {given} samples", key)
+        return given * each if found is None and each else found * (each or 1)  # type: ignore[operator]
+
+    def _differing(self, found: str, key: Key) -> DataError:
+        return DataError(
+            f"the task's items_per_sample is {self._each}, but {found}, at {self._where(key)}; leave items_per_sample "
+            "out where samples differ"
+        )
+
+    def _counted(self, data: Any, key: Key) -> float:
         try:
-            return int(self._count(data))
+            value = self._count(data)
+            found = checked(value)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("count", error, self._where(key)) from error
+        if found is None:
+            raise DataError(
+                f"the task's `count` returned {shown(value)} at {self._where(key)}; return one finite number, 0 or more"
+            )
+        return found
 
     def _where(self, key: Key) -> str:
         shown = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
         return f"rank {self._rank}, step {key.step}, samples {shown}"
-
-    def _check(self, data: Any, samples: int) -> None:
-        """A wrong `items_per_sample` would scale every gradient: the first micro-batch is counted all the same."""
-        counted, self._believed = int(self._count(data)), True
-        if counted != self._each * samples:  # type: ignore[operator]
-            raise DataError(
-                f"the task's items_per_sample is {self._each}, but `count` finds {counted} items in {samples} samples; "
-                "leave items_per_sample out where samples differ"
-            )
 
     def _drawn(self, epoch: int, sample: int) -> Any:
         return self._load_seeded(sample, lambda tried: seed_everything(derive(self._seed, "sample", epoch, tried)))
@@ -153,7 +186,7 @@ class Drawing:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: Key) -> tuple[Any, int]:
+    def __getitem__(self, key: Key) -> tuple[Any, float]:
         data, items = self._fetch[key]
         if not self._fetch.draws:
             return (data, False), items

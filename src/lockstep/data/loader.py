@@ -58,7 +58,7 @@ class Loading:
 class Fetching(Protocol):
     """What makes a micro-batch: see `lockstep.data.fetch.Fetch`."""
 
-    def __getitem__(self, key: Key) -> tuple[Any, int]:
+    def __getitem__(self, key: Key) -> tuple[Any, float]:
         """(collated batch, items)."""
 
 
@@ -79,7 +79,7 @@ class Loader:
         self._fetch, self._loading, self._rank, self._pinned = fetch, loading, rank, pinned
         self.restarts = 0
 
-    def stream(self, keys: Iterator[Key]) -> Generator[tuple[Key, Any, int], None, None]:
+    def stream(self, keys: Iterator[Key]) -> Generator[tuple[Key, Any, float], None, None]:
         """(key, batch, items) for each key, in order. Closing the generator ends its processes.
 
         Raises:
@@ -140,7 +140,7 @@ class _Processes:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[Key, Any, int]:
+    def __next__(self) -> tuple[Key, Any, float]:
         key, data, items = next(self._iterator)
         if isinstance(data, _Failure):
             raise data.error
@@ -185,13 +185,13 @@ class _Failure:
         self.error = error
 
 
-class _Keyed(Dataset[tuple[Key, Any, int]]):
+class _Keyed(Dataset[tuple[Key, Any, float]]):
     """Fetching as torch's loader wants it; the key travels with the batch, so that the two cannot be mismatched."""
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: Key) -> tuple[Key, Any, int]:
+    def __getitem__(self, key: Key) -> tuple[Key, Any, float]:
         try:
             return key, *self._fetch[key]
         except DataError as error:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.counts import Exact, number, parts
 from lockstep.distributed.progress import COMPUTING, WAITING, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
@@ -66,7 +67,7 @@ class _Received(NamedTuple):
 
     first: int
     length: int
-    items: list[int]
+    items: list[float]
     next_length: int
 
 
@@ -75,7 +76,7 @@ class StepExchange:
 
     Args:
         world: the ranks.
-        ahead: this rank's items in a coming step, 0 past the last; may load data.
+        ahead: this rank's items in a coming step, added up without rounding, 0 past the last; may load data.
         constant: the items of any step over all ranks where that is known without asking; else None.
         last: the step after which this rank has no more work; 0: not known.
         busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
@@ -98,7 +99,7 @@ class StepExchange:
     def __init__(
         self,
         world: World,
-        ahead: Callable[[int], int],
+        ahead: Callable[[int], Exact],
         constant: Callable[[int], int] | None,
         last: int = 0,
         busy: Callable[[], BusySeconds] = BusySeconds,
@@ -130,8 +131,8 @@ class StepExchange:
         """The first step that no exchange was for yet: of those before it, items may have been asked for."""
         return self._received.first + self._received.length
 
-    def global_items(self, step: int) -> int:
-        """Items of `step`, over all ranks. To be called once for every step, in order.
+    def global_items(self, step: int) -> float:
+        """Items of `step`, over all ranks: the same bits however they are shared out. To be called once for every step.
 
         Raises:
             PeerError: another rank did not answer within the timeout.
@@ -141,7 +142,7 @@ class StepExchange:
         if self._failed:
             raise self._failed
         if self._world.size == 1:
-            return self._constant(step) if self._constant else self._ahead(step)
+            return self._constant(step) if self._constant else number(self._ahead(step))
         if step >= self._received.first + self._received.length:  # the first step: nobody sent anything before it
             self._flight = self._flight or self._issue(step, self._received.next_length)
             self.receive()
@@ -206,7 +207,8 @@ class StepExchange:
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
         row += (further := self._further(due, due + length, self.waited))
         if not self._constant:
-            row += [self._ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+            coming = [parts(self._ahead(due + k) if k < length else 0) for k in range(MOST_STEPS)]
+            row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS of each part
         rows = self._buffers(len(row))
         sent = torch.tensor(row, dtype=torch.float64)
         work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
@@ -251,7 +253,10 @@ class StepExchange:
         _check_even([int(row[2]) for row in rows], flight.due)
         self.heard, self.count = [BusySeconds(*row[3:_HEADER]) for row in rows], self.count + 1
         self.also = [row[_HEADER : flight.items] for row in rows]
-        items = [int(sum(column)) for column in zip(*(row[flight.items :] for row in rows), strict=True)]
+        items = [
+            number(math.fsum(part for row in rows for part in row[flight.items + k :: MOST_STEPS]))
+            for k in range(0 if self._constant else flight.length)
+        ]
         return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
 
     def broken(self) -> bool:

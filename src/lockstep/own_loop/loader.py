@@ -34,7 +34,7 @@ def loader(
     seed: int = 0,
     drop_last: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
-    count: Callable[[Any], int] | None = None,
+    count: Callable[[Any], Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     workers: int = 0,
 ) -> "Loader":
@@ -53,8 +53,8 @@ def loader(
         shuffle: another permutation in each epoch; False: the order of the dataset.
         drop_last: leaves out a last step that would be short.
         collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
-        count: a batch in host memory -> its items, what the loss is a mean or a sum over: labelled tokens; None: its
-            samples.
+        count: a batch in host memory -> its items, what the loss is a mean or a sum over: labelled tokens, or the sum
+            of their weights; a finite number, 0 or more. None: its samples.
         reduction: what the loss is of a micro-batch's items. Their "mean" is weighed by their number, so that each
             item of a step counts alike however they are spread over micro-batches and ranks.
         workers: loader processes.
@@ -106,7 +106,7 @@ class LoaderBatch:
 
     data: Any
     weight: float
-    items: int
+    items: float
     last: bool
 
 
@@ -124,7 +124,7 @@ class LoaderStep:
     """
 
     number: int
-    items: int
+    items: float
     world: World
     counted: tuple[bool, ...]
     micro_batches: int
@@ -137,7 +137,7 @@ class LoaderStep:
 
     def __iter__(self) -> Iterator[LoaderBatch]:
         for batch in self.micro:
-            share = (batch.items if self._mean else batch.weight) / max(self.items, 1)
+            share = (batch.items if self._mean else batch.weight) / (self.items or 1)
             last, items = batch is self.micro[-1], batch.items if batch.weight else 0
             data = batch.data
             self.seed(self.number, batch.index)
@@ -207,7 +207,7 @@ class _Samples(Task):
     def __init__(
         self,
         collate: Callable[[list[Any]], Any] | None,
-        count: Callable[[Any], int] | None,
+        count: Callable[[Any], Any] | None,
         reduction: Literal["mean", "sum"],
     ) -> None:
         self.reduction = reduction

@@ -249,7 +249,7 @@ def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bo
             _LOG.warning("the loss of step %d is not known: a rank was lost with its part of it", step.global_step)
             return math.nan
         exchange.progress.at(step.record.step, IN_BODY)
-        return total / max(step.items, 1)
+        return total / (step.items or 1)
 
     return read
 

@@ -42,7 +42,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
 from lockstep.run.placing import Groups, engine_of
-from lockstep.run.plan import RunPlan, differences, origin_of, plan_of
+from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import stream_of
@@ -358,6 +358,7 @@ def _check_plan(
             f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
             "--resume-anyway to go on with the change"
         )
+    check_epoch(before or now, now, config)
     for change in changes:
         notify(world)(f"resuming although the plan differs: {change}")
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.counts import number
 from lockstep.data.batches import Batches, MicroBatch, StepPlan
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
-from lockstep.errors import LockstepError
+from lockstep.errors import DataError, LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
@@ -106,15 +107,29 @@ def evaluate(
         at_rest(engine.model)
     parts = world.gather([own.rows, own.states])  # collective
     gathered = [row for rows, _ in parts for row in rows]
-    sums = [math.fsum(column) for column in zip(*gathered, strict=True)] if gathered else [0.0, 0.0]
-    items = int(sums[1])
-    ratios = {name: sums[2 + 2 * k] / max(sums[3 + 2 * k], 1.0) for k, name in enumerate(own.pairs)}
+    loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
+    ratios = {name: _ratio(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
     in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
     computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
     parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
     metrics = {name: value for part in parts_of for name, value in part.items()}
     over = whole.samples if whole else items
-    return EvaluationRecord(step, sums[0] / over if over else math.nan, items, metrics)
+    return EvaluationRecord(step, loss / over if over else math.nan, items, metrics)
+
+
+def _ratio(name: str, pairs: list[list[float]]) -> float:
+    """The sums over the counts, each added up by an exactly rounded sum; NaN where nothing was counted.
+
+    Raises:
+        DataError: a count is negative or not finite. On every rank alike.
+    """
+    for _, count in pairs:
+        if not 0.0 <= count < math.inf:
+            raise DataError(
+                f"the task's metric '{name}' has a count of {count:g}: (sum, count) needs a finite count, 0 or more"
+            )
+    whole = math.fsum(count for _, count in pairs)
+    return math.fsum(value for value, _ in pairs) / whole if whole else math.nan
 
 
 def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:

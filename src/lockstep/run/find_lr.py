@@ -169,8 +169,8 @@ def _losses(built: Built) -> list[float]:
     return losses
 
 
-def _mean(losses: list[float], items: int) -> float:
-    return math.fsum(losses) / max(items, 1) if all(map(math.isfinite, losses)) else math.nan
+def _mean(losses: list[float], items: float) -> float:
+    return math.fsum(losses) / (items or 1) if all(map(math.isfinite, losses)) else math.nan
 
 
 def _diverges(losses: list[float]) -> bool:

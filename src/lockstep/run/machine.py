@@ -232,7 +232,7 @@ def threads_gain(fewer: int) -> float:
     return took[0] / took[1]
 
 
-def positions(held: Any, items: int) -> tuple[int, int | Tensor]:
+def positions(held: Any, items: float) -> tuple[int, float | Tensor]:
     """Positions of a batch in host memory, and how many of them hold nothing; (0, 0) where that cannot be told.
 
     By the batch's `attention_mask`. Without one, rows of whole numbers (tokens) are positions, and those that are no

@@ -26,7 +26,7 @@ class _Kept(NamedTuple):
 
     losses: list[float]
     norm: float
-    items: int
+    items: float
 
 
 class Meter:
@@ -48,7 +48,7 @@ class Meter:
         self._kept: list[_Kept] = []
         self.skipped_steps = 0  # since this start
         self._spent: dict[str, float] | None = None  # seconds by part, but for the first window, which holds the start
-        self._items, self._since = 0, time.perf_counter()
+        self._items, self._since = 0.0, time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
         """Takes a step whose numbers have been read."""
@@ -69,7 +69,7 @@ class Meter:
             return math.nan
         sums = [math.fsum(step.losses) for step in steps]
         for step, total in zip(steps, self._exchange.totals(sums), strict=True):
-            loss = total / max(step.items, 1)
+            loss = total / (step.items or 1)
             if math.isfinite(loss):
                 self.running_loss += loss
             else:

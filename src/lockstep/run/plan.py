@@ -14,11 +14,12 @@ from lockstep.config import options
 from lockstep.config.config import Config, lookup
 from lockstep.config.spans import in_batches
 from lockstep.data.batches import START, Origin, StepPlan
+from lockstep.errors import ResumeError
 from lockstep.run.best import judged_by
 from lockstep.task import Task, written
 from lockstep.tasks.options import FIXED
 
-__all__ = ["RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
+__all__ = ["RunPlan", "check_epoch", "differences", "in_epoch", "origin_of", "plan_of"]
 
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
@@ -98,7 +99,7 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
     """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
 
     With another batch size than before (--resume-anyway) it begins here, at the position that was reached: no sample is
-    left out and none comes twice. Else where it began before.
+    left out and none comes twice (`check_epoch` refuses what would break that). Else where it began before.
     """
     before = state.get("plan", {}).get("batch_size", config.batch_size)
     if before != config.batch_size:
@@ -131,6 +132,22 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         **judged,
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
     }
+
+
+def check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) -> None:
+    """Raise where a resume has another number of samples in an epoch of the same data, by its limit and batch size.
+
+    Raises:
+        ResumeError: which sample stands at a position goes by that number, so samples would come twice.
+    """
+    then = before.get("samples", now["samples"])
+    if then == now["samples"] or before.get("dataset_samples", then) != now["dataset_samples"]:
+        return
+    raise ResumeError(
+        f"an epoch had {then} samples, and has {now['samples']} with --limit-train-batches "
+        f"{config.limit_train_batches} and --batch-size {config.batch_size}: some would come twice; give a limit that "
+        "leaves as many, or use another --experiment-name"
+    )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.tasks.metric_states import merge, obstacle
 
 __all__ = ["ANY", "check_mergeable", "is_metric", "merged", "taken"]
 
@@ -59,6 +60,11 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
     Raises:
         ConfigError: it cannot be merged, or computes no number.
     """
+    if reason := obstacle(metric, {key: _tensors(value) for key, value in state.items()}):
+        raise ConfigError(
+            f"the task's metric '{name}' ({type(metric).__name__}) cannot be merged over batches: {reason}; or return "
+            "(sum, count)"
+        )
     with _one_number(name, metric):
         whole = _whole(metric, [state])
     try:
@@ -69,6 +75,8 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
     except Exception:
         return [ANY] if _is_several(metric) else [name]
     with _one_number(name, metric):
+        if not _is_several(metric):
+            _named(name, metric, _whole(metric, [state] * 3).compute())  # some break at the third
         return list(_named(name, metric, value))
 
 
@@ -84,10 +92,8 @@ def _is_several(metric: Any) -> bool:
 
 def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
     whole = metric.clone().cpu()
-    whole.reset()
     whole.distributed_available_fn = _never  # or torchmetrics would add up what every rank has already
-    for state in reversed(states):  # each is put before what is there
-        whole.merge_state({key: _tensors(value) for key, value in state.items()})
+    merge(whole, [{key: _tensors(value) for key, value in state.items()} for state in states])
     return whole
 
 
@@ -103,7 +109,9 @@ def _one_number(name: str, metric: Any) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LockstepError, MemoryError):
+        raise
+    except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"the task's metric '{name}' ({type(metric).__name__}) does not give one number over merged batches: "

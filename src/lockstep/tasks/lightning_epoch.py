@@ -22,7 +22,6 @@ from lockstep.tasks.lightning_leavings import (
     is_metric,
     list_at,
     lists_of,
-    merge,
     metrics_of,
     put_back,
     put_together,
@@ -31,6 +30,7 @@ from lockstep.tasks.lightning_leavings import (
     was_updated,
 )
 from lockstep.tasks.lightning_log import Entry, Logged, number, together
+from lockstep.tasks.metric_states import merge
 from lockstep.tasks.rows_metric import RowsMetric
 
 __all__ = ["Epoch"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.tasks.metric_states import merge
 
 __all__ = [
     "Leavings",
     "is_metric",
     "list_at",
     "lists_of",
-    "merge",
     "metrics_of",
     "packed",
     "put_back",
@@ -182,15 +182,6 @@ def put_back(metric: Any, kept: tuple[dict[str, Any], int, Any] | None) -> None:
     metric._update_count, metric._computed = kept[1], kept[2]
 
 
-def merge(metric: Any, states: list[dict[str, Any]]) -> None:
-    """Fills an empty metric with the states, in their order."""
-    metric.reset()
-    for name, reduction in metric._reductions.items():
-        values = [_on(state[name], metric.device) for state in states]
-        setattr(metric, name, _joined(values, getattr(reduction, "__name__", ""), reduction))
-    metric._update_count, metric._computed = len(states), None
-
-
 def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
     """The form of a nested value as JSON keeps it, whose tensors are put into `row`. Waits for the device.
 
@@ -319,23 +310,3 @@ def _received(sent: list[Any]) -> Tensor:
     raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, kind)
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
-
-
-def _joined(values: list[Any], how: str, reduction: Any) -> Any:
-    """States of one name as one, as torchmetrics does it between ranks."""
-    if isinstance(values[0], list):
-        return [each for value in values for each in value]
-    if how == "dim_zero_cat":
-        return torch.cat([value.reshape(1) if not value.ndim else value for value in values])
-    together = torch.stack(values)
-    if how == "dim_zero_sum":
-        return together.sum(0)
-    if how == "dim_zero_mean":
-        return together.mean(0)
-    if how in ("dim_zero_max", "dim_zero_min"):
-        return together.amax(0) if how == "dim_zero_max" else together.amin(0)
-    return together if reduction is None else reduction(together)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]

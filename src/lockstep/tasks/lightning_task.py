@@ -6,14 +6,16 @@ Made by `lockstep.from_lightning`. Nothing here imports Lightning.
 import copy
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
+from lockstep.counts import samples_in
 from lockstep.errors import ConfigError
 from lockstep.task import Order, Task
 from lockstep.tasks.lightning_arguments import plan_of
@@ -46,6 +48,8 @@ class LightningTask(Task):
         self._first: Any = module
         self._kept = _copied(module)
         self._sets: dict[str, Parts] = loaders.validation
+        if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
+            self.items_per_sample = None  # it may leave samples out
         self._step_name, self._hook = "validation_step", "validation"
         self._config: Config | None = None
         self._begun, self._batch_idx = False, 0
@@ -102,13 +106,13 @@ class LightningTask(Task):
 
     def collate(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], _Sample):
-            return Placed(0, len(samples), self.loaders.train.collate(samples))
+            return _placed(0, samples, self.loaders.train.collate)
         place = samples[0].place
         parts = list(self._sets.values())[place]
-        return Placed(place, len(samples), parts.collate([sample.data for sample in samples]))
+        return _placed(place, [sample.data for sample in samples], parts.collate)
 
     def count(self, batch: Any) -> int:
-        """Samples of a batch, whatever its collation made of them."""
+        """Count the samples of a batch: those that its collation left in."""
         return int(batch.samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -200,6 +204,7 @@ class LightningTask(Task):
         made = object.__new__(type(self))  # not as a copy, which would be another process's
         made.__dict__.update(self.__dict__)
         made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
+        made.items_per_sample = None
         return made
 
     def epochs(self) -> list[tuple[str, int, Epoch]]:
@@ -356,6 +361,13 @@ class _Set(Sampled):
 
 def _nothing(_: dict[str, float]) -> None:
     """Of a set that is not the last."""
+
+
+def _placed(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:
+    """A batch of a set with the samples that its collation left in; all of them where it cannot be said."""
+    data = collate(samples)
+    left = samples_in(data, samples)
+    return Placed(place, len(samples) if left is None else left, data)
 
 
 def _copied(module: Any) -> Any:

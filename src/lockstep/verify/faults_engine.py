@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.config.config import Config
+from lockstep.counts import number
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
@@ -170,9 +171,9 @@ class _Averaged(_StepCounter):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.known != self.done:
             assert self.context.step_loader is not None
-            self.known, own = self.done, self.context.step_loader.items(self.done)
+            self.known, own = self.done, number(self.context.step_loader.items(self.done))
             every = self.context.world.gather(own)  # collective
-            self.share = sum(every) / max(own * len(every), 1)
+            self.share = sum(every) / (own * len(every) or 1)
         self.inner.backward(loss, weight * self.share)
 
 

@@ -5,6 +5,7 @@ found = task(place)                         # facts: digests of gradients and we
 
 import dataclasses
 import hashlib
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -75,7 +76,9 @@ def _tried(built: Built) -> Found:
             start = time.perf_counter()
             step, micro = next(stream)
             loaded = time.perf_counter()
-            items = sum(world.gather(sum(batch.items for batch in micro)))  # collective
+            items = math.fsum(
+                count for own in world.gather([batch.items for batch in micro]) for count in own
+            )  # collective
             if not number:
                 lying = elsewhere(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
@@ -100,7 +103,7 @@ def _tried(built: Built) -> Found:
     return Found(findings, facts)
 
 
-def _step(built: Built, step: int, micro: list[Any], items: int) -> None:
+def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
     """As the training loop does it."""
     engine, loss_sum = built.engine, loss_of(built.task)
     seed = seeder(built.config.seed, "micro", built.world.device)
@@ -108,7 +111,7 @@ def _step(built: Built, step: int, micro: list[Any], items: int) -> None:
         seed(step, batch.index)
         with engine.accumulate(batch is micro[-1]):
             loss = loss_sum(engine.model, batch)
-        engine.backward(loss, batch.weight / max(items, 1))
+        engine.backward(loss, batch.weight / (items or 1))
     engine.step(built.rate(step), momentum=built.momentum(step))
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.config import Config
+from lockstep.counts import checked
 from lockstep.data.batches import MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
@@ -37,6 +38,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import optimizer_of
+from lockstep.task import has_own
 from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.weight_copies import copies_of
 
@@ -260,7 +262,8 @@ class _Stage:
     def _batch(self) -> MicroBatch:
         with without_modes():
             real = self._subject.batch(self._size)
-            items = asked("count", lambda: int(self._task.count(real)))
+            own = has_own(self._task, "count")
+            items = (asked("count", lambda: checked(self._task.count(real))) if own else self._size) or 0
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:

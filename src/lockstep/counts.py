@@ -1,0 +1,140 @@
+"""Counts of items: checked as they come, and added up without rounding.
+
+    items = checked(task.count(batch))              # None: it is no count
+    own = total(items of this rank)                 # exact: an int or a Fraction
+    row = parts(own)                                # three float64 numbers that travel
+    step = number(math.fsum(parts of all ranks))    # the same bits however the ranks share the items out
+
+A count may be any finite number, 0 or more: a sum of class weights. Sums of float64 depend on their grouping, which is
+another at every world size; so nothing is rounded before the step's total, and that once.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from numbers import Number as PlainNumber
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lockstep.errors import DataError
+
+__all__ = ["PARTS", "Exact", "checked", "first_length", "number", "parts", "samples_in", "shown", "total"]
+
+Exact = int | float | Fraction
+
+PARTS = 3  # float64 numbers that an exact sum travels as: 159 bits, where counts of one step differ by 20 to 30
+_MOST = 2.0**53  # above it float64 skips whole numbers
+_DEEP = 6  # a batch nested deeper is not looked into
+
+
+def checked(value: Any) -> int | float | None:
+    """Read what `count` returned.
+
+    Returns:
+        the number, an int where it is whole; None where it is no finite number from 0 to 2**53.
+    """
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        if math.prod(value.shape) != 1:
+            return None
+        value = value.item()  # in host memory, as the batch is
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    found = float(value)
+    return number(found) if 0 <= found <= _MOST else None
+
+
+def number(value: Exact) -> int | float:
+    """Round an exact sum once: an int where the result is whole, so that records show 123 and not 123.0."""
+    if isinstance(value, int):
+        return value
+    rounded = float(value)
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def total(counts: Iterable[int | float]) -> int | Fraction:
+    """Add counts up without rounding."""
+    return sum((each if isinstance(each, int) else Fraction(each) for each in counts), start=0)
+
+
+def parts(exact: Exact) -> list[float]:
+    """Split an exact sum into `PARTS` float64 numbers, largest first.
+
+    Raises:
+        DataError: they cannot hold it.
+    """
+    found = []
+    for _ in range(PARTS):
+        found.append(float(exact))
+        exact = Fraction(exact) - Fraction(found[-1]) if exact != found[-1] else 0
+    if exact:
+        raise DataError(
+            f"the counts of a step cannot be added up exactly: beside {found[0]:.3g} there is one that is 2**100 times "
+            "smaller; scale what the task's `count` returns, or leave such items out"
+        )
+    return found
+
+
+def shown(value: Any) -> str:
+    """Describe what `count` returned: `-1`, `nan`, `a tensor of shape [8]`."""
+    if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.item()
+    return repr(value) if value is None or isinstance(value, PlainNumber) else f"a {type(value).__name__}"
+
+
+def first_length(batch: Any) -> int | None:
+    """Count the samples of a batch by its first tensor; None: it has none."""
+    return next(_lengths(batch, frozenset()), None)
+
+
+def samples_in(batch: Any, samples: Sequence[Any]) -> int | None:
+    """Count the samples of a batch that a `collate` made of `samples`, of which it may have left some out.
+
+    Tensors have samples first. Where not all of them do (time first, packed sequences, graphs), but one has as many
+    rows as there are samples, these are all there.
+
+    Returns:
+        None where it cannot be said: nothing in it has a length, or the lengths differ and none is that of `samples`.
+    """
+    if first_length(batch) == len(samples):
+        return len(samples)
+    found = set(_lengths(batch, frozenset(_inside(samples))))
+    if len(found) == 1:
+        return found.pop()
+    return len(samples) if len(samples) in found else None
+
+
+def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
+    """The first dimension of each tensor, and the length of each list of what lay in samples, whose ids are `own`."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        yield from (int(size) for size in tuple(shape)[:1])
+        return
+    if deep > _DEEP:
+        return
+    if isinstance(value, list | tuple) and value and id(value[0]) in own:
+        yield len(value)  # of samples, or of the same part of each
+        return
+    for each in _fields(value):
+        yield from _lengths(each, own, deep + 1)
+
+
+def _fields(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+
+
+def _inside(value: Any, deep: int = 0) -> Iterator[int]:
+    """The ids of what lies in samples: each tensor, text, dict, list and tuple."""
+    if getattr(value, "shape", None) or isinstance(value, str | Mapping | list | tuple):
+        yield id(value)
+    if isinstance(value, Mapping | list | tuple) and deep < _DEEP:
+        for each in _fields(value):
+            yield from _inside(each, deep + 1)

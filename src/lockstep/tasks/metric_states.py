@@ -1,0 +1,88 @@
+"""The states of a `torchmetrics.Metric`, put together: one rule for whatever merges metrics.
+
+    merge(metric, [state of one micro-batch, state of the next, ...])     # the metric holds them all
+
+A state is `metric.metric_state`. Nothing here imports torchmetrics: what has its methods is one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["merge", "obstacle"]
+
+_RULES = ("dim_zero_sum", "dim_zero_mean", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
+_THEIRS = "torchmetrics"
+
+
+def merge(metric: Any, states: list[dict[str, Any]]) -> None:
+    """Fill an empty metric with the states, in their order.
+
+    By the metric's own `merge_state` where it has one; else by the reduction of each state, as torchmetrics puts the
+    states of ranks together.
+    """
+    metric.reset()
+    if _merges_itself(metric):
+        for state in reversed(states):  # each is put before what is there
+            metric.merge_state(state)
+        return
+    for name, reduction in metric._reductions.items():
+        values = [_on(state[name], metric.device) for state in states]
+        setattr(metric, name, _joined(values, reduction))
+    metric._update_count, metric._computed = len(states), None
+
+
+def obstacle(metric: Any, state: dict[str, Any]) -> str:
+    """Say why the metric of several batches cannot be put together from their states; "" where it can.
+
+    Args:
+        state: what one batch left in it.
+    """
+    if _merges_itself(metric):
+        return ""
+    if any(hasattr(each, "metric_state") for each in list(metric.modules())[1:]):
+        return "it is made of other metrics: return each of them by itself"
+    theirs = type(metric).__module__.partition(".")[0] == _THEIRS  # a test tries each of them
+    if not theirs and getattr(metric, "full_state_update", None) is not False:
+        return "its `full_state_update` is not False: set it where `update` needs no earlier batch"
+    for name, reduction in metric._reductions.items():
+        how, value = getattr(reduction, "__name__", ""), state[name]
+        if reduction is not None and how not in _RULES:
+            return f"its state '{name}' has a reduction of its own: write `merge_state`"
+        if reduction is None and isinstance(value, Tensor) and not theirs:
+            return f"its state '{name}' has no reduction: name one in add_state, or write `merge_state`"
+        if how == "dim_zero_mean" and not _same(value, metric._defaults[name]):
+            return f"its state '{name}' is a mean, whose weight nobody knows: keep a sum and a count"
+    return ""
+
+
+def _merges_itself(metric: Any) -> bool:
+    own: Any = getattr(type(metric), "merge_state", None)
+    inherited = own is None or own.__module__ == f"{_THEIRS}.metric"
+    return not (isinstance(metric, nn.Module) and inherited)
+
+
+def _joined(values: list[Any], reduction: Any) -> Any:
+    """States of one name as one, as torchmetrics does it between ranks."""
+    how = getattr(reduction, "__name__", "")
+    if isinstance(values[0], list):
+        return [each for value in values for each in value]
+    if how == "dim_zero_cat":
+        return torch.cat([value.reshape(1) if not value.ndim else value for value in values])
+    together = torch.stack(values)
+    if how == "dim_zero_sum":
+        return together.sum(0)
+    if how == "dim_zero_mean":
+        return values[0] if all(torch.equal(value, values[0]) for value in values) else together.mean(0)
+    if how in ("dim_zero_max", "dim_zero_min"):
+        return together.amax(0) if how == "dim_zero_max" else together.amin(0)
+    return together if reduction is None else reduction(together)
+
+
+def _same(value: Any, default: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(default, Tensor) and torch.equal(value.cpu(), default.cpu())
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]
