@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.config import Config
+from lockstep.data.sampler import undrawn
 from lockstep.errors import ConfigError
 from lockstep.task import Order, Task
 from lockstep.tasks.lightning_arguments import plan_of
-from lockstep.tasks.lightning_data import Parts, Placed, Sampled, undrawn
+from lockstep.tasks.lightning_data import Parts, Placed, Sampled
 from lockstep.tasks.lightning_epoch import Epoch
 from lockstep.tasks.lightning_leavings import metrics_of
 from lockstep.tasks.lightning_life import Life, Turn, own_dtype
