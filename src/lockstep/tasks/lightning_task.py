@@ -6,6 +6,7 @@ Made by `lockstep.from_lightning`. Nothing here imports Lightning.
 import copy
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, Self, final
 
@@ -49,7 +50,8 @@ class LightningTask(Task):
         self._sets: dict[str, Parts] = loaders.validation
         self._step_name, self._hook = "validation_step", "validation"
         self._config: Config | None = None
-        self._begun, self._batch_idx = False, 0
+        self._begun = False
+        self._batches: Counter[int] = Counter()  # evaluated so far, of each set
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
@@ -131,8 +133,9 @@ class LightningTask(Task):
         epoch = self._epochs[place]
         data = self.received(batch.data, place)
         with epoch.batch(batch.samples), own_dtype(self.module):
-            given = (data, self._batch_idx, place) if len(self._sets) > 1 else (data, self._batch_idx)
-            self._batch_idx += 1
+            number = self._batches[place]
+            self._batches[place] += 1
+            given = (data, number, place) if len(self._sets) > 1 else (data, number)
             self.life.hook(f"on_{self._hook}_batch_start", *given)
             found = self._through(model, self._step_name, *given)
             self.life.hook(f"on_{self._hook}_batch_end", found, *given)
@@ -201,6 +204,7 @@ class LightningTask(Task):
         made = object.__new__(type(self))  # not as a copy, which would be another process's
         made.__dict__.update(self.__dict__)
         made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
+        made._batches = Counter()
         return made
 
     def epochs(self) -> list[tuple[str, int, Epoch]]:
@@ -256,7 +260,8 @@ class LightningTask(Task):
                 for place in range(last + 1)
             ]
         if not self._begun:
-            self._begun, self._batch_idx = True, 0
+            self._begun = True
+            self._batches.clear()
             for name in ("model_eval", "start", "epoch_start"):
                 self.life.hook(f"on_{self._hook}_{name}")
 
