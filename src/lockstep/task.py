@@ -38,6 +38,7 @@ __all__ = [
     "Order",
     "Task",
     "adapted",
+    "averages",
     "has_own",
     "items_of_a_sample",
     "looks_at_whole_step",
@@ -313,6 +314,11 @@ def _check_loss(task: Task, name: str) -> None:
         )
     if forms and has_own(task, "loss"):
         raise ConfigError(f"the task {name} has both `loss` and `{forms[0]}`: leave `loss` out, or `outputs` and that")
+
+
+def averages(task: Task) -> bool:
+    """Whether the losses of micro-batches are averaged, weighted by their items, and not added up."""
+    return task.reduction in ("mean", "micro-batch")
 
 
 def looks_at_whole_step(task: Task) -> bool:

@@ -169,6 +169,12 @@ def test_hooks_are_called_in_lightnings_own_order(tmp_path):
     assert ours[:tried] + ours[began + 1 :] == theirs
 
 
+def test_a_line_at_the_start_says_that_a_batch_is_a_micro_batch(tmp_path):
+    _, run = trained(tmp_path, seeded(autoencoder(L)), loaders(16), trainer(L))
+    log = (run.result.folder / "logs" / "rank-00000.log").read_text()
+    assert [line for line in log.splitlines() if "8 samples" in line and "micro-batch" in line and "Lightning" in line]
+
+
 def test_batches_of_each_evaluation_set_are_numbered_from_0(tmp_path):
     def numbering():
         seen = []

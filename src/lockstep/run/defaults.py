@@ -21,7 +21,18 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.run.plan import RunPlan, in_epoch
 from lockstep.task import Task
 
-__all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "idle", "settled", "warm_up", "warnings"]
+__all__ = [
+    "ADAM",
+    "KINDS",
+    "SGD",
+    "described_loss",
+    "described_optimizer",
+    "described_step",
+    "idle",
+    "settled",
+    "warm_up",
+    "warnings",
+]
 
 # Adapters: 2e-4 for GPT-2 and GPT-3 (Hu et al., arXiv 2106.09685, tables 11 and 12); about ten times what the whole
 # model takes (Schulman et al., "LoRA Without Regret", https://thinkingmachines.ai/blog/lora, 2025).
@@ -134,6 +145,15 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
     part = f"; an epoch is {run_plan.samples:,} {drawn} {run_plan.whole:,} samples"
     over += part if run_plan.samples != run_plan.whole else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
+
+
+def described_loss(run_plan: RunPlan, task: Task) -> str:
+    """Describe which samples a loss sees where another library's batch is the micro-batch; "" for other tasks."""
+    framework, size = getattr(task, "framework", ""), run_plan.config.micro_size
+    if not framework or task.reduction != "micro-batch":
+        return ""
+    batch = f"a batch of {size} samples" if size > 1 else "a batch"
+    return f"{batch} is a micro-batch: its loss is computed by itself, as {framework} does"
 
 
 def described_optimizer(run_plan: RunPlan) -> str:

@@ -34,9 +34,10 @@ __all__ = ["LightningTask"]
 
 
 class LightningTask(Task):
-    """A LightningModule's work as a task whose loss is a mean over samples. Made by `from_lightning`."""
+    """A LightningModule's work as a task whose losses of batches are averaged by samples. Made by `from_lightning`."""
 
-    reduction: Literal["sum", "mean"] = "mean"
+    framework = "Lightning"
+    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
     items_per_sample: int | None = 1
     divisible = False
