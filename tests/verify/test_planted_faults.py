@@ -132,7 +132,7 @@ def test_a_loss_that_is_scaled_has_its_weight_and_its_norm():
     made = _Scaled(inner, 8.0, lambda: told.append("reset"))
     made.backward(3.0, 0.5)
     assert made.step(0.1, 7.0, 0.9) == StepResult(3.0, True)
-    assert told == [(3.0, 4.0), "reset", (0.1, 7.0, 0.9)]
+    assert told == [(3.0, 4.0), "reset", (0.1, 7.0, 0.9, None)]
 
 
 def test_an_unknown_fault_is_refused():

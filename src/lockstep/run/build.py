@@ -98,7 +98,7 @@ class Built:
     balancer: Balancer | None = None
     groups: Groups = field(default_factory=Groups)
     sets: dict[str, Any] = field(default_factory=dict)
-    training: TrainingSet | None = None
+    training: TrainingSet = field(kw_only=True)
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -300,7 +300,7 @@ def build(
         balancer,
         groups,
         evaluation,
-        training,
+        training=training,
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]

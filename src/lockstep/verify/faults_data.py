@@ -116,7 +116,7 @@ class _Padded:
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)
-        self.step_plan, self.slots = inner.step_plan, inner.slots
+        self.step_plan, self.slots, self.slots_in_all = inner.step_plan, inner.slots, inner.slots_in_all
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None
