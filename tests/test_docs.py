@@ -42,6 +42,9 @@ def test_the_tasks_and_runs_of_the_documents_run(here):
     assert names["result"].status == "finished"
     scored = lockstep.train(lockstep.Config(experiment_name="scored", max_steps=3), names["Scored"]())
     assert 0 <= scored.evaluation.metrics["auc"] <= 1
+    for kind, steps in (("RareMore", 16), ("Balanced", 7), ("Curriculum", 16)):
+        drawn = lockstep.train(lockstep.Config(experiment_name=kind, num_epochs=1, batch_size=32), names[kind]())
+        assert (drawn.status, drawn.global_step) == ("finished", steps)
 
 
 def test_the_losses_over_a_whole_step_run(here):

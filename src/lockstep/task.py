@@ -17,7 +17,7 @@ object of another class that has these methods will do too: `adapted` gives it t
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -39,6 +39,7 @@ __all__ = [
     "Order",
     "Task",
     "adapted",
+    "averages",
     "has_own",
     "items_of_a_sample",
     "looks_at_whole_step",
@@ -49,7 +50,7 @@ REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
 class Order(Protocol):
-    """Which sample stands at each position of the run's endless stream."""
+    """Which sample stands at each position of the run's endless stream. Its length, if any, is that of an epoch."""
 
     def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epochs and the sample indices at the positions start .. stop - 1."""
@@ -195,8 +196,11 @@ class Task(ABC):
         """What the base rates are multiplied by in `step` (0-based) of `steps`; None: what --optim.schedule says."""
         return None
 
-    def order(self, samples: int, seed: int) -> Order | None:
-        """Which sample stands at each position of the run's endless stream; None: another shuffle in each epoch."""
+    def order(self, samples: int, seed: int) -> Order | Iterable[int] | None:
+        """Return a torch Sampler, or an object with `at`; None: another shuffle in each epoch.
+
+        A sampler is drawn anew for each epoch, under a seed of that epoch, and its length is that of an epoch.
+        """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
@@ -321,6 +325,11 @@ def _check_loss(task: Task, name: str) -> None:
         )
     if forms and has_own(task, "loss"):
         raise ConfigError(f"the task {name} has both `loss` and `{forms[0]}`: leave `loss` out, or `outputs` and that")
+
+
+def averages(task: Task) -> bool:
+    """Whether the losses of micro-batches are averaged, weighted by their items, and not added up."""
+    return task.reduction in ("mean", "micro-batch")
 
 
 def looks_at_whole_step(task: Task) -> bool:

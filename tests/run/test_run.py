@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run
 from small_runs import config, mark
-from toys import Ragged, taken
+from toys import HolesMean, Ragged, taken
 
 import lockstep
 from lockstep import checkpoint
@@ -297,6 +297,17 @@ def test_a_step_without_a_label_stops_neither_a_run_nor_its_resume(tmp_path):
     assert go(None, config(tmp_path), Gap(), leave_at=3) == (list(range(3)), None)
     assert go(None, config(tmp_path), Gap()) == (list(range(3, 12)), 0)
     assert mark(tmp_path) == mark(tmp_path, "whole")
+
+
+def test_losses_of_micro_batches_are_averaged_as_means_are(tmp_path):
+    """By their items; a micro-batch without items has no part in it."""
+    for reduction in ("mean", "micro-batch"):
+        task = HolesMean()
+        task.reduction = reduction
+        assert go(None, config(tmp_path, experiment_name=reduction), task) == (list(range(12)), 0)
+    assert mark(tmp_path, "mean") == mark(tmp_path, "micro-batch")
+    mean, by_itself = (records(tmp_path / name / "metrics.jsonl")[-1] for name in ("mean", "micro-batch"))
+    assert mean["evaluation/loss"] == by_itself["evaluation/loss"]
 
 
 def test_labels_that_are_all_masked_are_refused_before_training(tmp_path):

@@ -169,6 +169,34 @@ def test_hooks_are_called_in_lightnings_own_order(tmp_path):
     assert ours[:tried] + ours[began + 1 :] == theirs
 
 
+def test_a_line_at_the_start_says_that_a_batch_is_a_micro_batch(tmp_path):
+    _, run = trained(tmp_path, seeded(autoencoder(L)), loaders(16), trainer(L))
+    log = (run.result.folder / "logs" / "rank-00000.log").read_text()
+    assert [line for line in log.splitlines() if "8 samples" in line and "micro-batch" in line and "Lightning" in line]
+
+
+def test_batches_of_each_evaluation_set_are_numbered_from_0(tmp_path):
+    def numbering():
+        seen = []
+
+        class Numbering(autoencoder(L)):
+            def validation_step(self, batch, batch_idx, dataloader_idx):
+                if not self.trainer.sanity_checking:
+                    seen.append((dataloader_idx, batch_idx))
+                self.log("val_loss", super().training_step(batch, batch_idx).detach())
+
+        return seen, seeded(Numbering)
+
+    train, held_out = loaders(16)
+    data = train, [held_out, DataLoader(rows(10, 2), 5)]
+    theirs, module = numbering()
+    their_losses(L, module, data)
+    ours, module = numbering()
+    trained(tmp_path, module, data, trainer(L))
+    assert ours == theirs
+    assert ours[:5] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
 def test_a_batch_of_lightnings_has_its_hooks_once_with_accumulation_too(tmp_path):
     theirs, kind = recording()
     their_losses(L, seeded(kind), loaders(32, 16), accumulate_grad_batches=2)

@@ -78,6 +78,9 @@ def test_the_table_has_every_argument_of_a_trainer_and_the_document_every_row():
         ({}, "eval_freq", "1epoch"),
         ({"val_check_interval": 0.25}, "eval_freq", "0.25epochs"),
         ({"val_check_interval": 4}, "eval_freq", 4),
+        ({"val_check_interval": 1}, "eval_freq", 1),
+        ({"val_check_interval": 1.0}, "eval_freq", "1epoch"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 3}, "eval_freq", 3),
         ({"check_val_every_n_epoch": 2}, "eval_freq", "2epochs"),
         ({"log_every_n_steps": 3}, "log_freq", 3),
         ({"enable_checkpointing": False}, "ckpt_freq", 0),
@@ -114,6 +117,8 @@ def test_the_folder_is_the_trainers(tmp_path):
         {"max_epochs": -1},
         {"precision": "transformer-engine"},
         {"val_check_interval": "00:00:01:00"},
+        {"check_val_every_n_epoch": 2, "val_check_interval": 0.5},
+        {"check_val_every_n_epoch": 2, "val_check_interval": 2},
     ],
     ids=lambda each: next(iter(each)),
 )

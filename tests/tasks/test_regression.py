@@ -71,6 +71,19 @@ def test_the_defaults_learn_the_diabetes_data_and_the_numbers_are_scikit_learns(
         assert torch.equal(plain(rows), predictions)
 
 
+def test_r2_is_that_of_the_rows_that_are_evaluated(tmp_path):
+    metrics = pytest.importorskip("sklearn.metrics")
+    changes = {"precision": "float64", "max_steps": 3, "eval_micro_batch_size": 7, "limit_eval_batches": 3}
+    result = lockstep.train(config(tmp_path, **changes))
+    task = make(config(tmp_path, **changes), print)
+    model = task.model().double().eval()
+    fill(chosen(result.folder, "last"), model)
+    rows, targets = (part[:21] for part in task.dataset("evaluation").tensors)
+    with torch.no_grad():
+        wanted = metrics.r2_score(targets, model(rows))
+    assert result.evaluation.metrics["r2"] == pytest.approx(wanted, rel=1e-9)
+
+
 def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     rows = [{"name": f"n{n}", "a": n, "b": n * 0.5, "same": 1, "price": 3.0 * n} for n in range(20)]

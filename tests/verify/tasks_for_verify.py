@@ -36,6 +36,19 @@ class Images(lockstep.Task):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+class ClassWeights(Images):
+    """Float32 tensors of the task's own: an attribute, one in a dict, and one in a criterion."""
+
+    def __init__(self):
+        self.weights = torch.tensor([1.0, 2.0, 0.3])
+        self.more = {"bias": torch.tensor([0.1, 0.0, -0.1]), "name": "x"}
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 1.5]), reduction="sum")
+
+    def loss(self, model, batch):
+        logits = model(batch[0]) + self.more["bias"]
+        return self.criterion(logits, batch[1]) + F.cross_entropy(logits, batch[1], self.weights, reduction="sum")
+
+
 class Noise(nn.Module):
     def forward(self, x):
         return x * (1 + os.urandom(1)[0] / 1e6)

@@ -11,7 +11,7 @@ from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
 from lockstep.verify.fault import fault
-from lockstep.verify.faults_data import _Changed
+from lockstep.verify.faults_data import _Moved
 from lockstep.verify.faults_engine import _Scaled
 from lockstep.verify.table import STAGES
 
@@ -116,10 +116,10 @@ def test_a_fault_that_exact_refuses_by_itself_is_not_planted():
 
 def test_a_stream_that_begins_late_has_as_many_samples():
     order = Shuffled(20, 0)
-    epochs, samples = _Changed(order, lambda found: found[::-1], 3).at(5, 19)
+    epochs, samples = _Moved(order, lambda place: place + 3).at(5, 19)
     wanted = order.at(8, 22)
     assert epochs.tolist() == wanted[0].tolist()
-    assert samples.tolist() == wanted[1].tolist()[::-1]
+    assert samples.tolist() == wanted[1].tolist()
 
 
 def test_a_loss_that_is_scaled_has_its_weight_and_its_norm():
@@ -132,7 +132,7 @@ def test_a_loss_that_is_scaled_has_its_weight_and_its_norm():
     made = _Scaled(inner, 8.0, lambda: told.append("reset"))
     made.backward(3.0, 0.5)
     assert made.step(0.1, 7.0, 0.9) == StepResult(3.0, True)
-    assert told == [(3.0, 4.0), "reset", (0.1, 7.0, 0.9)]
+    assert told == [(3.0, 4.0), "reset", (0.1, 7.0, 0.9, None)]
 
 
 def test_an_unknown_fault_is_refused():

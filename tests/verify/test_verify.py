@@ -69,6 +69,12 @@ def test_batch_norm_and_float32_images():
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
 
 
+def test_a_task_may_hold_float32_tensors_and_modules():
+    table = lockstep.verify(tasks.ClassWeights(), config(), engines=("ddp",), **QUICK)
+    assert table.ok, str(table)
+    assert all(row.largest[0] < 1e-13 for row in table.rows)
+
+
 def test_complex_parameters_agree_within_rounding():
     table = lockstep.verify(tasks.Waves(samples=60), config(), engines=("ddp",), precision="float32", **QUICK)
     assert [row.verdict for row in table.rows] == ["equal", "close"], str(table)

@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader, Loading
 from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
-from lockstep.task import Order, Task
+from lockstep.task import Order, Task, averages
 
 __all__ = [
     "START",
@@ -187,7 +187,7 @@ class Batches:
         self.leads = isinstance(self._move, SideStream)
         self._loading = loading or Loading()
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
-        self._mean = task.reduction == "mean"
+        self._mean = averages(task)
 
     @property
     def slots(self) -> int:

@@ -21,13 +21,14 @@ from lockstep.errors import DataError
 from lockstep.seeds import derive
 from lockstep.task import Order
 
-__all__ = ["Begun", "Sequential", "Shuffled", "permute"]
+__all__ = ["Begun", "Indices", "Sequential", "Shuffled", "check_order", "permute"]
 
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
 
 _ROUNDS = 8  # four rounds already pass the tests of uniformity; twice that costs little
 _SMALL = 64  # a Feistel network of so few values has visible structure
+_TRIED = 256  # positions of an order that is tried
 _LARGEST = 2**62  # the halves and the positions stay inside 64 bits
 
 
@@ -110,6 +111,25 @@ class Begun:
             epochs[done:end], samples[done:end] = self._order.at(begin, begin + end - done)
             done = end
         return epochs, samples
+
+
+def check_order(order: Order, samples: int) -> None:
+    """Try an order on its first positions: asked in another way, it must give the same.
+
+    Args:
+        samples: of an epoch.
+
+    Raises:
+        DataError: a position's sample depends on which positions were asked for, or how often.
+    """
+    count = min(samples, _TRIED)
+    whole = order.at(0, count)
+    tail = order.at(count // 2, count)
+    if not all(np.array_equal(one[count // 2 :], other) for one, other in zip(whole, tail, strict=True)):
+        raise DataError(
+            f"the task's `order` gives the positions {count // 2} to {count - 1} other samples when they are asked for "
+            "again: what stands at a position must depend on the position and the seed alone"
+        )
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ class World:
             self._scope = scope or self._new_scope(store)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
+            _forget_group()
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
@@ -234,8 +236,7 @@ class World:
             dist.all_gather(received, padded, group=self.control)  # collective
         except RuntimeError as error:
             raise self._lost(error) from error
-        pairs = zip(received, lengths, strict=True)
-        return [json.loads(bytes(data[: int(length)].numpy())) for data, length in pairs]
+        return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -297,8 +298,7 @@ class World:
                 self.barrier()
             else:
                 with contextlib.suppress(RuntimeError):
-                    work = dist.barrier(group=self.control, async_op=True)  # collective
-                    work.wait(timedelta(seconds=patience))
+                    dist.barrier(group=self.control, async_op=True).wait(timedelta(seconds=patience))  # collective
         finally:
             control, self.control = self.control, None
             if self._is_guest:
@@ -372,8 +372,15 @@ def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # it has none for such a device
             backend = group._get_backend(torch.device(device))
-            more = _NCCL_MORE if backend.name() == "nccl" else 0.0
-            backend._set_default_timeout(timedelta(seconds=seconds + more))
+            backend._set_default_timeout(timedelta(seconds=seconds + _NCCL_MORE * (backend.name() == "nccl")))
+
+
+def _forget_group() -> None:
+    """Have torch.distributed.nn use the present default group: it keeps that of its import as default arguments."""
+    loaded = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(loaded).values() if loaded else ():
+        if held := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in held)
 
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
@@ -381,7 +388,6 @@ _ABANDONED: list[World] = []
 _REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and ours is to have said before which rank was missing
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
-
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, final
 
 from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
 from lockstep.data.fetch import check_dataset
-from lockstep.data.order import Sequential, Shuffled
+from lockstep.data.order import Sequential
+from lockstep.data.sampler import order_from
 from lockstep.distributed.step_exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -31,6 +32,7 @@ def loader(
     epochs: int = 1,
     steps: int = 0,
     shuffle: bool = True,
+    order: Any = None,
     seed: int = 0,
     drop_last: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -51,6 +53,8 @@ def loader(
         epochs: how often each sample comes; counted in samples, so that a step may lie across two.
         steps: in place of `epochs`, the number of steps; all are full.
         shuffle: another permutation in each epoch; False: the order of the dataset.
+        order: in place of a shuffle: a torch Sampler, whose length is that of an epoch, or an object with
+            `at(start, stop)`, as a task's `order` returns it.
         drop_last: leaves out a last step that would be short.
         collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
         count: a batch in host memory -> its items, what the loss is a mean or a sum over: labelled tokens, or the sum
@@ -62,7 +66,7 @@ def loader(
     Raises:
         ConfigError: a size that is not positive, a step that is not a whole number of micro-batches, or one of fewer
             than there are ranks.
-        DataError: the dataset cannot be indexed, or is empty.
+        DataError: the dataset cannot be indexed, or is empty, or `order` fails or leads out of it.
     """
     for name, value in {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "epochs": epochs}.items():
         if value < 1:
@@ -76,7 +80,8 @@ def loader(
             f"lockstep.loader: batch_size {batch_size} is no multiple of micro_batch_size {micro_batch_size}"
         )
     check_dataset(dataset, "train")
-    total = steps * batch_size or epochs * len(dataset)
+    stream = Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
+    total = steps * batch_size or epochs * stream.size
     if drop_last:
         total -= total % batch_size
     plan = StepPlan(batch_size, micro_batch_size, total)
@@ -86,9 +91,8 @@ def loader(
             f"fewer than the {world.size} ranks: a smaller micro_batch_size gives each one"
         )
     task = _Samples(collate, count, reduction)
-    order = Shuffled(len(dataset), seed) if shuffle else Sequential(len(dataset))
-    batches = Batches(task, dataset, order, plan, world, seed=seed, loading=Loading(workers))
-    return Loader(batches, task, world, seed, len(dataset))
+    batches = Batches(task, dataset, stream, plan, world, seed=seed, loading=Loading(workers))
+    return Loader(batches, task, world, seed, stream.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from lockstep.config import options
 from lockstep.config.config import Config, is_auto, lookup
 from lockstep.data.batches import Batches
 from lockstep.data.fetch import check_dataset
+from lockstep.data.sampler import order_of
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
@@ -45,7 +46,7 @@ from lockstep.run.placing import Groups, engine_of
 from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
-from lockstep.run.stream import stream_of
+from lockstep.run.stream import TrainingSet, stream_of
 from lockstep.run.task_check import check_task
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
@@ -73,7 +74,7 @@ class Built:
         base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
         balancer: decides who computes what, with --shares auto.
         loading: what counts retries and skips of the loading (see guards/loader.py); the first is the training set.
-        groups: the optimizer's; `sets`: the evaluation's datasets; `plain`: the training set as the task made it. Of
+        groups: the optimizer's; `sets`: the evaluation's datasets; `training`: the training set and its order. Of
             these engine and batches are made anew where the ranks change.
     """
 
@@ -97,7 +98,7 @@ class Built:
     balancer: Balancer | None = None
     groups: Groups = field(default_factory=Groups)
     sets: dict[str, Any] = field(default_factory=dict)
-    plain: Any = None
+    training: TrainingSet = field(kw_only=True)
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -240,12 +241,13 @@ def build(
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
     check_auditable_loss(config, task)
     world.check_same("source", dict(task.sources))
-    training, evaluation = on_all_ranks(world, lambda: _datasets(task))
-    plain, training = training, _guarded(config, training, world)
-    samples = on_all_ranks(world, lambda: _size(training))
+    plain, evaluation = on_all_ranks(world, lambda: _datasets(task))
+    samples = on_all_ranks(world, lambda: _size(plain))
+    order = on_all_ranks(world, lambda: order_of(task, samples, config.seed))
+    training = TrainingSet(plain, _guarded(config, plain, world), order)
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
-    run_plan = settled(config, task, model, samples, origin_of(state, config))
+    run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
     # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
@@ -260,7 +262,7 @@ def build(
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
     on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
-    stream, balancer = stream_of(config, task, training, plain, run_plan, world, state)
+    stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     groups = Groups()
     made = engine_of(config, task, model, world, groups, stream, notify(world))
@@ -291,14 +293,14 @@ def build(
         plan,
         source,
         state,
-        [training, stream.loader, *(each.loader for each in held_out.values())],
+        [training.loaded, stream.loader, *(each.loader for each in held_out.values())],
         groups.rates[0],
         {} if kept is None else kept,
         left_out(model, state),
         balancer,
         groups,
         evaluation,
-        plain,
+        training=training,
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]

@@ -21,7 +21,18 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.run.plan import RunPlan, in_epoch
 from lockstep.task import Task
 
-__all__ = ["ADAM", "KINDS", "SGD", "described_optimizer", "described_step", "idle", "settled", "warm_up", "warnings"]
+__all__ = [
+    "ADAM",
+    "KINDS",
+    "SGD",
+    "described_loss",
+    "described_optimizer",
+    "described_step",
+    "idle",
+    "settled",
+    "warm_up",
+    "warnings",
+]
 
 # Adapters: 2e-4 for GPT-2 and GPT-3 (Hu et al., arXiv 2106.09685, tables 11 and 12); about ten times what the whole
 # model takes (Schulman et al., "LoRA Without Regret", https://thinkingmachines.ai/blog/lora, 2025).
@@ -52,7 +63,9 @@ _FLOORS = {
 _FEW = 16  # samples below which BatchNorm's statistics cost quality (Wu & He, arXiv 1803.08494, figure 1)
 
 
-def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: Origin = START) -> RunPlan:
+def settled(
+    config: Config, task: Task, model: nn.Module, samples: int, origin: Origin = START, epoch: int = 0
+) -> RunPlan:
     """The plan, its `config` without any "auto". The same on every rank, and in every world.
 
     Args:
@@ -60,6 +73,7 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
         model: as it is trained; whether BatchNorm is in it decides how a step is cut.
         samples: of the training set.
         origin: see `RunPlan`.
+        epoch: samples of an epoch, where the task's order has more or less than the training set; 0: as many.
 
     Raises:
         ConfigError: the task names no known kind.
@@ -69,7 +83,7 @@ def settled(config: Config, task: Task, model: nn.Module, samples: int, origin: 
     least = _FEW if norms else 1
     size = config.micro_batch_size or default_micro_batch_size(config.batch_size, least)
     config = dataclasses.replace(config, micro_batch_size=size)
-    run_plan = RunPlan(in_epoch(config, samples), config, origin, 2 if norms else 1, samples)
+    run_plan = RunPlan(in_epoch(config, epoch or samples), config, origin, 2 if norms else 1, samples)
     steps = run_plan.step_plan.steps
     if not steps:
         _refuse(run_plan)
@@ -127,9 +141,19 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
-    part = f"; an epoch is {run_plan.samples:,} of {run_plan.whole:,} samples"
-    over += part if run_plan.samples < run_plan.whole else ""
+    drawn = "of" if run_plan.samples < run_plan.whole else "draws from"
+    part = f"; an epoch is {run_plan.samples:,} {drawn} {run_plan.whole:,} samples"
+    over += part if run_plan.samples != run_plan.whole else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
+
+
+def described_loss(run_plan: RunPlan, task: Task) -> str:
+    """Describe which samples a loss sees where another library's batch is the micro-batch; "" for other tasks."""
+    framework, size = getattr(task, "framework", ""), run_plan.config.micro_size
+    if not framework or task.reduction != "micro-batch":
+        return ""
+    batch = f"a batch of {size} samples" if size > 1 else "a batch"
+    return f"{batch} is a micro-batch: its loss is computed by itself, as {framework} does"
 
 
 def described_optimizer(run_plan: RunPlan) -> str:

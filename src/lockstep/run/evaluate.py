@@ -21,7 +21,7 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
-from lockstep.task import Task, has_own, looks_at_whole_step
+from lockstep.task import Task, averages, has_own, looks_at_whole_step
 from lockstep.transforms.eager import eager
 from lockstep.whole_step import WHOLE_LOSS, whole_step_of
 
@@ -137,7 +137,7 @@ def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping
 
     The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
-    mean = task.reduction == "mean"
+    mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)

@@ -187,7 +187,7 @@ def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, f
 def _first_batch(built: Built, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
-    stream, _ = stream_of(config, built.task, built.loading[0], built.plain, run_plan, built.world, {})
+    stream, _ = stream_of(config, built.task, built.training, run_plan, built.world, {})
     with closing(stream.from_step(0)) as step_loader:
         _, micro = next(iter(step_loader))
         first: MicroBatch = micro[0]

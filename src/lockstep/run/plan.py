@@ -37,7 +37,7 @@ class RunPlan:
     """The steps of the plan, and the place of a step among the epochs.
 
     Attributes:
-        samples: n, in an epoch: of the training set, or as many as --limit-train-batches leaves of it.
+        samples: n, in an epoch: of the training set or of the task's order, or what --limit-train-batches leaves.
         config: how many epochs or steps, and how large a step is.
         origin: the step, and the position in the stream of samples, from which on a step is as large as that.
         least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.

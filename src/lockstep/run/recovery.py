@@ -229,8 +229,8 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
     _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
-    config, data = dataclasses.replace(built.config, shares=shares), built.loading[0]
-    built.batches, built.balancer = stream_of(config, task, data, built.plain, built.run_plan, world, built.state)
+    config = dataclasses.replace(built.config, shares=shares)
+    built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = batches_of(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
     built.engine = engine_of(config, task, built.model, world, built.groups, built.batches, notify(world))

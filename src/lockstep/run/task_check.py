@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
 from lockstep.run.placement import explained
 from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
-from lockstep.task import Task, has_own, looks_at_whole_step
+from lockstep.task import Task, averages, has_own, looks_at_whole_step
 from lockstep.transforms.eager import eager
 
 __all__ = ["as_it_was", "check_task"]
@@ -192,7 +192,7 @@ def _check_sums(task: Task, trial: _Trial, losses: list[float]) -> None:
     if not all(map(math.isfinite, losses)):
         return
     off = abs(whole - sum(halves))
-    mean, items = task.reduction == "mean", [half.items for half in trial.halves]
+    mean, items = averages(task), [half.items for half in trial.halves]
     told = f"{sum(trial.samples)} samples give {whole:.4g}, and their two halves {halves[0]:.4g} and {halves[1]:.4g}"
     if scale and not mean and off > 0.25 * scale and _is_mean(whole, halves, (items, trial.samples), scale):
         raise ConfigError(

@@ -44,7 +44,7 @@ from lockstep.run.after_step import (
 from lockstep.run.best import out_of_patience, shown
 from lockstep.run.build import Built, build, notify
 from lockstep.run.course import RunCourse
-from lockstep.run.defaults import described_optimizer, described_step, warnings
+from lockstep.run.defaults import described_loss, described_optimizer, described_step, warnings
 from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
@@ -361,6 +361,8 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
 def _announce(built: Built) -> None:
     """What a step is, what takes it, and what is worth a warning."""
     _LOG.info(described_step(built.run_plan, built.world.size))
+    if line := described_loss(built.run_plan, built.task):
+        _LOG.info(line)
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:

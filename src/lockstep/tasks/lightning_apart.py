@@ -37,7 +37,8 @@ def apart(step: str) -> Iterator[None]:
         if speaks and not called.startswith("get_"):  # a rank and the like may be asked for
             raise ConfigError(
                 f"from_lightning: {step} calls torch.distributed.{called}, and what it computes then depends on the "
-                "number of ranks: compute within the micro-batch, or log a sum"
+                "number of ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a "
+                "step as `outputs` and `step_loss` of a lockstep.Task"
             )
         return plain(*given)
 

@@ -200,12 +200,19 @@ def _limits(trainer: Any, devices: int) -> dict[str, Any]:
 
 def _evaluations(trainer: Any) -> Any:
     """How often is evaluated, in steps or epochs."""
-    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
-    if isinstance(interval, float) and interval < 1.0:
-        return f"{interval:g}epochs"
-    if isinstance(interval, int) and interval > 1:
+    every, interval = trainer.check_val_every_n_epoch or 1, trainer.val_check_interval
+    within = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
+    if within and every > 1:
+        raise refused(
+            "check_val_every_n_epoch",
+            every,
+            f"beside val_check_interval={interval}, part of an epoch: set one of them",
+        )
+    if isinstance(interval, int):
         return max(1, interval // trainer.accumulate_grad_batches)
-    return f"{every or 1}epochs" if (every or 1) > 1 else "1epoch"
+    if within:
+        return f"{interval:g}epochs"
+    return f"{every}epochs" if every > 1 else "1epoch"
 
 
 def _percent(share: float) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from lockstep.data.sampler import undrawn
 from lockstep.errors import ConfigError
 from lockstep.lint.tables.lightning import HOOKS
-from lockstep.tasks.lightning_data import Parts, undrawn
+from lockstep.tasks.lightning_data import Parts
 from lockstep.tasks.lightning_leavings import Leavings
 from lockstep.tasks.lightning_package import calls, kind_of, takes, written
 

@@ -8,9 +8,7 @@ What a sampler of one's own draws in an epoch is drawn under a seed of that epoc
 and a resume has it at once.
 """
 
-import contextlib
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -30,12 +28,13 @@ from torch.utils.data import (
 
 from lockstep.data.fetch import seed_everything
 from lockstep.data.order import Sequential
+from lockstep.data.sampler import EpochOrder, undrawn, within
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
 from lockstep.task import Order
 from lockstep.tasks.trainer_data import EpochShuffled
 
-__all__ = ["Parts", "Placed", "Sampled", "SamplerOrder", "named_loaders", "taken_apart", "undrawn"]
+__all__ = ["LoaderOrder", "Parts", "Placed", "Sampled", "named_loaders", "taken_apart"]
 
 
 class Placed(NamedTuple):
@@ -99,7 +98,8 @@ class Parts:
             return Sequential(len(self.dataset))
         if isinstance(self.sampler, DistributedSampler):
             return EpochShuffled(len(self.dataset), self.sampler.seed)
-        return SamplerOrder(self.sampler, len(self.dataset), seed, in_batches=self.in_batches)
+        samples = len(self.dataset.inner if isinstance(self.dataset, Sampled) else self.dataset)
+        return LoaderOrder(self.sampler, len(self.dataset), samples, seed, in_batches=self.in_batches)
 
 
 def taken_apart(loader: Any, name: str) -> Parts:
@@ -163,44 +163,30 @@ def named_loaders(found: Any, name: str) -> dict[str, Any]:
 
 
 @final
-class SamplerOrder:
-    """The order of a sampler of one's own: of epoch e what it yields under a seed of e, after `set_epoch(e)`.
+class LoaderOrder(EpochOrder):
+    """The order of a loader's sampler, as Lightning draws it: its generator goes on from epoch to epoch.
 
     Args:
-        sampler: yields indices, or lists of them.
-        size: samples in an epoch.
-        seed: the run's.
+        sampler: yields indices, or lists of them; `set_epoch` is called before each epoch.
+        size: samples in an epoch; what is drawn beyond them is left out.
+        samples: of the dataset.
+        seed: the run's; what is drawn from the default generators is drawn under a seed of the epoch.
         in_batches: it yields lists.
     """
 
-    def __init__(self, sampler: Any, size: int, seed: int, *, in_batches: bool) -> None:
-        self._sampler, self.size, self._seed, self._in_batches = sampler, size, seed, in_batches
-        self._known: dict[int, NDArray[np.int64]] = {}
+    def __init__(self, sampler: Any, size: int, samples: int, seed: int, *, in_batches: bool) -> None:
+        super().__init__(size, samples)
+        self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
         self._generators = [(each, each.get_state()) for each in _generators(sampler)]
 
-    def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.size)
-        samples = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            within = epochs == epoch
-            samples[within] = self._drawn(epoch)[places[within]]
-        return epochs, samples
-
-    def _drawn(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._known:
-            while len(self._known) > 1:
-                self._known.pop(next(iter(self._known)))
-            self._known[epoch] = self._draw(epoch)
-        return self._known[epoch]
-
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
+    def draw(self, epoch: int) -> NDArray[np.int64]:
+        """Draw an epoch. Raises ConfigError where it has too few samples."""
         with undrawn():
             for generator, state in self._generators:  # which go on from epoch to epoch
                 generator.set_state(state)
             for now in range(epoch + 1) if self._generators else (epoch,):
                 seed_everything(derive(self._seed, "sampler", now))
-                for each in _within(self._sampler):
+                for each in within(self._sampler):
                     if callable(getattr(each, "set_epoch", None)):
                         each.set_epoch(now)
                 found = list(self._flat())
@@ -262,24 +248,6 @@ def _length(sampler: Any, name: str) -> int:
         ) from error
 
 
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """What is drawn within it from the default generators leaves them as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
 def _generators(sampler: Any) -> list[torch.Generator]:
-    found = [getattr(each, "generator", None) for each in _within(sampler)]
+    found = [getattr(each, "generator", None) for each in within(sampler)]
     return [each for each in found if isinstance(each, torch.Generator)]
-
-
-def _within(sampler: Any) -> list[Any]:
-    """The sampler, and the one inside a batch sampler."""
-    inner = getattr(sampler, "sampler", None)
-    return [sampler] if inner is None else [sampler, inner]

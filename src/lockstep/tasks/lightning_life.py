@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from lockstep.data.sampler import undrawn
 from lockstep.errors import ConfigError
 from lockstep.hooks import Course, Hooks
 from lockstep.tasks.lightning_apart import apart
-from lockstep.tasks.lightning_data import undrawn
 from lockstep.tasks.lightning_leavings import Leavings, is_metric, packed, unpacked
 from lockstep.tasks.lightning_log import Logged, Totals, number, together
 from lockstep.tasks.lightning_optimizers import Rates

@@ -6,6 +6,7 @@ Made by `lockstep.from_lightning`. Nothing here imports Lightning.
 import copy
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, final
 
@@ -16,10 +17,11 @@ from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
 from lockstep.counts import samples_in
+from lockstep.data.sampler import undrawn
 from lockstep.errors import ConfigError
 from lockstep.task import Order, Task
 from lockstep.tasks.lightning_arguments import plan_of
-from lockstep.tasks.lightning_data import Parts, Placed, Sampled, undrawn
+from lockstep.tasks.lightning_data import Parts, Placed, Sampled
 from lockstep.tasks.lightning_epoch import Epoch
 from lockstep.tasks.lightning_leavings import metrics_of
 from lockstep.tasks.lightning_life import Life, Turn, own_dtype
@@ -34,9 +36,10 @@ __all__ = ["LightningTask"]
 
 
 class LightningTask(Task):
-    """A LightningModule's work as a task whose loss is a mean over samples. Made by `from_lightning`."""
+    """A LightningModule's work as a task whose losses of batches are averaged by samples. Made by `from_lightning`."""
 
-    reduction: Literal["sum", "mean"] = "mean"
+    framework = "Lightning"
+    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
     items_per_sample: int | None = 1
     divisible = False
@@ -52,7 +55,8 @@ class LightningTask(Task):
             self.items_per_sample = None  # it may leave samples out
         self._step_name, self._hook = "validation_step", "validation"
         self._config: Config | None = None
-        self._begun, self._batch_idx = False, 0
+        self._begun = False
+        self._batches: Counter[int] = Counter()  # evaluated so far, of each set
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
@@ -134,8 +138,9 @@ class LightningTask(Task):
         epoch = self._epochs[place]
         data = self.received(batch.data, place)
         with epoch.batch(batch.samples), own_dtype(self.module):
-            given = (data, self._batch_idx, place) if len(self._sets) > 1 else (data, self._batch_idx)
-            self._batch_idx += 1
+            number = self._batches[place]
+            self._batches[place] += 1
+            given = (data, number, place) if len(self._sets) > 1 else (data, number)
             self.life.hook(f"on_{self._hook}_batch_start", *given)
             found = self._through(model, self._step_name, *given)
             self.life.hook(f"on_{self._hook}_batch_end", found, *given)
@@ -205,6 +210,7 @@ class LightningTask(Task):
         made.__dict__.update(self.__dict__)
         made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
         made.items_per_sample = None
+        made._batches = Counter()
         return made
 
     def epochs(self) -> list[tuple[str, int, Epoch]]:
@@ -260,7 +266,8 @@ class LightningTask(Task):
                 for place in range(last + 1)
             ]
         if not self._begun:
-            self._begun, self._batch_idx = True, 0
+            self._begun = True
+            self._batches.clear()
             for name in ("model_eval", "start", "epoch_start"):
                 self.life.hook(f"on_{self._hook}_{name}")
 

@@ -237,7 +237,8 @@ class _Strategy:
         if name == "all_gather":
             raise NotServed(
                 "from_lightning: the module calls self.all_gather, and what it gathered would depend on the number of "
-                "ranks: compute within the micro-batch, or log a sum"
+                "ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
+                "`outputs` and `step_loss` of a lockstep.Task"
             )
         raise NotServed(
             f"from_lightning: the module uses self.trainer.strategy.{name}, which a run has not: leave it out"

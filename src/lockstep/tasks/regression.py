@@ -25,6 +25,7 @@ from lockstep.tasks.builtin_data import diabetes, parted
 from lockstep.tasks.columns import find_column
 from lockstep.tasks.hf import cache_of
 from lockstep.tasks.image_models import DTYPES
+from lockstep.tasks.rows_metric import RowsMetric
 from lockstep.text.hub import Wanted, open_table
 
 __all__ = ["DIABETES", "MODEL", "Columns", "Regression", "make", "on_columns_of"]
@@ -75,8 +76,7 @@ class Regression(Task):
         # exactly rounded sums: the same bits on every machine
         self._features = [_mean_and_spread(column) for column in zip(*train.rows, strict=True)]
         self._target = _mean_and_spread(train.targets)
-        middle = math.fsum(evaluation.targets) / len(evaluation.targets)
-        self._variance = math.fsum((y - middle) ** 2 for y in evaluation.targets) / len(evaluation.targets)
+        self._r2 = _R2(self._target[0])
         self.fingerprint = f"{target} of {len(features)} columns; {digest}"
         self._unit = self._target[1]
         self.sources = {
@@ -108,20 +108,46 @@ class Regression(Task):
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """(loss, "mae": mean absolute error in the target's unit, "r2": 1 - squared error / variance of the targets).
 
-        The variance is that of the whole evaluation set, so that r2 is a mean over its rows. Of targets that are all
-        the same it is no number, and 0 is shown.
+        The variance is that of the rows that are evaluated. Of targets that are all the same r2 is no number, and 0 is
+        shown.
         """
         rows, targets = batch
         error = _wide(model(rows)) - targets
         squared = error.square()
-        found: dict[str, Any] = {"mae": (error.abs().sum(), len(targets))}
-        varied = self._variance > 0
-        found["r2"] = ((1 - squared / self._variance).sum(), len(targets)) if varied else (0.0, 0)
-        return (squared / self._unit**2).sum(), found
+        self._r2.update(targets, squared)
+        return (squared / self._unit**2).sum(), {"mae": (error.abs().sum(), len(targets)), "r2": self._r2}
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The hidden layers of a model that `model` built, not yet wrapped."""
         return list(model.get_submodule("blocks").children())
+
+
+@final
+class _R2(RowsMetric):
+    """1 - squared error / variance of the targets, from four sums over each micro-batch.
+
+    Args:
+        near: a number in the midst of the targets, from which they are measured: their squares then keep their digits.
+    """
+
+    several = False
+
+    def __init__(self, near: float) -> None:
+        super().__init__()
+        self._near = near
+
+    def update(self, targets: Tensor, squared: Tensor) -> None:
+        """Add the rows of a batch: their targets, and the squares of their errors."""
+        off = targets.double() - self._near
+        count = torch.full((), float(len(targets)), dtype=torch.float64, device=off.device)
+        self._rows.append([torch.stack([count, off.sum(), off.square().sum(), squared.double().sum()])])
+
+    def compute(self) -> float:
+        """Return it over all rows that were added."""
+        columns = zip(*(row[0].tolist() for row in self._rows), strict=True)
+        count, off, square, error = (math.fsum(column) for column in columns)
+        spread = square - off * off / count
+        return 1 - error / spread if spread > 1e-12 * square else 0.0
 
 
 def make(config: Config, say: Say) -> Regression:

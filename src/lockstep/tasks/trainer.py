@@ -67,9 +67,10 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
 
 
 class TrainerTask(Task):
-    """A Trainer's work as a task whose loss is a mean over samples. Made by `from_trainer`."""
+    """A Trainer's work as a task whose losses of batches are averaged by samples. Made by `from_trainer`."""
 
-    reduction = "mean"
+    framework = "the Trainer"
+    reduction = "micro-batch"
     item_name = "samples"
 
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:

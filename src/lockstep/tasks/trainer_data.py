@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lockstep.data.sampler import EpochOrder
 from lockstep.errors import ConfigError
 
 __all__ = ["Batching", "EpochShuffled", "collator_of", "labelled", "samples_of"]
@@ -77,7 +78,7 @@ class Batching:
 
 
 @final
-class EpochShuffled:
+class EpochShuffled(EpochOrder):
     """The order of accelerate's SeedableRandomSampler: epoch e is `torch.randperm` under the seed `seed + e`.
 
     Args:
@@ -86,22 +87,10 @@ class EpochShuffled:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
-        self._known: dict[int, NDArray[np.int64]] = {}
+        super().__init__(size, size)
+        self.seed = seed
 
-    def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.size)
-        samples = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            within = epochs == epoch
-            samples[within] = self._permutation(epoch)[places[within]]
-        return epochs, samples
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._known:
-            while len(self._known) > 1:
-                self._known.pop(next(iter(self._known)))
-            generator = torch.Generator(device="cpu").manual_seed(self.seed + epoch)
-            self._known[epoch] = torch.randperm(self.size, generator=generator, device="cpu").numpy()
-        return self._known[epoch]
+    def draw(self, epoch: int) -> NDArray[np.int64]:
+        """Draw the permutation of an epoch."""
+        generator = torch.Generator(device="cpu").manual_seed(self.seed + epoch)
+        return torch.randperm(self.size, generator=generator, device="cpu").numpy()

@@ -1,6 +1,6 @@
 """Planted faults of data, randomness and the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import numpy as np
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
-from lockstep.data.order import Shuffled
+from lockstep.data.order import Indices
+from lockstep.data.sampler import SizedOrder, order_of
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
 from lockstep.seeds import derive
@@ -56,8 +57,9 @@ class OverlappingShards(Fault):
 
     def task(self, task: Task, context: FaultContext) -> Task:
         config, world = context.config, context.world
-        each = -(-config.micro_batches // world.size) * config.micro_size
-        return _Ordered(task, lambda samples: np.roll(samples, world.rank * each), ahead=0)
+        each = -(-config.micro_batches // world.size)
+        own = world.rank * each * config.micro_size  # where this rank's samples begin in a step
+        return _Ordered(task, lambda place: place - own * (place % config.batch_size >= own))
 
 
 @final
@@ -66,7 +68,7 @@ class DroppedOnResume(Fault):
     text = "a resume begins one sample too late"
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        return _Ordered(task, lambda samples: samples, ahead=int(context.resumed))
+        return _Ordered(task, lambda place: place + int(context.resumed))
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not resume:
@@ -74,23 +76,30 @@ class DroppedOnResume(Fault):
 
 
 class _Ordered(TaskWrapper):
-    """A task whose stream of samples is another on this rank."""
+    """A task whose positions have the samples of other positions on this rank."""
 
-    def __init__(self, inner: Task, change: Any, ahead: int) -> None:
+    def __init__(self, inner: Task, move: Callable[[Indices], Indices]) -> None:
         super().__init__(inner)
-        self._change, self._ahead = change, ahead
+        self._move = move
 
     def order(self, samples: int, seed: int) -> Order:
-        return _Changed(self.inner.order(samples, seed) or Shuffled(samples, seed), self._change, self._ahead)
+        return _Moved(order_of(self.inner, samples, seed), self._move)
 
 
-class _Changed:
-    def __init__(self, inner: Order, change: Any, ahead: int) -> None:
-        self._inner, self._change, self._ahead = inner, change, ahead
+class _Moved:
+    def __init__(self, inner: SizedOrder, move: Callable[[Indices], Indices]) -> None:
+        self._inner, self._move = inner, move
 
-    def at(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        epochs, samples = self._inner.at(start + self._ahead, stop + self._ahead)
-        return epochs, self._change(samples)
+    def __len__(self) -> int:
+        return self._inner.size
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        places = self._move(np.arange(start, stop))
+        if not places.size:
+            return places, places
+        first = int(places.min())
+        epochs, samples = self._inner.at(first, int(places.max()) + 1)
+        return epochs[places - first], samples[places - first]
 
 
 @final
@@ -107,7 +116,7 @@ class _Padded:
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)
-        self.step_plan, self.slots = inner.step_plan, inner.slots
+        self.step_plan, self.slots, self.slots_in_all = inner.step_plan, inner.slots, inner.slots_in_all
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None

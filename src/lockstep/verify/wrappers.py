@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.run.evaluation_sets import named_sets
-from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample
+from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, written
 
 __all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
 
@@ -36,11 +36,17 @@ class TaskWrapper(Task):
 
 
 class PreparedTask(TaskWrapper):
-    """The task with its data in float64 (complex128) where `wide`, and at most `samples` to evaluate on."""
+    """The task with its data and tensors in float64 where `wide`, and at most `samples` to evaluate on.
+
+    Its attributes that are tensors or modules, and such in its lists and dicts, are changed in place: class weights, a
+    criterion. It belongs to this process alone.
+    """
 
     def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
         super().__init__(inner)
         self._wide, self._samples = wide, samples
+        if wide:
+            _widen(written(inner))
 
     def dataset(self, split: str) -> Any:
         found = self.inner.dataset(split)
@@ -56,6 +62,18 @@ class PreparedTask(TaskWrapper):
     def collate(self, samples: list[Any]) -> Any:
         batch = self.inner.collate(samples)
         return _in_float64(batch) if self._wide else batch
+
+
+def _widen(task: Any) -> None:
+    """Change a task's own tensors to float64 (complex128)."""
+    attributes = getattr(task, "__dict__", {})
+    for held in (attributes, *attributes.values()):
+        places = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+        for key, value in list(places):
+            if isinstance(value, nn.Module):
+                value.double()
+            elif isinstance(value, Tensor):
+                held[key] = _in_float64(value.detach()).requires_grad_(value.requires_grad)
 
 
 def _in_float64(value: Any) -> Any:

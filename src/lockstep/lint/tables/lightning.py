@@ -62,8 +62,8 @@ limit_train_batches | becomes | limit_train_batches
 limit_val_batches | becomes | limit_eval_batches; 0: no evaluation
 limit_test_batches | task | task.test()
 limit_predict_batches | task | task.predict()
-val_check_interval | becomes | eval_freq
-check_val_every_n_epoch | becomes | eval_freq
+val_check_interval | becomes | eval_freq; 1 is each step, 1.0 each epoch
+check_val_every_n_epoch | becomes | eval_freq; not beside a val_check_interval below an epoch
 log_every_n_steps | becomes | log_freq
 enable_checkpointing | becomes | ckpt_freq; False: at the end alone
 accumulate_grad_batches | becomes | a factor of batch_size
