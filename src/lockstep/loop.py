@@ -38,11 +38,13 @@ def steps(
         factor = control.factor(step)
         limit = control.limit(step)
         control.before_update()
+        control.gradients.begin(step)
         evaluate = partial(passes.again, step, micro, items)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
         exchange.taken = step + 1
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")
-        yield StepRecord(step, items, losses, result.norm, factor, stop_agreed, result.applied, limit)
+        numbers, norms = passes.numbers, control.gradients.found
+        yield StepRecord(step, items, losses, result.norm, factor, stop_agreed, result.applied, limit, numbers, norms)
         clock.start()

@@ -18,7 +18,9 @@ from lockstep.data.batches import Batches, MicroBatch, StepPlan
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import DataError, LockstepError
-from lockstep.loop import scalar, seeder
+from lockstep.loop import seeder
+from lockstep.numbers import summed
+from lockstep.passes import unpacked
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task, has_own, looks_at_whole_step
@@ -135,13 +137,16 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
 def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
 
-    The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
     mean = task.reduction == "mean"
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
-        loss = scalar(loss)
+        loss, numbers = unpacked(loss)
+        if numbers:
+            pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
+            found = {**pairs, **found}
         if not mean:
             return loss, found
         return loss * batch.items if batch.items else 0.0, found

@@ -24,7 +24,8 @@ from lockstep.data.fetch import blamed
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.loop import described, scalar, seeder
+from lockstep.loop import described, seeder
+from lockstep.passes import unpacked
 from lockstep.run.placement import explained
 from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, has_own, looks_at_whole_step
@@ -116,7 +117,7 @@ def _losses(
         reseed(0, 0)
         with _watched(norms if batch is trial.whole else [], trial):  # halves are never trained on
             loss = _called("loss", lambda data: task.loss(model, data), batch.data, model, task)
-        found.append(float(scalar(loss)))  # waits for the device
+        found.append(float(unpacked(loss)[0]))  # waits for the device
     return found
 
 
@@ -235,15 +236,17 @@ def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callabl
     reseed(0, 0)
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     result: Any = _called(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
+    loss = None
+    if method == "metrics":
+        loss = _called("loss", lambda data: task.loss(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
-        scalar(result[0])
-        result = result[1]
+        loss, result = result
     told = _BOTH if method == "evaluate" else _PAIR
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {told}; it returned {described(result)}")
-    names = list[str]()
+    names = [name for name in unpacked(loss)[1] if name not in result]
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
             raise ConfigError(
