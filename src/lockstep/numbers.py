@@ -108,8 +108,8 @@ def _kept(value: Any) -> Tensor | float:
     """A copy: the tensor may be written, or its memory used again, before it is read."""
     if not isinstance(value, Tensor):
         return float(value)
-    value = value.detach().reshape(())
-    return value.clone() if value.is_floating_point() else value.double()  # beside float32 an integer would be rounded
+    held = value.detach().reshape(())
+    return held.clone() if held.is_floating_point() else held.double()  # beside float32 an integer would be rounded
 
 
 class Gathered:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 __all__ = ["Best", "EvaluationRecord", "Number", "Step", "StepRecord"]
 
 
-class Number(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Number:
     """One micro-batch's part of a number that the task's `loss` returns; tensors are detached and unread, 0-dim.
 
     Attributes:

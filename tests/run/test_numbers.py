@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from ranks import RankError, run
+from ranks import run
 from small_runs import config
 from torch import nn
 from torch.nn import functional as F
@@ -86,10 +86,8 @@ class Parts(lockstep.Task):
 
 def trained(world, folder, mean, changes):
     settings = {"max_steps": 5, "log_freq": 2, "eval_freq": 0, "ckpt_freq": 0, "exact": True} | changes
-    told = []
     with lockstep.Run(config(folder, **settings), Parts(mean), world) as running:
-        for step in running:
-            told.append((step.loss, step.numbers))
+        told = [(step.loss, step.numbers) for step in running]
     records = jsonl.read(folder / "r" / "metrics.jsonl") if world.is_main else []
     names = ("train/size", "train/kept", "train/rows")
     found = [[record[name] for name in names] for record in records if "running_loss" in record]

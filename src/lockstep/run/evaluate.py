@@ -137,7 +137,8 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
 def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
 
-    The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a
+    micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
     mean = task.reduction == "mean"
 

@@ -108,7 +108,9 @@ class Session:
         built.load_state_dict(own)
 
     def read_numbers(self, step: Step) -> tuple[float, dict[str, float]]:
-        """The loss of `step` and its numbers, while its body runs. A step that is kept must not keep the run: it has this alone.
+        """The loss of `step` and its numbers, while its body runs.
+
+        A step that is kept must not keep the run: it has this alone.
 
         Raises:
             LockstepError: the next step has begun, or the run has ended.

@@ -73,8 +73,8 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
-    own = [name for name in record if name.startswith("train/")][:_OWN_SHOWN]
-    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in own]
+    beside = [name for name in record if name.startswith("train/")][:_OWN_SHOWN]
+    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in beside]
     parts += [f"{duration_text(left)} left"] if left else []
     return "  ".join(parts)
 

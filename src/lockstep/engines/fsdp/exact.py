@@ -1,7 +1,7 @@
 """Norms and exact sums over gradients that are split by rows over the ranks.
 
-`sharded_norm` is the lean norm, `sharded_norms` that of each gradient; `ExactNorm` and `ExactReduceScatter` give, at every world size, the bits of a single
-process.
+`sharded_norm` is the lean norm, `sharded_norms` that of each gradient; `ExactNorm` and `ExactReduceScatter` give, at
+every world size, the bits of a single process.
 """
 
 from typing import Any

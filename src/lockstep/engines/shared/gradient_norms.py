@@ -1,9 +1,9 @@
 """Norms of the gradient by block, before clipping: `--log-gradients`.
 
-    norms = GradientNorms("layers", every=10)
-    norms.look_at(model, blocks, optimizer)     # when the engine is made
-    norms.begin(step)                           # before the engine's step, which calls `take` where it is due
-    norms.found                                 # name -> 0-dim tensor, unread
+norms = GradientNorms("layers", every=10)
+norms.look_at(model, blocks, optimizer)     # when the engine is made
+norms.begin(step)                           # before the engine's step, which calls `take` where it is due
+norms.found                                 # name -> 0-dim tensor, unread
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +79,7 @@ def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str
     """Each trained parameter's block by its path, or else the top-level module that it lies in."""
     inside = set(blocks)
     paths = sorted((path for path, module in model.named_modules() if module in inside), key=len, reverse=True)
-    found = {}
+    found: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             block = next((path for path in paths if name.startswith(f"{path}.")), "")
