@@ -31,7 +31,7 @@ def steps(
     for step, micro in step_loader:
         items = exchange.global_items(step)
         clock.lap("data")
-        losses = passes.first(step, micro, items)
+        losses, numbers = passes.first(step, micro, items), passes.numbers(step)
         control.audit.compare(step)
         exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
         clock.lap("data")
@@ -45,6 +45,6 @@ def steps(
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")
-        numbers, norms = passes.numbers, control.gradients.found
-        yield StepRecord(step, items, losses, result.norm, factor, stop_agreed, result.applied, limit, numbers, norms)
+        told = (stop_agreed, result.applied, limit, numbers, control.gradients.found)
+        yield StepRecord(step, items, losses, result.norm, factor, *told)
         clock.start()

@@ -124,13 +124,16 @@ class Gathered:
     def add(self, step: int, micro: int, parts: Mapping[str, Number], *, counts: bool) -> None:
         """Take the numbers of a micro-batch; where it does not count, its names are compared alone.
 
+        Args:
+            micro: which one; below 0: they are of the whole step.
+
         Raises:
             LockstepError: it has other names than those before it.
         """
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():
-            where = f"rank {self._world.rank}, step {step}, micro-batch {micro}"
+            where = f"rank {self._world.rank}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
             raise LockstepError(_differ(where, parts.keys(), "the micro-batches before it", self._names.keys()))
         if counts:
             for name, part in parts.items():
@@ -163,7 +166,7 @@ def _differ(where: str, names: Iterable[str], other: str, others: Iterable[str])
     name = more if more is not None else next(name for name in there if name not in here)
     said = "returned a number" if more is not None else "returned no number"
     return (
-        f"{where}: the task's `loss` {said} '{name}', other than {other}: return the same names each time, with (0, 0) "
+        f"{where}: the task's loss {said} '{name}', other than {other}: return the same names each time, with (0, 0) "
         "where there is nothing to count"
     )
 

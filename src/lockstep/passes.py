@@ -75,7 +75,8 @@ class _Unaudited:
 UNAUDITED = _Unaudited()
 _ANY: AbstractContextManager[None] = nullcontext()
 _NO_NUMBERS: Mapping[str, Any] = {}
-Measured = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Number]]]
+# The loss of a micro-batch, and the numbers beside it; None: they are told elsewhere.
+Measured = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Number] | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +113,12 @@ class StepControl:
 
 
 class Passes:
-    """The passes over this rank's micro-batches of a step, for a loss that is a sum over its items.
-
-    Attributes:
-        numbers: what `loss` returned beside the loss in the first pass of the present step, see `StepRecord`.
-    """
+    """The passes over this rank's micro-batches of a step, for a loss that is a sum over its items."""
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
         self._measured = measured_of(task)
         self._gathered = Gathered(control.world)
-        self.numbers: dict[str, list[Number]] = {}
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
         """Compute forward and backward of each micro-batch, as the step begins.
@@ -134,9 +130,15 @@ class Passes:
         Returns:
             The losses of those that count, each summed over its items: 0-dim.
         """
-        losses = self._pass(step, micro, items, counts=True)
-        self.numbers = self._gathered.end(step)  # collective in the first step
-        return losses
+        return self._pass(step, micro, items, counts=True)
+
+    def numbers(self, step: int) -> dict[str, list[Number]]:
+        """What came beside the losses of the first pass, see `StepRecord`. Collective in a start's first step.
+
+        Raises:
+            LockstepError: the ranks' numbers have different names.
+        """
+        return self._gathered.end(step)
 
     def again(self, step: int, micro: list[MicroBatch], items: float) -> Tensor:
         """Repeat the pass at the present parameters; what its forwards move in buffers is dropped. Collective.
@@ -178,7 +180,7 @@ class Passes:
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * share)
                 clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
-            if counts:
+            if counts and numbers is not None:
                 self._gathered.add(step, batch.index, numbers, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(loss.detach())

@@ -299,6 +299,59 @@ def test_sums_of_what_is_not_finite():
     assert math.isnan(exact_sum([1e308, 1e308])[0])
 
 
+class Whole(Parts):
+    """A loss over the whole step, with its numbers: `size` and `kept` are those of Parts, `spread` is of the step."""
+
+    def __init__(self, by_rows):
+        super().__init__()
+        if by_rows:
+            self.step_loss_rows = lambda own, whole, first: self.part(own, whole)
+        else:
+            self.step_loss = lambda outputs: self.part(outputs, outputs)
+
+    loss = lockstep.Task.loss
+
+    def outputs(self, model, batch):
+        x, y, index = batch
+        return model(x), y, index
+
+    def part(self, own, whole):
+        logits, y, index = own
+        size, counted = of_rows(index)
+        share = len(y) / len(whole[1])
+        center = whole[0].mean(0)
+        beside = {"size": size.mean() * share, "kept": (size[counted].sum(), counted.sum()), "spread": share * 3.0}
+        return (F.cross_entropy(logits, y) + (logits - center).square().mean()) * share, beside
+
+
+def whole_step(world, folder, by_rows, changes):
+    settings = {"max_steps": 0, "num_epochs": 1, "log_freq": 2, "ckpt_freq": 0, "exact": True} | changes
+    with lockstep.Run(config(folder, **settings), Whole(by_rows), world) as running:
+        told = [step.numbers for step in running]
+    records = jsonl.read(folder / "r" / "metrics.jsonl") if world.is_main else []
+    return told, [[record.get(f"train/{name}") for name in ("size", "kept", "spread")] for record in records], records
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_numbers_beside_a_loss_over_the_whole_step(tmp_path, by_rows):
+    by_step = samples_by_step(tmp_path, num_epochs=1, max_steps=0)
+    told, found, records = whole_step(World(), tmp_path / "1", by_rows, {})
+    for window in range(2):
+        *known, spread = found[window]
+        wanted = average(torch.cat(by_step[2 * window : 2 * window + 2]))
+        assert known == pytest.approx(wanted[:2], rel=1e-14)
+        assert spread == pytest.approx(3.0)
+    for indices, numbers in zip(by_step, told, strict=True):
+        assert [numbers["size"], numbers["kept"]] == pytest.approx(average(indices)[:2], rel=1e-14)
+    evaluated = [record for record in records if "evaluation/loss" in record][-1]
+    assert evaluated["evaluation/size"] == pytest.approx(average(torch.arange(SAMPLES))[0], rel=1e-14)
+    for ranks, engine in ((2, "ddp"), (3, "fsdp")) if by_rows else ((2, "zero"),):
+        folder = tmp_path / str(ranks)
+        every = run(whole_step, ranks, folder, by_rows, {"engine": engine})
+        assert [each[0] for each in every] == [told] * ranks
+        assert every[0][1] == found
+
+
 # --log-gradients
 
 

@@ -19,7 +19,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import DataError, LockstepError
 from lockstep.loop import seeder
-from lockstep.numbers import summed
+from lockstep.numbers import averages, expanded, summed
 from lockstep.passes import unpacked
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
@@ -107,14 +107,15 @@ def evaluate(
         for module, mode in modes:
             module.training = mode
         at_rest(engine.model)
-    parts = world.gather([own.rows, own.states])  # collective
-    gathered = [row for rows, _ in parts for row in rows]
+    parts = world.gather([own.rows, own.states, whole.beside() if whole else {}])  # collective
+    gathered = [row for rows, _, _ in parts for row in rows]
     loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
     ratios = {name: _ratio(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
-    in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
+    in_order = sorted((found for _, states, _ in parts for found in states), key=lambda found: found[0])
     computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
     parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
-    metrics = {name: value for part in parts_of for name, value in part.items()}
+    metrics = _averages([beside for _, _, beside in parts])
+    metrics |= {name: value for part in parts_of for name, value in part.items()}
     over = whole.samples if whole else items
     return EvaluationRecord(step, loss / over if over else math.nan, items, metrics)
 
@@ -166,6 +167,7 @@ class WholeLosses:
         self._task, self._batches, self._reseed = task, batches, reseed
         self._whole = whole_step_of(task, world, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
+        self._numbers: dict[str, list[list[Any]]] = {}
         self.samples = 0
 
     def measure(self, model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
@@ -186,6 +188,20 @@ class WholeLosses:
         for row, loss in zip(rows[len(rows) - counted :], losses, strict=False):
             row[0] = _kept([loss.double() * self._whole.samples])[0]
         self.samples += self._whole.samples
+        for _, beside, counts in self._whole.numbers:
+            for name, part in beside.items() if counts else ():
+                self._numbers.setdefault(name, []).append(_kept([part.value * part.factor, part.count]))
+
+    def beside(self) -> dict[str, list[list[float]]]:
+        """The numbers that came beside this rank's losses: (sum, count) of each by name. Waits for the device."""
+        return {name: _read(rows) for name, rows in self._numbers.items()}
+
+
+def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+    """Each number by name: its sum over its count, over the parts of all ranks."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
+    return averages({name: expanded([(row[0], row[1]) for row in found]) for name, found in rows.items()})
 
 
 @dataclass
