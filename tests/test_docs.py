@@ -40,6 +40,9 @@ def test_the_tasks_and_runs_of_the_documents_run(here):
         exec(block.replace('experiment_name="mine", max_steps=1000', change), names)
         names["config"] = lockstep.Config(experiment_name=f"next{number}", max_steps=3)
     assert names["result"].status == "finished"
+    for block in blocks("docs/numbers.md"):
+        exec(block, names)
+    assert names["result"].status == "finished"
     scored = lockstep.train(lockstep.Config(experiment_name="scored", max_steps=3), names["Scored"]())
     assert 0 <= scored.evaluation.metrics["auc"] <= 1
     for kind, steps in (("RareMore", 16), ("Balanced", 7), ("Curriculum", 16)):
@@ -61,7 +64,7 @@ def test_the_documents_name_every_method_and_number():
     missing = [name for name in (*methods, *lockstep.Task.__annotations__) if f"`{name}" not in task]
     assert missing == []
     run = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
-    shown = {name for name in vars(lockstep.Run) if not name.startswith("_")} | {"loss", "norm", "applied"}
+    shown = {name for name in vars(lockstep.Run) if not name.startswith("_")} | {"loss", "norm", "numbers", "applied"}
     shown |= {name for name in lockstep.Step.__slots__ if not name.startswith("_")} - {"record"}
     assert sorted(name for name in shown if f".{name}" not in run) == []
 

@@ -31,18 +31,20 @@ def steps(
     for step, micro in step_loader:
         items = exchange.global_items(step)
         clock.lap("data")
-        losses = passes.first(step, micro, items)
+        losses, numbers = passes.first(step, micro, items), passes.numbers(step)
         control.audit.compare(step)
         exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
         clock.lap("data")
         factor = control.factor(step)
         limit = control.limit(step)
         control.before_update()
+        control.gradients.begin(step)
         evaluate = partial(passes.again, step, micro, items)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
         exchange.taken = step + 1
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")
-        yield StepRecord(step, items, losses, result.norm, factor, stop_agreed, result.applied, limit)
+        told = (stop_agreed, result.applied, limit, numbers, control.gradients.found)
+        yield StepRecord(step, items, losses, result.norm, factor, *told)
         clock.start()

@@ -10,7 +10,7 @@ evaluates several times in a step has as many passes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,11 +23,25 @@ from lockstep.data.batches import MicroBatch, seed_everything
 from lockstep.distributed.shares import Sharing
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
+from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
+from lockstep.numbers import Gathered, checked_numbers, described, number_of
+from lockstep.records import Number
 from lockstep.seeds import derive
 from lockstep.task import Task, averages
 
-__all__ = ["UNAUDITED", "Audits", "Passes", "StepControl", "described", "loss_of", "scalar", "seeder"]
+__all__ = [
+    "UNAUDITED",
+    "Audits",
+    "Passes",
+    "StepControl",
+    "described",
+    "loss_of",
+    "measured_of",
+    "scalar",
+    "seeder",
+    "unpacked",
+]
 
 
 class Audits(Protocol):
@@ -60,6 +74,9 @@ class _Unaudited:
 
 UNAUDITED = _Unaudited()
 _ANY: AbstractContextManager[None] = nullcontext()
+_NO_NUMBERS: Mapping[str, Any] = {}
+# The loss of a micro-batch, and the numbers beside it; None: they are told elsewhere.
+Measured = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Number] | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,7 @@ class StepControl:
         world: the ranks that take part.
         micro_batches: M, of each step over all ranks; where the loss looks at the whole step.
         sharing: which of them each rank computes; None: all as many.
+        gradients: norms of the gradient by block, which the engine takes in the steps whose record is due.
     """
 
     factor: Callable[[int], float]
@@ -91,6 +109,7 @@ class StepControl:
     world: World = field(default_factory=World)
     micro_batches: int = 1
     sharing: Sharing | None = None
+    gradients: GradientNorms = NO_NORMS
 
 
 class Passes:
@@ -98,7 +117,8 @@ class Passes:
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
-        self._loss_sum = loss_of(task)
+        self._measured = measured_of(task)
+        self._gathered = Gathered(control.world)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
         """Compute forward and backward of each micro-batch, as the step begins.
@@ -111,6 +131,14 @@ class Passes:
             The losses of those that count, each summed over its items: 0-dim.
         """
         return self._pass(step, micro, items, counts=True)
+
+    def numbers(self, step: int) -> dict[str, list[Number]]:
+        """What came beside the losses of the first pass, see `StepRecord`. Collective in a start's first step.
+
+        Raises:
+            LockstepError: the ranks' numbers have different names.
+        """
+        return self._gathered.end(step)
 
     def again(self, step: int, micro: list[MicroBatch], items: float) -> Tensor:
         """Repeat the pass at the present parameters; what its forwards move in buffers is dropped. Collective.
@@ -125,13 +153,13 @@ class Passes:
         return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
-        return self._backwards(step, micro, self._loss_sum, 1 / (items or 1), counts=counts)
+        return self._backwards(step, micro, self._measured, 1 / (items or 1), counts=counts)
 
     def _backwards(
         self,
         step: int,
         micro: list[MicroBatch],
-        loss_sum: Callable[[nn.Module, MicroBatch], Tensor],
+        measured: Measured,
         share: float,
         *,
         counts: bool,
@@ -147,10 +175,13 @@ class Passes:
             last = batch is micro[-1]
             with engine.accumulate(last, counts), audit.watch(step, batch) as seen:
                 with control.kernels(step, batch.index):
-                    loss = seen(loss_sum(engine.model, batch))
+                    loss, numbers = measured(engine.model, batch)
+                    loss = seen(loss)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * share)
                 clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
+            if counts and numbers is not None:
+                self._gathered.add(step, batch.index, numbers, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(loss.detach())
         return losses
@@ -158,15 +189,37 @@ class Passes:
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
+    measured = measured_of(task)
+    return lambda model, batch: measured(model, batch)[0]
+
+
+def measured_of(task: Task) -> Measured:
+    """As `loss_of`, and beside the loss the numbers that the task's `loss` returns."""
     mean = averages(task)
 
-    def summed(model: nn.Module, batch: MicroBatch) -> Tensor:
-        loss = task.loss(model, batch.data)
+    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Number]]:
+        loss, found = task.loss(model, batch.data), _NO_NUMBERS
         if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
-            loss = scalar(loss)
-        return loss * batch.items if mean else loss
+            loss, found = unpacked(loss)
+        factor = batch.items if mean else 1
+        parts = {name: number_of(value, batch.items, factor) for name, value in found.items()}
+        return loss * batch.items if mean else loss, parts
 
-    return summed
+    return measured
+
+
+def unpacked(returned: Any, method: str = "loss") -> tuple[Tensor, Mapping[str, Any]]:
+    """What the task's `method` returned, checked: the loss, 0-dim, and the numbers beside it.
+
+    Returns:
+        (loss, name -> a number or (sum, count)); the numbers are {} where the loss came alone.
+
+    Raises:
+        ConfigError: as `scalar`, and as `checked_numbers`.
+    """
+    if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return scalar(returned[0], method), checked_numbers(returned[1], method)
+    return scalar(returned, method), _NO_NUMBERS
 
 
 def scalar(loss: Any, method: str = "loss") -> Tensor:
@@ -188,13 +241,6 @@ def scalar(loss: Any, method: str = "loss") -> Tensor:
             "model's output, without detach() and no_grad()"
         )
     return loss.reshape(()) if loss.ndim else loss
-
-
-def described(value: Any) -> str:
-    """What a method returned, in a word or two: `a float`, `a float32 tensor of shape [8, 2]`."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def seeder(seed: int, purpose: str, device: torch.device) -> Callable[[int, int], None]:

@@ -6,7 +6,21 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Best", "EvaluationRecord", "Step", "StepRecord"]
+__all__ = ["Best", "EvaluationRecord", "Number", "Step", "StepRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One micro-batch's part of a number that the task's `loss` returns; tensors are detached and unread, 0-dim.
+
+    Attributes:
+        value: times `factor` it is a sum.
+        count: what that sum is over.
+    """
+
+    value: Tensor | float
+    count: Tensor | float
+    factor: float = 1.0
 
 
 @dataclass(slots=True)
@@ -22,6 +36,9 @@ class StepRecord:
         applied: whether the update was made, on all ranks alike; None where the device alone knows yet.
         stop_agreed: what the ranks agreed to do after this step: step_exchange.CONTINUE, or a request to stop.
         limit: what the norm had to stay below.
+        numbers: of the task's own by name, each with its parts in this rank's micro-batches, which add up over the
+            ranks; every rank has all names, in the same order.
+        gradients: norms of the gradient by block, 0-dim, in a step that asks for them.
     """
 
     step: int
@@ -32,6 +49,8 @@ class StepRecord:
     stop_agreed: int = 0
     applied: bool | None = True
     limit: float = math.inf
+    numbers: dict[str, list[Number]] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +85,16 @@ class Step:
         record: the step as this rank saw it, with tensors that are not read yet.
     """
 
-    __slots__ = ("_loss", "_read_loss", "epoch", "evaluation", "global_step", "items", "lr", "record")
+    __slots__ = ("_read", "_told", "epoch", "evaluation", "global_step", "items", "lr", "record")
 
-    def __init__(self, record: StepRecord, epoch: float, lr: float, read_loss: "Callable[[Step], float]") -> None:
+    def __init__(
+        self, record: StepRecord, epoch: float, lr: float, read: "Callable[[Step], tuple[float, dict[str, float]]]"
+    ) -> None:
         self.record, self.epoch, self.lr = record, epoch, lr
         self.global_step, self.items = record.step + 1, record.items
         self.evaluation: EvaluationRecord | None = None
-        self._read_loss = read_loss
-        self._loss: float | None = None
+        self._read = read
+        self._told: tuple[float, dict[str, float]] | None = None
 
     @property
     def loss(self) -> float:
@@ -84,9 +105,17 @@ class Step:
         Raises:
             LockstepError: the next step has begun.
         """
-        if self._loss is None:
-            self._loss = self._read_loss(self)
-        return self._loss
+        return self._numbers()[0]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the task's `loss` returns beside the loss, each averaged over the whole step. Read as `loss` is."""
+        return dict(self._numbers()[1])
+
+    def _numbers(self) -> tuple[float, dict[str, float]]:
+        if self._told is None:
+            self._told = self._read(self)
+        return self._told
 
     @property
     def norm(self) -> float:

@@ -13,7 +13,7 @@ Pass 1 makes a graph too, and drops it: kernels that are chosen by whether a gra
 rank that keeps its graph other bits than one that does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.passes import UNAUDITED, Passes, StepControl, described, scalar
+from lockstep.numbers import number_of
+from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
+from lockstep.records import Number
 from lockstep.task import Task, has_own
 
 __all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of"]
@@ -55,6 +57,8 @@ class WholeStep:
 
     Attributes:
         samples: of the last step, over all ranks.
+        numbers: what the loss of the last step returned beside it: the micro-batch (or WHOLE_LOSS), the numbers by
+            name, and whether this rank is the one that counts them.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class WholeStep:
         self._step_loss, self._rows, self._world = step_loss, rows, world
         self._micro_batches, self._sharing = micro_batches, sharing
         self.samples = 0
+        self.numbers: list[tuple[int, dict[str, Number], bool]] = []
         self._form: _Form | None = None
         self._gradients: dict[int, list[Tensor | None]] = {}
 
@@ -91,7 +96,7 @@ class WholeStep:
         own = [(index, tensors) for index, weight, tensors in leaves if weight]
         columns = [torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]) for k in range(self._width)]
         whole, first = self._gathered(columns)
-        self.samples = len(whole[0])
+        self.samples, self.numbers = len(whole[0]), []
         with torch.set_grad_enabled(gradient):
             inputs = [_leaf(column, gradient) for column in whole]
             if self._step_loss:
@@ -175,9 +180,10 @@ class WholeStep:
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
         """The loss, computed by every rank; told once, by the rank that has the first sample."""
         assert self._step_loss is not None
-        loss = scalar(self._step_loss(self._tree(inputs)), "step_loss")
+        loss, beside = unpacked(self._step_loss(self._tree(inputs)), "step_loss")
         gradients = _gradients(loss, inputs)
         losses = [loss.detach()] if own and first == 0 else []
+        self._tell(WHOLE_LOSS, beside, self.samples, counts=bool(losses))
         return losses, [
             _rows_of(gradients, begin, len(t[0])) for (_, t), begin in zip(own, _begins(own, first), strict=True)
         ]
@@ -189,9 +195,10 @@ class WholeStep:
         assert self._rows is not None
         gradient = torch.is_grad_enabled()
         losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
-        for (_, tensors), begin in zip(own, _begins(own, first), strict=True):
+        for (index, tensors), begin in zip(own, _begins(own, first), strict=True):
             rows = [_leaf(column.detach()[begin : begin + len(tensors[0])], gradient) for column in inputs]
-            loss = scalar(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
+            loss, beside = unpacked(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
+            self._tell(index, beside, len(tensors[0]), counts=True)
             found = _gradients(loss, [*rows, *inputs])
             losses.append(loss.detach())
             mine.append(found[: len(rows)])
@@ -206,6 +213,11 @@ class WholeStep:
             rest = _rows_of(shared, begin, len(tensors[0]))
             both.append([b if a is None else a if b is None else a + b for a, b in zip(found, rest, strict=True)])
         return losses, both
+
+    def _tell(self, index: int, beside: Mapping[str, Any], samples: int, *, counts: bool) -> None:
+        """Keep what came beside the loss of the whole step, or beside a part of it; it is weighted by samples."""
+        parts = {name: number_of(value, samples, self.samples) for name, value in beside.items()}
+        self.numbers.append((index, parts, counts))
 
     def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """The sum over all micro-batches of all ranks, in the fixed tree: the same bits on any number of ranks."""
@@ -258,15 +270,21 @@ class WholeStepPasses(Passes):
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
         if len(micro) == 1:
             losses = self._one(step, micro[0], counts)
+            self._take_numbers(step, counts)
         else:
             found = [(batch.index, batch.weight, self._forward(step, batch)) for batch in micro]
             losses = self._losses(step, found)
+            self._take_numbers(step, counts)
 
-            def surrogate(model: nn.Module, batch: MicroBatch) -> Tensor:
-                return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data))
+            def surrogate(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, None]:
+                return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
             self._backwards(step, micro, surrogate, 1.0, counts=counts)
         return [loss.double() * items for loss in losses]  # divided by the items where it is told
+
+    def _take_numbers(self, step: int, counts: bool) -> None:
+        for index, parts, counted in self._whole.numbers if counts else ():
+            self._gathered.add(step, index, parts, counts=counted)
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
         """The outputs of a micro-batch; its forward is made again, so that buffers are left as they are."""

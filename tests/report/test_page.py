@@ -14,6 +14,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.cli import dispatch
 from lockstep.errors import ConfigError
+from lockstep.report.charts import figures
 from lockstep.report.facts import gather
 from lockstep.report.page import LIMIT, page
 
@@ -299,3 +300,13 @@ def test_troubles_and_profiles_are_told(tmp_path):
     assert "The last 12 of 30 warnings and errors in the logs" in words
     assert "Next: --data.workers 4 (predicted: 1.31 times as fast)." in words
     assert "60.00 ms 60.0%" in words
+
+
+def test_numbers_of_the_tasks_own_have_a_curve_each_and_blocks_one_together(tmp_path):
+    more = {"train/kl": 0.5, "gradients/head": 1.0, "gradients/blocks.0": 2.0}
+    evaluation = {"global_step": 50, "evaluation/loss": 1.0, "evaluation/items": 4, "evaluation/kl": 0.25}
+    folder = made(tmp_path / "r", [*records(5, **more), evaluation], state_json=state())
+    drawn = {figure.title: [label for label, _ in figure.legend] for figure in figures([gather(folder)], points=24)}
+    assert drawn["kl"] == ["training", "evaluation"]
+    assert drawn["Gradient norms by block"] == ["head", "blocks.0"]
+    assert "evaluation/kl" not in drawn

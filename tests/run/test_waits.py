@@ -72,7 +72,30 @@ def test_what_the_loops_body_asks_for_is_waited_for_once_and_right(tmp_path):
                 found[name].append((step.loss, step.norm, step.applied, step.lr))
                 waits = [(wait.what, wait.function) for wait in cuda.waits]
     assert found["cuda"] == found["cpu"]
-    assert waits == [("tolist", "read"), ("_local_scalar_dense", "norm")]
+    assert waits == [("tolist", "floats"), ("_local_scalar_dense", "norm")]
+
+
+class Telling(Ragged):
+    """Returns numbers of all kinds beside its loss."""
+
+    def loss(self, model, batch):
+        loss, kept = super().loss(model, batch), batch["labels"] != -100
+        return loss, {"twice": 2 * loss, "kept": (kept.sum(), kept.numel()), "one": 1.0}
+
+
+def test_numbers_of_ones_own_and_norms_by_layer_wait_for_nothing(tmp_path):
+    given = {"log_freq": 2, "log_gradients": "layers", "exact": True, "guards": {"spike": "off"}}
+    task = Telling(dropout=0.1, dtype=torch.float32)
+    waits, _, found = watched(tmp_path / "cuda", task, **given)
+    assert [wait for wait in waits if wait.file != "engines/shared/optimizer_step.py"] == []  # as without them
+    plain = {"max_steps": 12, "ckpt_freq": 0, "precision": "float32", "compile": False} | given
+    list(lockstep.Run(config(tmp_path / "cpu", **plain), task))
+
+    def own(records):
+        return [{k: v for k, v in r.items() if k.startswith(("train/", "gradients/"))} for r in records]
+
+    assert own(found) == own(read(tmp_path / "cpu" / "r" / "metrics.jsonl"))
+    assert len(own(found)[0]) == 6  # three numbers; two blocks and the embedding, which the head shares
 
 
 class Planted(Ragged):

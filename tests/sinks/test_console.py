@@ -64,6 +64,13 @@ def test_numbers_of_the_callers_own_are_shown_once_whatever_their_names():
     assert shown([own]).splitlines()[0] == "step 5/100  grad_norm 0.5  lr 0.25  mine 2"
 
 
+def test_numbers_of_the_tasks_own_are_in_a_records_line():
+    record = {"global_step": 10, "running_loss": 2.0, "train/kl": 0.25, "gradients/head": 3.0}
+    line = line_of(record, 20, "items", None)
+    assert "kl 0.25" in line
+    assert "head" not in line
+
+
 def test_further_evaluation_numbers_are_shown():
     found = line_of({"global_step": 5, "evaluation/loss": 0.5, "evaluation/accuracy": 0.75}, 10, "images", None)
     assert found == "step 5/10  evaluation loss 0.5000  accuracy 0.75"

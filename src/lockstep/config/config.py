@@ -77,6 +77,9 @@ class Config:
     )
     seq_len: int = option(128, "tokens in a sample", tasks="causal-lm, classification")
     log_freq: int = option(10, "steps between records", span=True)
+    log_gradients: str = option(
+        "off", "norms of the gradient in each record: by layer, or by parameter group", "off", "layers", "groups"
+    )
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
     limit_train_batches: int = option(
         0, "steps of an epoch, which then is the first samples of its shuffle; 0: all", share=True
@@ -138,9 +141,7 @@ class Config:
     batchnorm: str = option(
         "replay",
         "running statistics of BatchNorm; replay: the same at every world size; local: torch's own, of each rank",
-        "replay",
-        "sync",
-        "local",
+        *("replay", "sync", "local"),
     )
     attention: str = option(
         "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"

@@ -233,7 +233,16 @@ _GROUPS = {
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),
         *("best_metric", "patience", "patience_metric", "min_delta"),
     ),
-    "what is written": ("log_freq", "ckpt_freq", "report", "profile", "tensorboard", "wandb", "wandb_project"),
+    "what is written": (
+        "log_freq",
+        "log_gradients",
+        "ckpt_freq",
+        "report",
+        "profile",
+        "tensorboard",
+        "wandb",
+        "wandb_project",
+    ),
 }
 
 

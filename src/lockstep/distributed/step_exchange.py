@@ -194,12 +194,18 @@ class StepExchange:
         """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
         if self._world.size == 1:
             return values
+        return [math.fsum(column) for column in zip(*self.rows(values), strict=True)]
+
+    def rows(self, values: list[float]) -> list[list[float]]:
+        """The values of each rank, as many on each, in rank order; waits for all ranks."""
+        if self._world.size == 1:
+            return [values]
         rows = self._buffers(len(values))
         try:
             dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
         except RuntimeError as error:
             raise self._lost("at a record", error) from error
-        return [math.fsum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
+        return [row.tolist() for row in rows]
 
     def _issue(self, due: int, length: int) -> "_Flight":
         busy = self._busy / self._steps if self._steps else 0.0

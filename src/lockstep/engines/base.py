@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.config.sections import Fp16
 from lockstep.distributed.shares import Sharing
 from lockstep.engines.options import EngineOptions
+from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import said
 
 __all__ = ["NOTHING", "Engine", "Evaluate", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
@@ -58,6 +59,7 @@ class Settings:
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
+        gradients: takes norms of the gradient by block, in the steps that ask for them.
     """
 
     clip: float
@@ -67,6 +69,7 @@ class Settings:
     blocks: tuple[nn.Module, ...]
     options: EngineOptions
     say: Callable[[str], None] = _log
+    gradients: GradientNorms = NO_NORMS
 
 
 class Engine(Protocol):

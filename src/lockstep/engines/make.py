@@ -20,6 +20,7 @@ from lockstep.engines.shared.average import Averaged
 from lockstep.engines.shared.buffers import Buffered, with_buffers
 from lockstep.engines.shared.copied import Copied
 from lockstep.engines.shared.exact import check_servable
+from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.optimizers import check_optimizer
@@ -33,6 +34,7 @@ __all__ = [
     "ModelInit",
     "check_audit",
     "check_copies",
+    "check_gradient_norms",
     "check_shares",
     "check_sharing",
     "engine",
@@ -43,6 +45,7 @@ __all__ = [
     "undo_step",
 ]
 
+_NORMS = ("single", "ddp", "zero", "fsdp")  # engines that take the norm of each gradient
 SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
 
 
@@ -63,6 +66,7 @@ def engine(
     batchnorm: Literal["local", "replay"] = "local",
     hooks: Hooks | None = None,
     own_steps: OwnSteps | None = None,
+    gradients: GradientNorms = NO_NORMS,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -95,6 +99,7 @@ def engine(
             apart). A step of the built-in loop does the same.
         hooks: of a task, called after each backward and each update; None: there are none.
         own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine does.
+        gradients: of the built-in loop, to take norms of the gradient by block.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
@@ -112,11 +117,13 @@ def engine(
             hooked=hooks is not None,
             own_steps=own_steps is not None,
         )
+    check_gradient_norms(name, gradients, own_steps)
     options = options or EngineOptions()
     kind = _kind(name, options)
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    settings = Settings(clip, exact_micro_batches, sharing, scaling, tuple(blocks), options)
+    given = tuple(blocks)
+    settings = Settings(clip, exact_micro_batches, sharing, scaling, given, options, gradients=gradients)
     settings = dataclasses.replace(settings, say=say) if say else settings
     if batchnorm not in ("local", "replay"):
         raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': give 'local' or 'replay'")
@@ -126,6 +133,7 @@ def engine(
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
         check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
+        gradients.look_at(model, given, made)
         return made
 
     if own_steps is not None:
@@ -219,6 +227,22 @@ def check_audit(name: str) -> None:
         raise ConfigError(
             f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
             "itself: use --engine ddp or zero, or leave it out"
+        )
+
+
+def check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
+    """Raises ConfigError where norms of the gradient by block are asked for, and this engine cannot take them."""
+    if gradients.by == "off":
+        return
+    if own_steps is not None:
+        raise ConfigError(
+            "--log-gradients does not go with a task that takes its optimizers' steps itself, each of which has "
+            "gradients of its own: log them there, or leave it out"
+        )
+    if name not in _NORMS:
+        raise ConfigError(
+            f"--log-gradients {gradients.by} does not go with --engine {name}, which takes one norm of all gradients: "
+            f"use one of {', '.join(_NORMS)}, or leave it out"
         )
 
 

@@ -6,32 +6,42 @@ for step in reader.rest(): ...                  # before a checkpoint: all that 
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.numbers import filled, flat
 from lockstep.records import StepRecord
 
-__all__ = ["ReadStep", "Reader"]
+__all__ = ["ReadStep", "Reader", "floats"]
 
 
 class ReadStep(NamedTuple):
-    """A step whose numbers are on the host: the gradient's norm and this rank's losses."""
+    """A step whose numbers are on the host.
+
+    Attributes:
+        norm: of the gradient; `gradients`: of its blocks, where the step took them.
+        losses: of this rank's micro-batches.
+        numbers: of the task's own by name: (sum, count) of each of them.
+    """
 
     record: StepRecord
     micro: list[Any]
     norm: float
     losses: list[float]
+    numbers: Mapping[str, Sequence[tuple[float, float]]] = {}
+    gradients: Mapping[str, float] = {}
 
 
 class _Copy(NamedTuple):
-    """Numbers on their way to the host."""
+    """Numbers on their way to the host; `host` has those that were there, and None for each of the others."""
 
     record: StepRecord
     micro: list[Any]
     values: Tensor
+    host: list[float | None]
     event: Any
 
 
@@ -60,17 +70,17 @@ class Reader:
 
     def add(self, record: StepRecord, micro: list[Any]) -> list[ReadStep]:
         """Takes a step, and returns those that can be read by now: how many depends on the number of steps alone."""
+        every = _values(record)
         if not self._lag and not self._cuda:
-            norm = math.nan if record.norm is None else record.norm.item()
-            return [ReadStep(record, micro, norm, [loss.item() for loss in record.losses])]
-        tensors = record.losses if record.norm is None else [record.norm, *record.losses]
+            return [_read(record, micro, [float(value) for value in every])]
+        host, tensors = _split(every, "cuda" if self._cuda else "cpu")
         values = torch.stack([tensor.reshape(()) for tensor in tensors]) if tensors else torch.empty(0)
         event = None
         if self._cuda:
             values = values.to("cpu", non_blocking=True)  # from a device that is into pinned memory
             event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._flying.append(_Copy(record, micro, values, event))
+        self._flying.append(_Copy(record, micro, values, host, event))
         return [self._landed()] if len(self._flying) > self._lag else []
 
     def rest(self) -> Iterator[ReadStep]:
@@ -79,10 +89,42 @@ class Reader:
             yield self._landed()
 
     def _landed(self) -> ReadStep:
-        record, micro, values, event = self._flying.popleft()
+        record, micro, values, host, event = self._flying.popleft()
         if event:
             event.synchronize()  # waits for the device, one step behind: it has the next one to do
             self._free.append(event)
-        numbers = values.tolist()
-        norm = math.nan if record.norm is None else numbers.pop(0)
-        return ReadStep(record, micro, norm, numbers)
+        return _read(record, micro, _joined(host, values.tolist()))
+
+
+def floats(values: Sequence[Tensor | float]) -> list[float]:
+    """The values on the host. Waits for the device, once."""
+    kind = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
+    host, tensors = _split(values, kind)
+    return _joined(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
+
+
+def _values(record: StepRecord) -> list[Tensor | float]:
+    """All that is to be read of a step, in the order of `_read`."""
+    norm: list[Tensor | float] = [] if record.norm is None else [record.norm]
+    return [*norm, *record.losses, *record.gradients.values(), *flat(record.numbers)]
+
+
+def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep:
+    norm = math.nan if record.norm is None else values[0]
+    start = record.norm is not None
+    losses = values[start : start + len(record.losses)]
+    rest = iter(values[start + len(losses) :])
+    gradients = {name: next(rest) for name in record.gradients}
+    return ReadStep(record, micro, norm, losses, filled(record.numbers, rest), gradients)
+
+
+def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
+    """Each value that lies on the host, or None; and those on a device of this type, in order."""
+    there = [isinstance(value, Tensor) and value.device.type == device for value in values]
+    host = [None if away else float(value) for value, away in zip(values, there, strict=True)]
+    return host, [value for value, away in zip(values, there, strict=True) if away and isinstance(value, Tensor)]
+
+
+def _joined(host: list[float | None], read: list[float]) -> list[float]:
+    told = iter(read)
+    return [next(told) if value is None else value for value in host]

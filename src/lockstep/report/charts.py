@@ -52,6 +52,14 @@ def figures(runs: Sequence[Facts], points: int, more: int = _MORE, samples: int 
     else:
         found.append(_figure(runs, "Time of a step", "milliseconds", {"time/total": "in all"}, points, samples))
         known |= times.keys()
+    blocks = {name: shown(name.removeprefix("gradients/"), 40) for name in names if name.startswith("gradients/")}
+    if len(runs) == 1 and blocks:
+        found.append(_figure(runs, "Gradient norms by block", "before clipping", blocks, points // 2, samples))
+        known |= blocks.keys()
+    for name in [name.removeprefix("train/") for name in names if name.startswith("train/")][:more]:
+        both = {f"train/{name}": "training", f"evaluation/{name}": "evaluation"}
+        found.append(_figure(runs, shown(name, 60), "", both, points, samples))
+        known |= both.keys()
     rest = [name for name in names if name not in known and name not in _PLACES and not name.endswith("/items")]
     rest.sort(key=lambda name: not name.startswith("evaluation/"))
     found += [_figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples) for name in rest[:more]]

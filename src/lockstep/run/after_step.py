@@ -8,11 +8,9 @@ saves = saved_and_evaluated(session, built, ongoing, step, ending)
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
-
-import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock, marked
@@ -28,9 +26,11 @@ from lockstep.distributed.world import World
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.memory import described, footprint
 from lockstep.errors import LockstepError, PeerError
+from lockstep.guards.reading import floats
 from lockstep.guards.skips import Rollback
 from lockstep.guards.told import Told, all_do, read_alone, waited_for
 from lockstep.loop import StepControl, seeder
+from lockstep.numbers import expanded, filled, flat, mean_numbers, merged_sums
 from lockstep.records import Best, Step, StepRecord
 from lockstep.run.balancing import Balancing
 from lockstep.run.build import Built
@@ -41,7 +41,7 @@ from lockstep.run.kernels import kernels_of
 from lockstep.run.meter import Meter
 from lockstep.run.profiling import Profiling
 from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
-from lockstep.run.session import Session
+from lockstep.run.session import ReadNumbers, Session
 from lockstep.sinks import Sinks
 from lockstep.task import items_of_a_sample
 
@@ -109,7 +109,8 @@ def works(session: Session, built: Built) -> Works:
     )
     exchange.taken = built.start
     session.exchange = exchange
-    meter = Meter(exchange, clock, world.device, state["running_loss"], state.get("running_missed", 0))
+    sums = state["running_loss"], state.get("running_missed", 0), state.get("running_numbers")
+    meter = Meter(exchange, clock, world.device, *sums)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
     recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives)
     session.saver = recorder.saver
@@ -126,6 +127,7 @@ def works(session: Session, built: Built) -> Works:
         world=world,
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
+        gradients=built.groups.gradients,
     )
     parts = (step_loader, exchange, meter, recorder, guards, balancing, control, profiling, step_plan)
     return Works(*parts, step_plan.steps, built.last)
@@ -146,7 +148,7 @@ def recorded(session: Session, built: Built, works: Works, record: StepRecord) -
     if not late:
         works.recorder.log(record)
     return Step(
-        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_loss
+        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_numbers
     )
 
 
@@ -230,16 +232,16 @@ def leave_early(session: Session, works: Works, told: Told | None, now: bool) ->
         _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
 
 
-def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bool) -> Callable[[Step], float]:
-    """What reads a step's loss while its body runs."""
+def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bool) -> ReadNumbers:
+    """What reads a step's loss, and its numbers of the task's own, while its body runs."""
 
-    def read(step: Step) -> float:
-        losses = step.record.losses
-        alone = len(losses) < 2 or losses[0].device.type == "cpu"
-        own = math.fsum(map(float, losses) if alone else torch.stack(losses).tolist())  # waits for the device
+    def read(step: Step) -> tuple[float, dict[str, float]]:
+        losses, numbers = step.record.losses, step.record.numbers
+        values = floats([*losses, *flat(numbers)])  # waits for the device
+        own = [expanded(parts) for parts in filled(numbers, values[len(losses) :]).values()]
         exchange.progress.at(step.record.step, READING)
         try:
-            (total,) = exchange.totals([own])  # collective
+            rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for six in own for x in six)])  # collective
         except PeerError as error:  # its exchange met another one, if the others went on
             others = waited_for(told, step.record.step) if told else []
             if others:
@@ -247,9 +249,11 @@ def reader(exchange: StepExchange, world: World, told: Told | None, outlives: bo
             if not outlives:
                 raise
             _LOG.warning("the loss of step %d is not known: a rank was lost with its part of it", step.global_step)
-            return math.nan
+            return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
-        return total / (step.items or 1)
+        total = math.fsum(row[0] for row in rows)
+        sums = {name: merged_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
+        return total / (step.items or 1), mean_numbers(sums)
 
     return read
 

@@ -26,6 +26,7 @@ from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
+from lockstep.engines.shared.gradient_norms import GradientNorms
 from lockstep.errors import DataError, ResumeError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
@@ -264,7 +265,7 @@ def build(
     on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
     stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
-    groups = Groups()
+    groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
     made = engine_of(config, task, model, world, groups, stream, notify(world))
     held_out = batches_of(config, task, evaluation, world)
     if not joins and (source is None or judges(config)):  # which a resume may bring

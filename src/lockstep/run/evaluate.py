@@ -18,7 +18,9 @@ from lockstep.data.batches import Batches, MicroBatch, StepPlan
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import DataError, LockstepError
-from lockstep.loop import scalar, seeder
+from lockstep.loop import seeder
+from lockstep.numbers import expanded, mean_numbers, summed
+from lockstep.passes import unpacked
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
 from lockstep.task import Task, averages, has_own, looks_at_whole_step
@@ -105,14 +107,15 @@ def evaluate(
         for module, mode in modes:
             module.training = mode
         at_rest(engine.model)
-    parts = world.gather([own.rows, own.states])  # collective
-    gathered = [row for rows, _ in parts for row in rows]
+    parts = world.gather([own.rows, own.states, whole.beside() if whole else {}])  # collective
+    gathered = [row for rows, _, _ in parts for row in rows]
     loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
     ratios = {name: _ratio(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
-    in_order = sorted((found for _, states in parts for found in states), key=lambda found: found[0])
+    in_order = sorted((found for _, states, _ in parts for found in states), key=lambda found: found[0])
     computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
     parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
-    metrics = {name: value for part in parts_of for name, value in part.items()}
+    metrics = _averages([beside for _, _, beside in parts])
+    metrics |= {name: value for part in parts_of for name, value in part.items()}
     over = whole.samples if whole else items
     return EvaluationRecord(step, loss / over if over else math.nan, items, metrics)
 
@@ -135,13 +138,17 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
 def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
 
-    The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a
+    micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
     mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
-        loss = scalar(loss)
+        loss, numbers = unpacked(loss)
+        if numbers:
+            pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
+            found = {**pairs, **found}
         if not mean:
             return loss, found
         return loss * batch.items if batch.items else 0.0, found
@@ -160,6 +167,7 @@ class WholeLosses:
         self._task, self._batches, self._reseed = task, batches, reseed
         self._whole = whole_step_of(task, world, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
+        self._numbers: dict[str, list[list[Any]]] = {}
         self.samples = 0
 
     def measure(self, model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
@@ -180,6 +188,20 @@ class WholeLosses:
         for row, loss in zip(rows[len(rows) - counted :], losses, strict=False):
             row[0] = _kept([loss.double() * self._whole.samples])[0]
         self.samples += self._whole.samples
+        for _, beside, counts in self._whole.numbers:
+            for name, part in beside.items() if counts else ():
+                self._numbers.setdefault(name, []).append(_kept([part.value * part.factor, part.count]))
+
+    def beside(self) -> dict[str, list[list[float]]]:
+        """The numbers that came beside this rank's losses: (sum, count) of each by name. Waits for the device."""
+        return {name: _read(rows) for name, rows in self._numbers.items()}
+
+
+def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+    """Each number by name: its sum over its count, over the parts of all ranks."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
+    return mean_numbers({name: expanded([(row[0], row[1]) for row in found]) for name, found in rows.items()})
 
 
 @dataclass

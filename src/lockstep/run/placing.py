@@ -15,6 +15,7 @@ from lockstep.data.batches import Batches
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.make import engine
+from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.run.own_optimizer import optimizer_of
 from lockstep.task import Task
@@ -24,10 +25,11 @@ __all__ = ["Groups", "engine_of"]
 
 @dataclass
 class Groups:
-    """The optimizer that an engine was made with, and the base rates of its groups."""
+    """The optimizer that an engine was made with, the base rates of its groups, and what takes norms of gradients."""
 
     optimizer: Optimizer | None = None
     rates: list[float] = field(default_factory=list)
+    gradients: GradientNorms = NO_NORMS
 
     def begun(self, optimizer: Optimizer) -> Optimizer:
         """Takes a new optimizer, whose rates are the base ones."""
@@ -88,4 +90,5 @@ def engine_of(
         ema=config.optim.ema,
         hooks=task.hooks,
         own_steps=task.own_steps,
+        gradients=groups.gradients,
     )

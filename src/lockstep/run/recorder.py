@@ -175,6 +175,7 @@ class RunRecorder:
         built.state |= built.run_plan.place(done) | {
             "running_loss": self._meter.running_loss,
             "running_missed": self._meter.missed,
+            "running_numbers": self._meter.numbers,
             "plan": built.plan,
             "world_size": built.world.size,
         }

@@ -281,7 +281,7 @@ def _stand(session: Session, built: Built, best: Report) -> None:
     config, taken, state = built.config, best.taken, built.state
     state |= built.run_plan.place(taken)
     # Nobody knows the losses that the lost rank kept for the next record.
-    state |= {"running_loss": 0.0, "running_missed": taken % config.log_freq}
+    state |= {"running_loss": 0.0, "running_missed": taken % config.log_freq, "running_numbers": {}}
     whole = built.run_plan.step_plan.steps
     due = taken > 0 and (taken == whole or bool(config.eval_freq and taken % config.eval_freq == 0))
     state.pop("evaluation_due", None)

@@ -25,6 +25,7 @@ from lockstep.config.config import Config
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
 from lockstep.launch import failure
+from lockstep.numbers import checked_log
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.run.session import Session
 from lockstep.run.training import Training, training
@@ -122,8 +123,12 @@ class Run:
         """Puts `values` into every sink, at the present step: the console, metrics.jsonl, TensorBoard, W&B.
 
         To be called on any ranks; rank 0's values are taken. Reading a tensor waits for the device.
+
+        Raises:
+            UsageError: a name is one of the run's own records, or a value is no number; nothing was written.
         """
-        step = self._session.global_step
+        present, step = self._session.present, self._session.global_step
+        values = checked_log(values, present.record.numbers if present else ())
         if self._session.is_main:
             self._session.sinks.log({"global_step": step, **{name: float(value) for name, value in values.items()}})
 

@@ -18,7 +18,9 @@ from lockstep.report.timeline import Timeline
 from lockstep.run.build import Built
 from lockstep.sinks import Sinks
 
-__all__ = ["Session", "Wishes"]
+__all__ = ["ReadNumbers", "Session", "Wishes"]
+
+ReadNumbers = Callable[[Step], tuple[float, dict[str, float]]]
 
 
 class Wishes:
@@ -40,7 +42,7 @@ class Session:
         given, world: the task and the world that the caller gave, or None.
         built: the run as it is built now; None before and after.
         kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
-        present: the step whose body runs, and `reader`, which reads its loss.
+        present: the step whose body runs, and `reader`, which reads its loss and its numbers.
         wants_stop: the caller asked for the end in the present body.
         abandoned: the caller asked for the end without a save.
         has_body: the caller has a loop of their own around the steps.
@@ -67,7 +69,7 @@ class Session:
     kept: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)
     present: Step | None = None
-    reader: Callable[[Step], float] | None = None
+    reader: ReadNumbers | None = None
     wants_stop: bool = False
     abandoned: bool = False
     has_body: bool = True
@@ -105,8 +107,10 @@ class Session:
                 tensor.copy_(self.first[name])
         built.load_state_dict(own)
 
-    def read_loss(self, step: Step) -> float:
-        """The loss of `step` while its body runs. A step that is kept must not keep the run: it has this alone.
+    def read_numbers(self, step: Step) -> tuple[float, dict[str, float]]:
+        """The loss of `step` and its numbers, while its body runs.
+
+        A step that is kept must not keep the run: it has this alone.
 
         Raises:
             LockstepError: the next step has begun, or the run has ended.

@@ -24,7 +24,8 @@ from lockstep.data.fetch import blamed
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.loop import described, scalar, seeder
+from lockstep.loop import described, seeder
+from lockstep.passes import unpacked
 from lockstep.run.placement import explained
 from lockstep.run.stateful_metrics import check_mergeable, is_metric, taken
 from lockstep.task import Task, averages, has_own, looks_at_whole_step
@@ -82,10 +83,10 @@ def check_task(
     norms = _norms(plain, world)  # before eval mode
     with as_it_was(model, task, world.device), torch.no_grad(), eager():
         reseed = seeder(0, "check", world.device)
-        losses = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
+        losses, beside = on_all_ranks(world, lambda: _losses(model, task, trial, both, reseed, norms))
         on_all_ranks(world, lambda: _check_inputs(trial, losses) if refuse_nan else None)
         on_all_ranks(world, lambda: _check_sums(task, trial, losses))
-        return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed))
+        return on_all_ranks(world, lambda: _check_metrics(model, task, trial, reseed, beside))
 
 
 def _loaded(training: Batches, evaluation: Mapping[str, Batches], *, halved: bool) -> _Trial:
@@ -109,15 +110,17 @@ def _losses(
     both: bool,
     reseed: Callable[[int, int], None],
     norms: list[tuple[str, nn.Module]],
-) -> list[float]:
-    """The losses of the micro-batch and, where every rank can, of its halves."""
-    found = []
+) -> tuple[list[float], list[str]]:
+    """The losses of the micro-batch and, where every rank can, of its halves; the names of the numbers beside them."""
+    found, beside = [], list[str]()
     for batch in (trial.whole, *(trial.halves if both else ())):
         reseed(0, 0)
         with _watched(norms if batch is trial.whole else [], trial):  # halves are never trained on
             loss = _called("loss", lambda data: task.loss(model, data), batch.data, model, task)
-        found.append(float(scalar(loss)))  # waits for the device
-    return found
+        loss, numbers = unpacked(loss)
+        found.append(float(loss))  # waits for the device
+        beside = list(numbers)
+    return found, beside
 
 
 def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
@@ -221,29 +224,36 @@ def _is_mean(whole: float, halves: list[float], weights: tuple[Any, ...], scale:
     return any(abs(whole - mean) < 0.02 * scale for mean in means)
 
 
-def _check_metrics(model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None]) -> list[str] | None:
-    """What the evaluation will call, on what it will call it with. The metrics' names."""
+def _check_metrics(
+    model: nn.Module, task: Task, trial: _Trial, reseed: Callable[[int, int], None], beside: list[str]
+) -> list[str] | None:
+    """What the evaluation will call, on what it will call it with. The metrics' names.
+
+    Args:
+        beside: the names of the numbers that `loss` returns, which are metrics too.
+    """
     if not trial.evaluation:
         return None
-    found = {name: _metrics_of(model, task, batch, reseed) for name, batch in trial.evaluation.items()}
+    found = {name: _metrics_of(model, task, batch, reseed, beside) for name, batch in trial.evaluation.items()}
     if list(found) == [""]:
         return found[""]
     return [f"{name}/{key}" for name, keys in found.items() for key in ("loss", "items", *keys)]
 
 
-def _metrics_of(model: nn.Module, task: Task, batch: MicroBatch, reseed: Callable[[int, int], None]) -> list[str]:
+def _metrics_of(
+    model: nn.Module, task: Task, batch: MicroBatch, reseed: Callable[[int, int], None], beside: list[str]
+) -> list[str]:
     reseed(0, 0)
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     result: Any = _called(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
-        scalar(result[0])
-        result = result[1]
+        beside, result = list(unpacked(result[0])[1]), result[1]
     told = _BOTH if method == "evaluate" else _PAIR
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {told}; it returned {described(result)}")
-    names = list[str]()
+    names = [name for name in beside if name not in result]
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
             raise ConfigError(

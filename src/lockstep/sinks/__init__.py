@@ -7,7 +7,8 @@
 
 A record is a flat dict of names and numbers. A training record has global_step, epoch, epoch_progress,
 num_batches_remaining, lr, running_loss, grad_norm, items_per_second, memory (bytes) and time/data, time/forward,
-time/backward, time/update, time/total (milliseconds, averages); an evaluation record has global_step, evaluation/loss,
+time/backward, time/update, time/total (milliseconds, averages), train/NAME for each number of the task's own, and
+gradients/NAME with --log-gradients; an evaluation record has global_step, evaluation/loss,
 evaluation/items and further evaluation/NAME.
 """
 

@@ -8,6 +8,8 @@ from lockstep.units import bytes_text
 
 __all__ = ["count_text", "duration_text", "line_of", "loss_text", "numbers_of", "summary_rows"]
 
+_OWN_SHOWN = 3  # numbers of the task's own in a line
+
 
 def count_text(count: float) -> str:
     """A count or rate in at most five characters: 950, 12.3k, 4.56M."""
@@ -71,6 +73,8 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
+    beside = [name for name in record if name.startswith("train/")][:_OWN_SHOWN]
+    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in beside]
     parts += [f"{duration_text(left)} left"] if left else []
     return "  ".join(parts)
 

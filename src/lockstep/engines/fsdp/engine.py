@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.fsdp.apply import check, shard
-from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
+from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm, sharded_norms
 from lockstep.engines.fsdp.usage_check import FILLS_UNUSED, UsageCheck
 from lockstep.engines.shared.ddp_common import check_launched, same_start
 from lockstep.engines.shared.exact import Parts, Tree, check_slots
@@ -59,7 +59,8 @@ class FSDP:
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         made = optimizer(model)
         self._exchanged = trained(model, made)
-        self._update = OptimizerStep(made, settings, self._norm(mesh), local_of, cleared=self._exchanged, fixed=True)
+        norm, norms = self._norms(mesh)
+        self._update = OptimizerStep(made, settings, norm, local_of, cleared=self._exchanged, fixed=True, norms=norms)
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
@@ -114,11 +115,14 @@ class FSDP:
         self._update = OptimizerStep(made, self._settings, cleared=exchanged, fixed=True)
         self._tree = Tree(exchanged, self._settings.exact, self._world)
 
-    def _norm(self, mesh: Any) -> Any:
+    def _norms(self, mesh: Any) -> tuple[Any, Any]:
+        """What takes the norm of all gradients together, and of each."""
         if self._settings.exact:
-            return ExactNorm(self._world)
+            exact = ExactNorm(self._world)
+            return exact, exact.each
         group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
-        return partial(sharded_norm, group=group, device=self._world.device)
+        where = {"group": group, "device": self._world.device}
+        return partial(sharded_norm, **where), partial(sharded_norms, **where)
 
     def _set_sync(self, last: bool) -> None:
         """Whether the coming backward exchanges: asked only where it changes, since it walks over all modules."""

@@ -1,7 +1,7 @@
 """Norms and exact sums over gradients that are split by rows over the ranks.
 
-`sharded_norm` is the lean norm; `ExactNorm` and `ExactReduceScatter` give, at every world size, the bits of a single
-process.
+`sharded_norm` is the lean norm, `sharded_norms` that of each gradient; `ExactNorm` and `ExactReduceScatter` give, at
+every world size, the bits of a single process.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
 from lockstep.engines.shared.optimizer_step import combined, norms_of
 from lockstep.tensors import local_of
 
-__all__ = ["ExactNorm", "ExactReduceScatter", "sharded_norm"]
+__all__ = ["ExactNorm", "ExactReduceScatter", "sharded_norm", "sharded_norms"]
 
 
 def sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -24,6 +24,15 @@ def sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torc
     squares = combined(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
     dist.all_reduce(squares, group=group)  # collective
     return squares.sqrt()
+
+
+def sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """2-norm of each gradient by itself, 0-dim on `device`, from the shards of the ranks of `group`."""
+    if not gradients:
+        return []
+    squares = torch.stack(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
+    dist.all_reduce(squares, group=group)  # collective
+    return list(squares.sqrt().unbind())
 
 
 class ExactNorm:
@@ -37,8 +46,12 @@ class ExactNorm:
         self._world = world
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
+        return combined(self.each(gradients))
+
+    def each(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The norm of each gradient by itself. Collective."""
         if not gradients:
-            return torch.zeros(())
+            return []
         owners = shared_out([gradient.numel() for gradient in gradients], self._world.size)
         wholes = self._gathered(gradients, owners)
         found = iter(norms_of(wholes))
@@ -49,7 +62,7 @@ class ExactNorm:
             if norm is not None:
                 table[index] = norm
         dist.all_reduce(table)  # collective
-        return combined(list(table.unbind()))
+        return list(table.unbind())
 
     def _gathered(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
         """This rank's own gradients, whole, in order."""

@@ -26,6 +26,7 @@ class OptimizerStep:
         optimizer: its groups' `lr` are the base rates.
         settings: clip, and whether the loss is scaled.
         norm: 2-norm of the whole gradient from this rank's gradients; it is the same on every rank.
+        norms: that of each gradient by itself, on every rank; None: gradients are whole.
         local: the plain tensor behind a gradient; None where gradients are plain.
         order: of the parameters in the norm, whose bits it decides; None: the optimizer's.
         cleared: the parameters whose gradients a step clears, see `trained`; None: the optimizer's.
@@ -50,9 +51,11 @@ class OptimizerStep:
         order: list[Tensor] | None = None,
         cleared: list[Tensor] | None = None,
         fixed: bool = False,
+        norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ) -> None:
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
+        self._by_block, self._norms = settings.gradients, norms or norms_of
         # torch's fused optimizers leave an update out on the device where `found_inf` is 1, as its GradScaler has it.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
         self.blank = self._by_kernel = False
@@ -104,6 +107,10 @@ class OptimizerStep:
         norm = self._norm(gradients)
         if self._scaler:
             norm = norm / like(self._scaler.scale, norm)
+        if self._by_block.due:
+            held = [p for p in self.parameters if p.grad is not None]
+            scale = like(self._scaler.scale, norm) if self._scaler else 1.0
+            self._by_block.take(held, self._norms(gradients), scale)  # collective under fsdp
         below = norm < limit  # not for a NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
