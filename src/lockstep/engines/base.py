@@ -18,12 +18,21 @@ from lockstep.distributed.shares import Sharing
 from lockstep.engines.options import EngineOptions
 from lockstep.errors import said
 
-__all__ = ["NOTHING", "Engine", "Evaluate", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
+__all__ = [
+    "NOTHING",
+    "Engine",
+    "Evaluate",
+    "MakeOptimizer",
+    "MakePenalty",
+    "Settings",
+    "StepResult",
+    "at_rest",
+    "set_momentum",
+]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-# One more pass over the step's micro-batches, at the present parameters: `.grad` is cleared before it, and this rank's
-# backwards fill it. Returns the step's loss over all ranks, 0-dim. Collective.
-Evaluate = Callable[[], Tensor]
+# The model as its engine holds it -> what is added to the step's loss once: 0-dim.
+MakePenalty = Callable[[nn.Module], Tensor | None]
 
 _OWN = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -35,10 +44,26 @@ class StepResult(NamedTuple):
     Attributes:
         norm: the gradient's 2-norm before clipping; 0-dim, unread.
         applied: whether it was applied; None where the device alone knows: it is where `norm` < the step's limit.
+        penalty: what was added to the loss once for the step, 0-dim, unread; None: nothing was.
     """
 
     norm: Tensor
     applied: bool | None
+    penalty: Tensor | None = None
+
+
+class Evaluate(Protocol):
+    """The loss of a step, for an optimizer that evaluates it several times. Without the penalty. Collective."""
+
+    def loss(self) -> Tensor:
+        """Give the loss of the pass that filled `.grad`, over all ranks: 0-dim. Waits for the device."""
+
+    def again(self) -> Tensor:
+        """Repeat the pass at the present parameters, and give the step's loss over all ranks, 0-dim.
+
+        `.grad` is cleared before it; this rank's backwards fill it, and the engine is to exchange it. Waits for the
+        device.
+        """
 
 
 def _log(line: str) -> None:
@@ -58,6 +83,8 @@ class Settings:
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
+        penalty: what is added to the loss once a step, of the parameters alone; None: nothing.
+        once: the flag under which an optimizer cannot have a step's pass repeated; "": there is none.
     """
 
     clip: float
@@ -67,6 +94,8 @@ class Settings:
     blocks: tuple[nn.Module, ...]
     options: EngineOptions
     say: Callable[[str], None] = _log
+    penalty: MakePenalty | None = None
+    once: str = ""
 
 
 class Engine(Protocol):
@@ -108,6 +137,9 @@ class Engine(Protocol):
             momentum: of every parameter group, adam's first beta; None: each group's own, as before the first number.
             evaluate: for an optimizer that evaluates several times in a step; None: it cannot.
         """
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Try an update on copied state, see `lockstep.engines.shared.rehearsal.rehearse`. Collective."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""

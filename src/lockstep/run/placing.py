@@ -17,7 +17,7 @@ from lockstep.engines.base import Engine
 from lockstep.engines.make import engine
 from lockstep.errors import ConfigError
 from lockstep.run.own_optimizer import optimizer_of
-from lockstep.task import Task
+from lockstep.task import Task, has_own
 
 __all__ = ["Groups", "engine_of"]
 
@@ -88,4 +88,5 @@ def engine_of(
         ema=config.optim.ema,
         hooks=task.hooks,
         own_steps=task.own_steps,
+        penalty=task.penalty if has_own(task, "penalty") else None,
     )

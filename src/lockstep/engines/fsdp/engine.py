@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, cast, final
@@ -20,12 +20,15 @@ from lockstep.engines.shared.ddp_common import check_launched, same_start
 from lockstep.engines.shared.exact import Parts, Tree, check_slots
 from lockstep.engines.shared.model_init import unexpanded
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.engines.shared.unused import Usage, listed
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 
 __all__ = ["FSDP"]
+
+_NAME = "--engine fsdp"
 
 
 @final
@@ -59,7 +62,17 @@ class FSDP:
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         made = optimizer(model)
         self._exchanged = trained(model, made)
-        self._update = OptimizerStep(made, settings, self._norm(mesh), local_of, cleared=self._exchanged, fixed=True)
+        self._update = OptimizerStep(
+            model,
+            made,
+            settings,
+            self._norm(mesh),
+            local_of,
+            cleared=self._exchanged,
+            fixed=True,
+            once=_NAME,
+            dense=_NAME,
+        )
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
@@ -97,7 +110,23 @@ class FSDP:
             check_slots(made, self._comms[0].slots, self._world)
         if self._usage:
             self._drop_unused(self._usage, made)
-        return self._update(factor, limit, momentum)
+        return self._update(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        if self._comms:  # a backward of its own has no place in the tree
+            self._update.rehearse(None)
+            return
+        self.accumulate(True)
+        self._update.rehearse(Alone(loss, self._alone))
+        if self._usage:
+            self._usage.begin()
+        if self._check:
+            self._check.begin()
+
+    def _alone(self, loss: Tensor) -> None:
+        if self._check:
+            self._check(loss)  # collective
+        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]  # collective
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)
@@ -111,7 +140,9 @@ class FSDP:
         same_start(self.model)
         made = optimizer(self.model)
         exchanged = trained(self.model, made)
-        self._update = OptimizerStep(made, self._settings, cleared=exchanged, fixed=True)
+        self._update = OptimizerStep(
+            self.model, made, self._settings, cleared=exchanged, fixed=True, once=_NAME, dense=_NAME
+        )
         self._tree = Tree(exchanged, self._settings.exact, self._world)
 
     def _norm(self, mesh: Any) -> Any:
