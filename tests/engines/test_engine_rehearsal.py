@@ -3,6 +3,8 @@
 Beside it what engines refuse: a pass that cannot be repeated, sparse gradients, a penalty.
 """
 
+import warnings
+
 import pytest
 import torch
 from closure_tasks import OPTIMIZERS, Polite, Sam, lbfgs
@@ -46,7 +48,8 @@ class Pass:
 def _digest(world, name, make, rehearsed, exact=False, **options):
     made, batches = build(world, TASK, name, make=make, exact=exact, **options)
     for step, group in batches.from_step(0):
-        if rehearsed and step < 2:  # before the first step, and with states that there are
+        often = 1 if options.get("static_graph") else 2  # which begins anew, and so exchanges another way
+        if rehearsed and step < often:  # before the first step, and with states that there are
             rehearse(made, lambda group=group: TASK.loss(made.model, group[0].data))
             assert all(parameter.grad is None for parameter in made.model.parameters())
         evaluate = Pass(made, group)
@@ -108,16 +111,45 @@ def test_torchs_own_refusals_are_one_line():
         assert "\n" not in str(caught.value)
 
 
-def test_a_gradient_penalty_is_rehearsed():
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    made = lockstep.engine("single", model, torch.optim.SGD(model.parameters(), lr=0.1), World())
+def _slopes(world, name, exact=False):
+    """(norm of three steps) of a loss that takes the gradient of the model's output."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    made = lockstep.engine(
+        name, model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), world, exact_micro_batches=2 * exact
+    )
+    rows = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def loss():
-        x = torch.ones(3, 2, requires_grad=True)
-        (slope,) = torch.autograd.grad(made.model(x).sum(), x, create_graph=True)
-        return slope.square().sum()
+    def loss(place):
+        x = rows[place].clone().requires_grad_()
+        found = made.model(x)
+        (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return (found.square() + slope.square().sum(1, keepdim=True)).mean()
 
-    rehearse(made, loss)
+    rehearse(made, lambda: loss(0))
+    norms, mine = [], range(2) if world.size == 1 else [world.rank]
+    for _ in range(3):
+        for place in mine:
+            with made.accumulate(place == mine[-1]):
+                made.backward(loss(place), 0.5)
+        norms.append(float(made.step(1.0).norm))
+    return norms
+
+
+def _slopes_refused(world):
+    for exact in (False, True):
+        with pytest.raises(ConfigError, match="--engine fsdp does not go with a loss that takes gradients itself"):
+            _slopes(world, "fsdp", exact)
+
+
+def test_gradient_penalties_work_or_are_refused_by_name():
+    wanted = _slopes(World(), "single")
+    assert _slopes(World(), "single", True) == wanted
+    for name in ("ddp", "zero"):
+        assert run(_slopes, 2, name, True)[0] == wanted
+        assert run(_slopes, 2, name)[0] == pytest.approx(wanted, rel=1e-12)
+    run(_slopes_refused, 2)
 
 
 def _refusals(world):

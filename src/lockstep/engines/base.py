@@ -38,8 +38,13 @@ _OWN = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class StepResult(NamedTuple):
-    """What an update reports.
+class _NormAndApplied(NamedTuple):
+    norm: Tensor
+    applied: bool | None
+
+
+class StepResult(_NormAndApplied):
+    """What an update reports: `norm, applied = engine.step()`.
 
     Attributes:
         norm: the gradient's 2-norm before clipping; 0-dim, unread.
@@ -47,9 +52,12 @@ class StepResult(NamedTuple):
         penalty: what was added to the loss once for the step, 0-dim, unread; None: nothing was.
     """
 
-    norm: Tensor
-    applied: bool | None
-    penalty: Tensor | None = None
+    penalty: Tensor | None
+
+    def __new__(cls, norm: Tensor, applied: bool | None, penalty: Tensor | None = None) -> "StepResult":
+        made = super().__new__(cls, norm, applied)
+        made.penalty = penalty
+        return made
 
 
 class Evaluate(Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
@@ -54,7 +55,7 @@ class FSDP:
         self._comms: list[ExactReduceScatter] = []
         self._usage: Usage | None = None
         self._check: UsageCheck | None = None
-        self._synced, self._backwards = True, 0
+        self._synced, self._backwards, self._within = True, 0, False
         if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
             return
@@ -76,6 +77,7 @@ class FSDP:
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
+        model.register_forward_hook(self._watch_output)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         for comm in self._comms:
@@ -88,7 +90,7 @@ class FSDP:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self._check and (self._synced or self._settings.options.accumulate == "shard"):
             self._check(loss)  # collective
-        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+        self._run(loss, weight)
         self._backwards += 1
         if self._tree:
             self._tree.push()
@@ -126,7 +128,28 @@ class FSDP:
     def _alone(self, loss: Tensor) -> None:
         if self._check:
             self._check(loss)  # collective
-        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]  # collective
+        self._run(loss, 1.0)
+
+    def _run(self, loss: Tensor, weight: float) -> None:
+        self._within = True
+        try:
+            loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
+        finally:
+            self._within = False
+
+    def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Sees to it that no gradient is taken before the backward: FSDP would give parameters back that it needs."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._check_within)  # type: ignore[no-untyped-call]
+
+    def _check_within(self, gradient: Tensor) -> None:
+        if not self._within:
+            raise ConfigError(
+                f"{_NAME} does not go with a loss that takes gradients itself (torch.autograd.grad through the model, "
+                "as gradient penalties do): use --engine ddp or zero"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)

@@ -67,7 +67,7 @@ class Penalty:
         try:
             found = self._compute(self._model)
             if is_dtensor(found):  # type: ignore[arg-type]
-                found = found.full_tensor()  # type: ignore[union-attr]  # collective
+                found = found.full_tensor()  # collective
         except LockstepError:
             raise
         except Exception as error:

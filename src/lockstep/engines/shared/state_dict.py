@@ -233,9 +233,7 @@ def _no_gradient(parameter: Tensor, sparse: bool) -> Tensor:
     """Zeros, or a sparse gradient without an entry."""
     if not sparse:
         return torch.zeros_like(parameter)
-    return torch.sparse_coo_tensor(
-        size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
-    )
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, layout=torch.sparse_coo, device=parameter.device)
 
 
 @torch.no_grad()
