@@ -66,7 +66,7 @@ class Closure:
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may evaluate the loss in its step: LBFGS, and one whose `step` is not torch's own."""
     step = inspect.unwrap(type(optimizer).step)
-    if step.__module__.startswith(_OWN):
+    if (step.__module__ or "").startswith(_OWN):
         return isinstance(optimizer, LBFGS)
     takes = list(inspect.signature(step).parameters.values())[1:]
     return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in takes)
