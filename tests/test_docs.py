@@ -58,6 +58,12 @@ def test_the_losses_over_a_whole_step_run(here):
     assert names["same"].evaluation.loss == pytest.approx(names["result"].evaluation.loss, rel=1e-4)
 
 
+def test_the_optimizer_that_evaluates_twice_runs(here):
+    names = {}
+    exec(next(block for block in blocks("docs/optimizers.md") if "class Sam" in block), names)
+    assert names["result"].status == "finished"
+
+
 def test_the_documents_name_every_method_and_number():
     task = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
     methods = [name for name, value in vars(lockstep.Task).items() if callable(value) and not name.startswith("_")]

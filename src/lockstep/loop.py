@@ -5,7 +5,6 @@ for record in steps(engine, task, step_loader, exchange, control):
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.step_exchange import StepExchange
@@ -39,9 +38,11 @@ def steps(
         limit = control.limit(step)
         control.before_update()
         control.gradients.begin(step)
-        evaluate = partial(passes.again, step, micro, items)
+        evaluate = passes.evaluation(step, micro, items, losses)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
         exchange.taken = step + 1
+        if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
+            losses.append(result.penalty * items)  # one rank's, so that it counts once
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")

@@ -2,7 +2,7 @@
 
     passes = Passes(engine, task, control)
     losses = passes.first(step, micro, items)
-    engine.step(..., evaluate=lambda: passes.again(step, micro, items))
+    engine.step(..., evaluate=passes.evaluation(step, micro, items, losses))
 
 A step is one or more passes over the same micro-batches, then one update. Where the loss is a sum over its items one
 pass is enough; a loss over the whole step takes two forwards (see `lockstep.whole_step`), and an optimizer that
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from lockstep.task import Task, averages
 __all__ = [
     "UNAUDITED",
     "Audits",
+    "Evaluation",
     "Passes",
     "StepControl",
     "described",
@@ -146,11 +147,18 @@ class Passes:
         Returns:
             The step's loss over all ranks, 0-dim: the same on each.
         """
-        losses = self._pass(step, micro, items, counts=False)
+        return self.total(self._pass(step, micro, items, counts=False), items)
+
+    def total(self, losses: list[Tensor], items: float) -> Tensor:
+        """Bring the losses of all ranks together: the step's loss, 0-dim, alike on all. Collective."""
         own = torch.stack(losses).tolist() if losses else []  # waits for the device
         every = [loss for part in self._control.world.gather(own) for loss in part]  # collective
         like = losses[0] if losses else next(p for p in self._engine.model.parameters() if p.is_floating_point())
         return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
+
+    def evaluation(self, step: int, micro: list[MicroBatch], items: float, losses: list[Tensor]) -> "Evaluation":
+        """What an optimizer may evaluate of a step, whose first pass gave this rank's `losses`."""
+        return Evaluation(self, step, micro, items, losses)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
         return self._backwards(step, micro, self._measured, 1 / (items or 1), counts=counts)
@@ -185,6 +193,24 @@ class Passes:
             if batch.weight:
                 losses.append(loss.detach())
         return losses
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The loss of one step, computed when it is asked for; see `lockstep.engines.base.Evaluate`."""
+
+    passes: Passes
+    step: int
+    micro: list[MicroBatch]
+    items: float
+    losses: list[Tensor]
+
+    def loss(self) -> Tensor:
+        return self.passes.total(self.losses, self.items)
+
+    def again(self) -> Tensor:
+        return self.passes.again(self.step, self.micro, self.items)
 
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:

@@ -30,7 +30,8 @@ class StepRecord:
     Attributes:
         step: 0-based.
         items: what the loss was divided by: the items of the whole step, over all ranks; an int where it is whole.
-        losses: this rank's summed losses, 0-dim float32, one a slot that has weight; they add up over the ranks.
+        losses: this rank's summed losses, 0-dim float32, one a slot that has weight; they add up over the ranks. Where
+            the task has a penalty, the rank of micro-batch 0 has it, times the items, behind its own.
         norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
         factor: what the base learning rate was multiplied by.
         applied: whether the update was made, on all ranks alike; None where the device alone knows yet.

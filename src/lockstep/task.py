@@ -144,7 +144,7 @@ class Task(ABC):
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Compute what is added to the loss once a step, whatever the number of micro-batches and ranks: 0-dim.
 
-        It looks at the parameters alone; None: nothing is added.
+        It looks at the parameters alone, by `model.parameters()`. Where it is not written nothing is added.
         """
         return None
 

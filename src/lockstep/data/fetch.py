@@ -27,6 +27,7 @@ __all__ = [
     "blamed",
     "check_dataset",
     "draws",
+    "failure",
     "generator_states",
     "seed_everything",
 ]
@@ -197,12 +198,17 @@ class Drawing:
 
 def blamed(method: str, error: Exception, where: str) -> DataError:
     """One line for an error inside a method that the user wrote: the method, where, what, and the line."""
+    return DataError(f"the task's `{method}` failed at {where}: {failure(error)}; mend it there")
+
+
+def failure(error: Exception) -> str:
+    """`TYPE: first line of the message (FILE:LINE)`, the last line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if not any(part in each.filename for part in (_PACKAGE, _TORCH))]
     last = (own or frames)[-1:]
     line = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
     told = (str(error).strip().splitlines() or [""])[0]
-    return DataError(f"the task's `{method}` failed at {where}: {type(error).__name__}: {told}{line}; mend it there")
+    return f"{type(error).__name__}: {told}{line}"
 
 
 def seed_everything(key: int) -> None:

@@ -19,27 +19,60 @@ from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import said
 
-__all__ = ["NOTHING", "Engine", "Evaluate", "MakeOptimizer", "Settings", "StepResult", "at_rest", "set_momentum"]
+__all__ = [
+    "NOTHING",
+    "Engine",
+    "Evaluate",
+    "MakeOptimizer",
+    "MakePenalty",
+    "Settings",
+    "StepResult",
+    "at_rest",
+    "set_momentum",
+]
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-# One more pass over the step's micro-batches, at the present parameters: `.grad` is cleared before it, and this rank's
-# backwards fill it. Returns the step's loss over all ranks, 0-dim. Collective.
-Evaluate = Callable[[], Tensor]
+# The model as its engine holds it -> what is added to the step's loss once: 0-dim.
+MakePenalty = Callable[[nn.Module], Tensor | None]
 
 _OWN = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class StepResult(NamedTuple):
-    """What an update reports.
+class _NormAndApplied(NamedTuple):
+    norm: Tensor
+    applied: bool | None
+
+
+class StepResult(_NormAndApplied):
+    """What an update reports: `norm, applied = engine.step()`.
 
     Attributes:
         norm: the gradient's 2-norm before clipping; 0-dim, unread.
         applied: whether it was applied; None where the device alone knows: it is where `norm` < the step's limit.
+        penalty: what was added to the loss once for the step, 0-dim, unread; None: nothing was.
     """
 
-    norm: Tensor
-    applied: bool | None
+    penalty: Tensor | None
+
+    def __new__(cls, norm: Tensor, applied: bool | None, penalty: Tensor | None = None) -> "StepResult":
+        made = super().__new__(cls, norm, applied)
+        made.penalty = penalty
+        return made
+
+
+class Evaluate(Protocol):
+    """The loss of a step, for an optimizer that evaluates it several times. Without the penalty. Collective."""
+
+    def loss(self) -> Tensor:
+        """Give the loss of the pass that filled `.grad`, over all ranks: 0-dim. Waits for the device."""
+
+    def again(self) -> Tensor:
+        """Repeat the pass at the present parameters, and give the step's loss over all ranks, 0-dim.
+
+        `.grad` is cleared before it; this rank's backwards fill it, and the engine is to exchange it. Waits for the
+        device.
+        """
 
 
 def _log(line: str) -> None:
@@ -60,6 +93,8 @@ class Settings:
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
         gradients: takes norms of the gradient by block, in the steps that ask for them.
+        penalty: what is added to the loss once a step, of the parameters alone; None: nothing.
+        once: the flag under which an optimizer cannot have a step's pass repeated; "": there is none.
     """
 
     clip: float
@@ -70,6 +105,8 @@ class Settings:
     options: EngineOptions
     say: Callable[[str], None] = _log
     gradients: GradientNorms = NO_NORMS
+    penalty: MakePenalty | None = None
+    once: str = ""
 
 
 class Engine(Protocol):
@@ -111,6 +148,9 @@ class Engine(Protocol):
             momentum: of every parameter group, adam's first beta; None: each group's own, as before the first number.
             evaluate: for an optimizer that evaluates several times in a step; None: it cannot.
         """
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Try an update on copied state, see `lockstep.engines.shared.rehearsal.rehearse`. Collective."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""

@@ -1,6 +1,7 @@
 """nn.DataParallel: one process splits each micro-batch over its GPUs. For comparison; ddp is better."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
 
 __all__ = ["DataParallel"]
+
+_NAME = "--engine data-parallel"
 
 
 @final
@@ -42,7 +46,9 @@ class DataParallel:
         self._module = model
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
         made = optimizer(model)
-        self._update, self._roots = OptimizerStep(made, settings, cleared=trained(model, made)), ScaledBackward()
+        own = trained(model, made)
+        self._update = OptimizerStep(model, made, settings, cleared=own, once=_NAME, dense=_NAME)
+        self._roots = ScaledBackward()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
@@ -57,7 +63,10 @@ class DataParallel:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        return self._update(factor, limit, momentum)
+        return self._update(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self._update.rehearse(Alone(loss, self.backward))
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

@@ -1,6 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are exchanged once a step."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -10,6 +11,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.ddp_common import ReplicatedEngine
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 
 __all__ = ["DDP"]
 
@@ -22,8 +24,17 @@ class DDP:
         self._module = model
         made = optimizer(model)
         exchanged = trained(model, made)
-        self._update = OptimizerStep(made, settings, cleared=exchanged, fixed=True)
         self._replicas = ReplicatedEngine("ddp", model, exchanged, world, settings)
+        self._update = OptimizerStep(
+            model,
+            made,
+            settings,
+            cleared=exchanged,
+            fixed=True,
+            exchange=self._replicas.finish,
+            shared=world.size > 1,
+            dense="--engine ddp",
+        )
         self.model = self._replicas.model
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -40,7 +51,14 @@ class DDP:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         self._replicas.finish()
-        return self._update(factor, limit, momentum)
+        return self._update(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        with self._replicas.alone():
+            self._update.rehearse(Alone(loss, self._alone))
+
+    def _alone(self, loss: Tensor) -> None:
+        self._replicas.backward_alone(loss, self._update.scale)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

@@ -13,7 +13,7 @@ from lockstep.config.config import flag
 from lockstep.config.sections import Fp16
 from lockstep.distributed.shares import Sharing, given_shares
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, MakeOptimizer, Settings
+from lockstep.engines.base import Engine, MakeOptimizer, MakePenalty, Settings
 from lockstep.engines.manual import Manual
 from lockstep.engines.options import ENGINES, EngineOptions, own_options
 from lockstep.engines.shared.average import Averaged
@@ -23,7 +23,7 @@ from lockstep.engines.shared.exact import check_servable
 from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
-from lockstep.engines.shared.optimizers import check_optimizer
+from lockstep.engines.shared.optimizers import check_embeddings, check_optimizer
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.transforms.batchnorm import recording
@@ -35,6 +35,7 @@ __all__ = [
     "check_audit",
     "check_copies",
     "check_gradient_norms",
+    "check_penalty",
     "check_shares",
     "check_sharing",
     "engine",
@@ -67,6 +68,7 @@ def engine(
     hooks: Hooks | None = None,
     own_steps: OwnSteps | None = None,
     gradients: GradientNorms = NO_NORMS,
+    penalty: MakePenalty | None = None,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -100,6 +102,8 @@ def engine(
         hooks: of a task, called after each backward and each update; None: there are none.
         own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine does.
         gradients: of the built-in loop, to take norms of the gradient by block.
+        penalty: the model without what the engine puts around it -> what is added to the loss once a step, whatever
+            the number of micro-batches and ranks: a 0-dim tensor of the parameters alone.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
@@ -123,12 +127,27 @@ def engine(
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
     given = tuple(blocks)
-    settings = Settings(clip, exact_micro_batches, sharing, scaling, given, options, gradients=gradients)
+    if penalty is not None:
+        check_penalty(name, exact=bool(exact_micro_batches) and world.size > 1, own_steps=own_steps is not None)
+    once = "--weight-copies step" if copies else ""
+    settings = Settings(
+        clip,
+        exact_micro_batches,
+        sharing,
+        scaling,
+        given,
+        options,
+        gradients=gradients,
+        penalty=penalty,
+        once=once,
+    )
     settings = dataclasses.replace(settings, say=say) if say else settings
     if batchnorm not in ("local", "replay"):
         raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': give 'local' or 'replay'")
     if batchnorm == "replay":
         recording(model, settings.say)
+
+    check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
 
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
@@ -166,6 +185,26 @@ def _manual(
         raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
     made: Engine = Manual(model, make, world, settings, own_steps)
     return Hooked(made, hooks) if hooks else made
+
+
+def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
+    """Raises ConfigError where a penalty does not go with the engine.
+
+    Args:
+        exact: the bits are to be those of one process, and there are several.
+        own_steps: the task steps its optimizers itself.
+    """
+    if own_steps:
+        raise ConfigError(
+            "`penalty` does not go with a task that takes its optimizers' steps itself: add it to the loss there"
+        )
+    if name == "deepspeed":
+        raise ConfigError("--engine deepspeed does not go with `penalty`: use --engine fsdp, zero or ddp")
+    if name == "fsdp" and exact:
+        raise ConfigError(
+            "--exact with --engine fsdp does not go with `penalty`, whose sums over shards depend on the number of "
+            "processes: use --engine zero or ddp"
+        )
 
 
 def _sharing(

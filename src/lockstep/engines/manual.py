@@ -7,7 +7,7 @@ micro-batch do, and are added in the micro-batches' order.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
@@ -110,6 +110,9 @@ class Manual:
         self._end(weights)
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
         return StepResult(norm, True)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Nothing: the steps are the task's own, and none can be taken back."""
 
     def state_dict(self) -> dict[str, Tensor]:
         self._blank = materialise(self._optimizer) or self._blank

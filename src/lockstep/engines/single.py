@@ -1,6 +1,7 @@
 """One process, one device: the plain model."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -10,6 +11,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.exact import Tree
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
 
@@ -26,17 +28,27 @@ class Single:
         self.model = model
         made = optimizer(model)
         own = trained(model, made)
-        self._update = OptimizerStep(made, settings, cleared=own, fixed=bool(settings.exact))
-        self._roots = ScaledBackward()
         self._tree = Tree(own, settings.exact, world) if settings.exact else None
+        dense = "--exact" if settings.exact else settings.once
+        self._update = OptimizerStep(
+            model, made, settings, cleared=own, fixed=bool(settings.exact), exchange=self._finish, dense=dense
+        )
+        self._roots = ScaledBackward()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+        self._alone(loss, weight)
         if self._tree:
             self._tree.push()
+
+    def _alone(self, loss: Tensor, weight: float = 1.0) -> None:
+        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+
+    def _finish(self) -> None:
+        if self._tree:
+            self._tree.finish()
 
     def step(
         self,
@@ -45,9 +57,11 @@ class Single:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        if self._tree:
-            self._tree.finish()
-        return self._update(factor, limit, momentum)
+        self._finish()
+        return self._update(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self._update.rehearse(Alone(loss, self._alone))
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)

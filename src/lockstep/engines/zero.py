@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any, final
@@ -18,6 +18,7 @@ from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.ddp_common import ReplicatedEngine, check_launched
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 from lockstep.engines.shared.state_dict import forget, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
@@ -46,7 +47,10 @@ class Zero:
         self._zero.register_step_post_hook(self._after)
         exchanged = trained(model, plain)
         order = [p for group in plain.param_groups for p in group["params"]]
-        self._update = OptimizerStep(self._zero, settings, order=order, cleared=exchanged, fixed=True)
+        name = "--engine zero"
+        self._update = OptimizerStep(
+            model, self._zero, settings, order=order, cleared=exchanged, fixed=True, once=name, dense=name
+        )
         self._replicas = ReplicatedEngine("zero", model, exchanged, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
@@ -68,7 +72,14 @@ class Zero:
         self._check_groups()
         if factor is None:
             self._take_rates()
-        return self._update(factor, limit, momentum)  # collective: the owners broadcast
+        return self._update(factor, limit, momentum, evaluate)  # collective: the owners broadcast
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        with self._replicas.alone():
+            self._update.rehearse(Alone(loss, self._alone))  # collective: the owners broadcast
+
+    def _alone(self, loss: Tensor) -> None:
+        self._replicas.backward_alone(loss, self._update.scale)
 
     def _check_groups(self) -> None:
         if len(self._plain.param_groups) != len(self._zero.param_groups):

@@ -18,7 +18,7 @@ from lockstep.engines.make import engine
 from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.run.own_optimizer import optimizer_of
-from lockstep.task import Task
+from lockstep.task import Task, has_own
 
 __all__ = ["Groups", "engine_of"]
 
@@ -91,4 +91,5 @@ def engine_of(
         hooks=task.hooks,
         own_steps=task.own_steps,
         gradients=groups.gradients,
+        penalty=task.penalty if has_own(task, "penalty") else None,
     )

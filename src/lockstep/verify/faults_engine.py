@@ -227,8 +227,8 @@ class _Scaled(EngineWrapper):
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         self._reset()
-        norm, applied = self.inner.step(factor, limit, momentum, evaluate)
-        return StepResult(norm / self._scale, applied)
+        result = self.inner.step(factor, limit, momentum, evaluate)
+        return StepResult(result.norm / self._scale, result.applied, result.penalty)
 
 
 @final

@@ -91,7 +91,7 @@ class Recorder:
 
         def noted(step: int, index: int) -> None:
             seed(step, index)
-            if index < 0:  # a loss over the whole step, which belongs to no micro-batch
+            if index < 0 or self.updates:  # a loss over the whole step, which belongs to no micro-batch
                 return
             self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])  # each pass begins with the first
             self._present["seeded"] = _generators(self._device)
@@ -119,6 +119,11 @@ class Recorder:
     def _present(self) -> dict[str, Any]:
         slot: dict[str, Any] = self.steps[-1]["slots"][self._slot]
         return slot
+
+    @property
+    def updates(self) -> bool:
+        """Whether the step's update is under way: what is computed then is an optimizer's further evaluation."""
+        return self._armed
 
     def begin(self) -> AbstractContextManager[Any] | None:
         """At a step's first micro-batch: has anything changed since the last step ended?"""
@@ -213,7 +218,7 @@ class _Probe(EngineWrapper):
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         context = self.inner.accumulate(last, counts)
-        tracker = self._recorder.begin()
+        tracker = None if self._recorder.updates else self._recorder.begin()
         if tracker is None:
             return context
         both = contextlib.ExitStack()
@@ -222,7 +227,8 @@ class _Probe(EngineWrapper):
         return both  # type: ignore[return-value]
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._recorder.scaled(loss.detach() * weight)
+        if not self._recorder.updates:
+            self._recorder.scaled(loss.detach() * weight)
         self.inner.backward(loss, weight)
 
     def step(

@@ -1,6 +1,7 @@
 """A task around a task and an engine around an engine: what recorders and planted faults are made of."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -110,6 +111,9 @@ class EngineWrapper:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         return self.inner.step(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self.inner.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.inner.state_dict()

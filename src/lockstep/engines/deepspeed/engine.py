@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, final
@@ -60,7 +60,7 @@ class DeepSpeed:
             self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
             self.masters = self._held
         else:
-            self._finish = OptimizerStep(made, settings)
+            self._finish = OptimizerStep(model, made, settings, once="--engine deepspeed", dense="--engine deepspeed")
             self._module = model
         settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
 
@@ -81,7 +81,7 @@ class DeepSpeed:
         if self._scaled and not self._split:
             gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, float(self._world.size))
-        result: StepResult = self._finish(factor, limit, momentum)
+        result: StepResult = self._finish(factor, limit, momentum, evaluate)
         return result
 
     def _factor(self) -> float | Tensor:
@@ -91,6 +91,9 @@ class DeepSpeed:
             scale: float | Tensor = self._finish.scale
             return scale
         return float(self._world.size)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Nothing: what DeepSpeed has updated cannot be put back."""
 
     def state_dict(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self._held.state_dict() if self._split else self._finish.state_dict(self._module)
@@ -116,8 +119,10 @@ class _ZeroStep:
         setattr(self._zero, asked, self._limited_norm)
         self._scale()
 
-    def __call__(self, factor: float | None, limit: float, momentum: float | None = None) -> StepResult:
-        """One update. DeepSpeed skips a step whose gradients are not finite, in every precision: it waits to see."""
+    def __call__(
+        self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
+    ) -> StepResult:
+        """One update, without a closure. DeepSpeed skips a step whose gradients are not finite: it waits to see."""
         if factor is not None:
             for group, rate in self._groups:
                 group["lr"] = rate * factor

@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, cast, final
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
@@ -20,12 +21,15 @@ from lockstep.engines.shared.ddp_common import check_launched, same_start
 from lockstep.engines.shared.exact import Parts, Tree, check_slots
 from lockstep.engines.shared.model_init import unexpanded
 from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
+from lockstep.engines.shared.rehearsal import Alone
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.engines.shared.unused import Usage, listed
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 
 __all__ = ["FSDP"]
+
+_NAME = "--engine fsdp"
 
 
 @final
@@ -51,7 +55,7 @@ class FSDP:
         self._comms: list[ExactReduceScatter] = []
         self._usage: Usage | None = None
         self._check: UsageCheck | None = None
-        self._synced, self._backwards = True, 0
+        self._synced, self._backwards, self._within = True, 0, False
         if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
             return
@@ -60,10 +64,22 @@ class FSDP:
         made = optimizer(model)
         self._exchanged = trained(model, made)
         norm, norms = self._norms(mesh)
-        self._update = OptimizerStep(made, settings, norm, local_of, cleared=self._exchanged, fixed=True, norms=norms)
+        self._update = OptimizerStep(
+            model,
+            made,
+            settings,
+            norm,
+            local_of,
+            cleared=self._exchanged,
+            fixed=True,
+            norms=norms,
+            once=_NAME,
+            dense=_NAME,
+        )
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
+        model.register_forward_hook(self._watch_output)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         for comm in self._comms:
@@ -76,7 +92,7 @@ class FSDP:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self._check and (self._synced or self._settings.options.accumulate == "shard"):
             self._check(loss)  # collective
-        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+        self._run(loss, weight)
         self._backwards += 1
         if self._tree:
             self._tree.push()
@@ -98,7 +114,44 @@ class FSDP:
             check_slots(made, self._comms[0].slots, self._world)
         if self._usage:
             self._drop_unused(self._usage, made)
-        return self._update(factor, limit, momentum)
+        return self._update(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        if self._comms:  # a backward of its own has no place in the tree
+            self._update.rehearse(None)
+            return
+        self.accumulate(True)
+        self._update.rehearse(Alone(loss, self._alone))
+        if self._usage:
+            self._usage.begin()
+        if self._check:
+            self._check.begin()
+
+    def _alone(self, loss: Tensor) -> None:
+        if self._check:
+            self._check(loss)  # collective
+        self._run(loss, 1.0)
+
+    def _run(self, loss: Tensor, weight: float) -> None:
+        self._within = True
+        try:
+            loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
+        finally:
+            self._within = False
+
+    def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Sees to it that no gradient is taken before the backward: FSDP would give parameters back that it needs."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._check_within)  # type: ignore[no-untyped-call]
+
+    def _check_within(self, gradient: Tensor) -> None:
+        if not self._within:
+            raise ConfigError(
+                f"{_NAME} does not go with a loss that takes gradients itself (torch.autograd.grad through the model, "
+                "as gradient penalties do): use --engine ddp or zero"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)
@@ -112,7 +165,9 @@ class FSDP:
         same_start(self.model)
         made = optimizer(self.model)
         exchanged = trained(self.model, made)
-        self._update = OptimizerStep(made, self._settings, cleared=exchanged, fixed=True)
+        self._update = OptimizerStep(
+            self.model, made, self._settings, cleared=exchanged, fixed=True, once=_NAME, dense=_NAME
+        )
         self._tree = Tree(exchanged, self._settings.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ whether it was, the device decides: nothing here waits for it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, final
 
@@ -137,6 +137,9 @@ class Averaged:
                         _exchanged(parameter, average)
                     else:
                         parameter.copy_(own)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict() | self._own()

@@ -9,7 +9,7 @@ norm) are those of rank 0 on every rank after each step, as under DistributedDat
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -119,6 +119,9 @@ class Buffered:
         if self._within:
             self._within = False
             self._buffers.put_back()
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict()

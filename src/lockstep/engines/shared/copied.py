@@ -5,7 +5,7 @@ loop) need not be known: each step begins by writing all copies, 6 bytes a param
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -56,6 +56,10 @@ class Copied:
         self._begun = False
         self._copies.hand_over()
         return self._engine.step(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """As the engine; with the weights themselves, since the copies are only faster."""
+        self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict()

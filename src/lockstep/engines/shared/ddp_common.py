@@ -6,8 +6,8 @@ parameters a backward may leave without a gradient; only then is DDP told.
 """
 
 import re
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -94,6 +94,27 @@ class ReplicatedEngine:
         loss.backward(self._roots(loss, scale if self._settings.loss_scaling else scale * self._world.size))  # type: ignore[no-untyped-call]
         if self._last:
             self._check_exchanged()
+
+    def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
+        """Add the gradient of `scale * loss` to this rank's; within `alone`."""
+        loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it forward and backward are the plain module's, and leave no trace in what is counted. Collective."""
+        ddp, module = self._ddp, self._module
+        if ddp is not None:
+            ddp.forward = lambda *given, **named: module(*given, **named)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if ddp is not None:
+                del ddp.forward
+            if self._usage:
+                self._usage.begin()
+        if ddp is not None and self._settings.options.static_graph:  # it has counted the backward as its first
+            self._wrap(self._settings.options.find_unused_parameters == "true")
+            self._always = True
 
     def finish(self) -> None:
         """Before the update: exchanges what DDP did not."""

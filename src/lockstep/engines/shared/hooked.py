@@ -1,6 +1,7 @@
 """A task's hooks around an engine: what they change of the model is a part of the step, as whoever watches it sees."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -37,6 +38,9 @@ class Hooked:
         result = self._engine.step(factor, limit, momentum, evaluate)
         self._hooks.after_update()
         return result
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._engine.state_dict()

@@ -1,5 +1,6 @@
 """What every engine does at the end of a step: the norm, clipping, the optimizer's step, float16's loss scale."""
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -7,10 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lockstep.engines.base import Settings, StepResult, set_momentum
+from lockstep.engines.base import Evaluate, Settings, StepResult, set_momentum
+from lockstep.engines.shared.closure import Closure, step_of, takes_closure
 from lockstep.engines.shared.loss_scale import DeviceLossScale, LossScale, like
-from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
-from lockstep.errors import LockstepError
+from lockstep.engines.shared.penalty import Penalty
+from lockstep.engines.shared.rehearsal import Alone, blame_optimizer, check_dense
+from lockstep.engines.shared.snapshot import Snapshot
+from lockstep.engines.shared.state_dict import drop_states, materialise, named_state, restore_state
+from lockstep.errors import ConfigError, LockstepError
 
 __all__ = ["OptimizerStep", "combined", "norms_of", "total_norm", "trained"]
 
@@ -23,6 +28,7 @@ class OptimizerStep:
     A group that is added to the optimizer later is taken in at the next step.
 
     Args:
+        model: the plain module.
         optimizer: its groups' `lr` are the base rates.
         settings: clip, and whether the loss is scaled.
         norm: 2-norm of the whole gradient from this rank's gradients; it is the same on every rank.
@@ -31,6 +37,10 @@ class OptimizerStep:
         order: of the parameters in the norm, whose bits it decides; None: the optimizer's.
         cleared: the parameters whose gradients a step clears, see `trained`; None: the optimizer's.
         fixed: their gradients alone are exchanged, so no others may come with a group that is added later.
+        exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
+        shared: other ranks take part in such a pass, so one that fails leaves the parameters as before the step.
+        once: the flag under which an optimizer cannot have a pass repeated; "": there is none.
+        dense: the flag under which gradients must be dense; "": there is none.
 
     Attributes:
         parameters: those that the optimizer has, in the order of the norm.
@@ -44,6 +54,7 @@ class OptimizerStep:
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: Optimizer,
         settings: Settings,
         norm: Norm | None = None,
@@ -52,12 +63,24 @@ class OptimizerStep:
         cleared: list[Tensor] | None = None,
         fixed: bool = False,
         norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
+        exchange: Callable[[], None] = lambda: None,
+        shared: bool = False,
+        once: str = "",
+        dense: str = "",
     ) -> None:
+        self.model, self._exchange, self._shared = model, exchange, shared
+        fp16 = "the loss scaling of --precision fp16" if settings.loss_scaling else ""
+        self._once, self._dense = once or settings.once or fp16, dense
+        self._penalty = Penalty(settings.penalty, model) if settings.penalty else None
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
         self._by_block, self._norms = settings.gradients, norms or norms_of
         # torch's fused optimizers leave an update out on the device where `found_inf` is 1, as its GradScaler has it.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
+        self._evaluates = takes_closure(self._kernel)
+        self._looked = 0  # steps in which the optimizer's writes were looked at closely
+        self._silent = False  # it writes parameters without torch's count knowing
+        self._repeats: bool | None = None  # it has a pass repeated; None: not known yet
         self.blank = self._by_kernel = False
         self._groups: list[tuple[dict[str, Any], float]] = []
         self.parameters: list[Tensor] = list(order or [])
@@ -88,11 +111,15 @@ class OptimizerStep:
         self.parameters += added
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
-        self._by_kernel = self._decides() and _leaves_out(self._kernel, [group for group, _ in self._groups])
+        self._by_kernel = (
+            self._decides() and not self._evaluates and _leaves_out(self._kernel, [group for group, _ in self._groups])
+        )
         if before and not self._by_kernel:
             self._kernel.found_inf = self._kernel.grad_scale = None
 
-    def __call__(self, factor: float | None, limit: float, momentum: float | None = None) -> StepResult:
+    def __call__(
+        self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
+    ) -> StepResult:
         """One update at base rate times `factor` (None: at the groups' own), left out unless the norm is below `limit`.
 
         On a CPU `applied` says so; with a fused optimizer on a device the device alone knows, and nothing here waits.
@@ -102,11 +129,9 @@ class OptimizerStep:
             self._take_groups()
         if self.blank:
             self.blank = False
-            self._kernel.state.clear()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = self._norm(gradients)
-        if self._scaler:
-            norm = norm / like(self._scaler.scale, norm)
+            drop_states(self._kernel)
+        penalty = self._penalty.add(self.scale) if self._penalty else None
+        gradients, norm = self._measured()
         if self._by_block.due:
             held = [p for p in self.parameters if p.grad is not None]
             scale = like(self._scaler.scale, norm) if self._scaler else 1.0
@@ -123,18 +148,100 @@ class OptimizerStep:
                     group["lr"] = rate * factor
             for group, _ in self._groups:
                 set_momentum(group, momentum)
-            self.optimizer.step()
+            self._step(evaluate, penalty)
         if isinstance(self._scaler, DeviceLossScale):
             self._scaler.learn(norm, below)
         elif self._scaler:
             self._scaler.learn(norm, bool(applied))
         for parameter in self._cleared:
             parameter.grad = None
-        return StepResult(norm, applied)
+        return StepResult(norm, applied, penalty)
 
     @property
     def scale(self) -> float | Tensor:
         return self._scaler.scale if self._scaler else 1.0
+
+    def _measured(self) -> tuple[list[Tensor], Tensor]:
+        """The gradients, a sparse one as its values, and their norm without the loss's scale."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            gradients = [_values(p) for p in self.parameters if p.grad is not None]
+        norm = self._norm(gradients)
+        return gradients, norm / like(self._scaler.scale, norm) if self._scaler else norm
+
+    def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
+        """The optimizer's step, with a closure where it may call one."""
+        if not self._evaluates or evaluate is None:
+            self.optimizer.step()
+            return
+
+        def first() -> Tensor:
+            return _both(evaluate.loss(), penalty)  # collective
+
+        def again() -> Tensor:
+            return self._again(evaluate)  # collective
+
+        # Which parameters a step writes before it evaluates is found out in the first two, see `Closure`.
+        closure = Closure(self.parameters, again if self._silent else first, again, suspicious=self._looked < 2)
+        # A rank that is lost within a repeated pass leaves this one in the midst of its step.
+        kept = Snapshot(self.optimizer, self.parameters) if self._shared and self._repeats is not False else None
+        try:
+            step_of(self.optimizer, closure)
+        except BaseException:
+            if kept:
+                kept.put_back()
+            raise
+        self._looked += 1
+        self._silent |= closure.silent
+        self._repeats = bool(self._repeats or closure.repeated)
+
+    def _again(self, evaluate: Evaluate) -> Tensor:
+        """Repeats the step's pass, so that `.grad` is as after the first one; the loss. Collective."""
+        if self._once:
+            raise ConfigError(
+                f"{type(self._kernel).__name__} evaluates the loss several times a step, which does not go with "
+                f"{self._once}: use --engine single or ddp in float32 or bf16, or an optimizer that evaluates it once"
+            )
+        for parameter in self._cleared:
+            parameter.grad = None
+        loss = evaluate.again()  # collective
+        self._exchange()  # collective
+        penalty = self._penalty.add(1.0) if self._penalty else None
+        self._shrink(*self._measured())
+        return _both(loss, penalty)
+
+    def rehearse(self, evaluate: Alone | None) -> None:
+        """One update on copied state, see `lockstep.engines.shared.rehearsal`; None: with gradients of zeros."""
+        kept = Snapshot(self.optimizer, self.parameters, on_host=True)
+        before, exchange = (self.blank, self._repeats), self._exchange
+        self._exchange = lambda: None
+        try:
+            if self.blank:
+                drop_states(self._kernel)
+            if evaluate:
+                evaluate.again()
+                check_dense(self.model, self._dense)
+            else:
+                for parameter in self.parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            penalty = self._penalty.add(self.scale) if self._penalty else None
+            gradients, norm = self._measured()
+            if not norm.isfinite():  # waits for the device; step 1 would be left out
+                torch._foreach_zero_(gradients)
+                norm = torch.zeros_like(norm)
+            if self._by_kernel:
+                self._tell_kernel(gradients, norm, norm < math.inf)
+            else:
+                self._shrink(gradients, norm)
+            with blame_optimizer(self._kernel):
+                self._step(evaluate or _Zeros(), penalty)
+            before = (before[0], self._repeats)
+        finally:
+            self._exchange = exchange
+            kept.put_back()
+            self.blank, self._repeats = before
+            for parameter in self._cleared:
+                parameter.grad = None
 
     def _tell_kernel(self, gradients: list[Tensor], norm: Tensor, below: Tensor) -> None:
         """Whether to leave the update out, and what the kernel divides gradients by, while it reads them anyway.
@@ -184,6 +291,30 @@ class OptimizerStep:
         if self._scaler:
             self._scaler.load_state_dict(state)
         return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
+
+
+class _Zeros:
+    """The loss of a rehearsal without a forward."""
+
+    def loss(self) -> Tensor:
+        return torch.zeros(())
+
+    def again(self) -> Tensor:
+        return self.loss()
+
+
+def _both(loss: Tensor, penalty: Tensor | None) -> Tensor:
+    return loss if penalty is None else loss + penalty.to(loss)
+
+
+def _values(parameter: Tensor) -> Tensor:
+    """A gradient as a dense tensor that shares its memory; a sparse one is coalesced for it."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    return parameter.grad._values()
 
 
 def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:

@@ -4,27 +4,45 @@ An optimizer whose update of an element depends on that element alone goes with 
 here, with what they need that an engine cannot give. One that is not torch's own is the user's to judge.
 """
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 
-__all__ = ["REFUSED", "check_optimizer"]
+__all__ = ["REFUSED", "check_embeddings", "check_optimizer"]
 
-_CLOSURE = "it evaluates the loss several times a step, and an engine evaluates it once"
-_SPARSE = "it takes sparse gradients only, and the engine exchanges dense ones"
+_CLOSURE = "it evaluates the loss several times a step, and the engine can repeat no pass"
+_SPARSE = "it takes sparse gradients only, and the engine takes dense ones"
 _WHOLE = "its update needs whole matrices, and the engine holds rows of them"
 _IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
-_EVERYWHERE = ("single", "ddp", "fsdp", "zero", "deepspeed", "data-parallel")
 
 # class of torch.optim -> (engines that refuse it, why)
 REFUSED = {
-    "LBFGS": (_EVERYWHERE, _CLOSURE),
-    "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed"), _SPARSE),
+    "LBFGS": (("fsdp", "zero", "deepspeed", "data-parallel"), _CLOSURE),
+    "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed", "data-parallel"), _SPARSE),
     "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
     "Rprop": (("fsdp",), _IN_PLACE),
     "Muon": (("fsdp", "deepspeed"), _WHOLE),
     "MuonAdamW": (("deepspeed",), _WHOLE),
 }
+
+
+def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
+    """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
+
+    Args:
+        exact: they are added up in a fixed tree.
+        once: another flag under which they must be; "": there is none.
+    """
+    if engine == "single" and not exact and not once:
+        return
+    why = "--exact" if exact else once or f"--engine {engine}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"the gradient of {name}.weight is sparse, and {why} takes dense ones: make the embedding with "
+                "sparse=False, or use --engine single without --exact"
+            )
 
 
 def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:

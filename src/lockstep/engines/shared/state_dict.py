@@ -1,17 +1,28 @@
 """The state of a model and its optimizer by plain names: `model/NAME`, `optimizer/NAME/KEY`."""
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from lockstep.engines.shared.closure import step_of, takes_closure
 from lockstep.engines.shared.extra import set_extra
+from lockstep.engines.shared.lbfgs import packed, unpack
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
-__all__ = ["begin", "first_step", "forget", "materialise", "named_state", "restore_state"]
+__all__ = [
+    "begin",
+    "drop_states",
+    "first_step",
+    "forget",
+    "materialise",
+    "named_state",
+    "optimizers_in",
+    "restore_state",
+]
 
 # What torch's optimizers begin with where that is not zero: a number, or the setting of the group that has it.
 _BEGINNINGS: dict[str, dict[str, float | str]] = {
@@ -21,28 +32,31 @@ _BEGINNINGS: dict[str, dict[str, float | str]] = {
     "Rprop": {"step_size": "lr"},
 }
 
+_OWN = ("torch.optim", "torch.distributed", "lockstep.optim")  # no optimizer of these keeps states in another
 _PARTS = 16  # in which a model's parameters are gone through
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors of a model and its optimizer by plain name.
 
-    Numbers in the optimizer's state become 0-dim float64 tensors.
+    Numbers in the optimizer's state become 0-dim float64 tensors. What it keeps in a list or dict is `KEY.PLACE`, and
+    what an optimizer has that it holds as an attribute (SAM's base) is `ATTRIBUTE.KEY`.
     """
     found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                found[f"optimizer/{name}/{key}"] = value
-            elif isinstance(value, int | float):
-                found[f"optimizer/{name}/{key}"] = torch.tensor(float(value), dtype=torch.float64)
+    if isinstance(optimizer, LBFGS):
+        prefix = _name_of_lbfgs(model, optimizer)
+        return found | {f"{prefix}/{key}": tensor for key, tensor in packed(optimizer).items()}
+    for slot in _slots(model, optimizer):
+        value = slot.value
+        found[slot.name] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     return found
 
 
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     """Copies `state` into the model and the optimizer. Raises CheckpointError for names that do not fit."""
     materialise(optimizer)
-    forget(model, optimizer.state, state)
+    for _, each in optimizers_in(optimizer):
+        forget(model, each.state, state)
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
     if missing:
@@ -52,11 +66,62 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
             if tensor is not state[name]:
                 tensor.copy_(state[name])
     set_extra(model, state)
-    for name, parameter in model.named_parameters():
-        slots = optimizer.state.get(parameter, {})
-        for key, value in slots.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                slots[key] = type(value)(state[f"optimizer/{name}/{key}"].item())
+    if isinstance(optimizer, LBFGS):
+        prefix = _name_of_lbfgs(model, optimizer)
+        unpack(optimizer, {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(prefix)})
+        return
+    for slot in _slots(model, optimizer):
+        if not isinstance(slot.value, Tensor | bool) and not isinstance(slot.holder, tuple):
+            slot.holder[slot.key] = type(slot.value)(state[slot.name].item())
+
+
+class _Slot(NamedTuple):
+    """One tensor or number of an optimizer's state, and where it is: `holder[key]`."""
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+
+
+def _slots(model: nn.Module, optimizer: Optimizer) -> Iterator[_Slot]:
+    for prefix, each in optimizers_in(optimizer):
+        for name, parameter in model.named_parameters():
+            yield from _leaves(each.state.get(parameter, {}), f"optimizer/{name}/{prefix}")
+
+
+def _leaves(holder: Any, prefix: str) -> list[_Slot]:
+    found = []
+    for key, value in list(holder.items() if isinstance(holder, Mapping) else enumerate(holder)):
+        if isinstance(value, Tensor | int | float):
+            found.append(_Slot(f"{prefix}{key}", holder, key, value))
+        elif isinstance(value, Mapping | list | tuple):
+            found += _leaves(value, f"{prefix}{key}.")
+    return found
+
+
+def _name_of_lbfgs(model: nn.Module, optimizer: Optimizer) -> str:
+    """Where the state of LBFGS is, which it keeps once for all parameters, with the first."""
+    first = optimizer.param_groups[0]["params"][0]
+    return next(f"optimizer/{name}" for name, parameter in model.named_parameters() if parameter is first)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """The optimizer, under "", and those with states of their own that it holds as attributes, under `ATTRIBUTE.`."""
+    if type(optimizer).__module__.startswith(_OWN):
+        return [("", optimizer)]
+    found, seen = [("", optimizer)], [optimizer.state]
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and not any(value.state is state for state in seen):
+            found.append((f"{name}.", value))
+            seen.append(value.state)
+    return found
+
+
+def drop_states(optimizer: Optimizer) -> None:
+    """Forget all states, so that the next step makes them as a first one does."""
+    for _, each in optimizers_in(optimizer):
+        each.state.clear()
 
 
 def forget(model: nn.Module, states: MutableMapping[Any, Any], given: Mapping[str, Tensor]) -> None:
@@ -84,7 +149,7 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
         Whether the state was made now.
     """
     states = optimizer.state if states is None else states
-    if states or not any(group["params"] for group in optimizer.param_groups):
+    if states or not any(group["params"] for group in optimizer.param_groups) or isinstance(optimizer, LBFGS):
         return False
     first_step(optimizer, states)
     return True
@@ -105,6 +170,7 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    own = {name: value for name, value in vars(inner).items() if name not in ("state", "param_groups")}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -113,6 +179,7 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         _step_unmoved(optimizer, chunk)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    vars(inner).update(own)  # what an optimizer counts for itself
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
         for parameter in group["params"]:
@@ -144,12 +211,29 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     on_host = not _steps_in_parts(optimizer)
     locals_ = [local_of(parameter) for parameter in parameters]
     before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]  # waits for the device
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    zeros = torch.zeros((), device=locals_[0].device if locals_ else None)
+
+    def evaluate() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = _no_gradient(parameter, sparse)
+        return zeros
+
+    kernel = getattr(optimizer, "optim", optimizer)
+    sparse = isinstance(kernel, SparseAdam)
+    evaluate()
+    step_of(optimizer, evaluate if takes_closure(kernel) else None)
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None
+        if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer gave it other memory, by `.data =`
+            parameter.data = local
         local.copy_(values)
+
+
+def _no_gradient(parameter: Tensor, sparse: bool) -> Tensor:
+    """Zeros, or a sparse gradient without an entry."""
+    if not sparse:
+        return torch.zeros_like(parameter)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, layout=torch.sparse_coo, device=parameter.device)
 
 
 @torch.no_grad()
