@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
-from lockstep.task import Task
+from lockstep.task import Task, averages
 
 __all__ = ["UNAUDITED", "Audits", "Passes", "StepControl", "described", "loss_of", "scalar", "seeder"]
 
@@ -158,7 +158,7 @@ class Passes:
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
-    mean = task.reduction == "mean"
+    mean = averages(task)
 
     def summed(model: nn.Module, batch: MicroBatch) -> Tensor:
         loss = task.loss(model, batch.data)

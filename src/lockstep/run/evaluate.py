@@ -21,7 +21,7 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.loop import scalar, seeder
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
-from lockstep.task import Task, has_own, looks_at_whole_step
+from lockstep.task import Task, averages, has_own, looks_at_whole_step, takes_gradients
 from lockstep.transforms.eager import eager
 from lockstep.whole_step import WHOLE_LOSS, whole_step_of
 
@@ -97,7 +97,7 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.no_grad(), eager():
+        with torch.set_grad_enabled(takes_gradients(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
             whole = WholeLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
             own = _own_rows(engine.model, task, batches, reseed, progress, whole)
@@ -137,11 +137,12 @@ def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping
 
     The loss of a micro-batch without items is 0 where it is a mean, which would be 0 / 0.
     """
-    mean = task.reduction == "mean"
+    mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
-        loss = scalar(loss)
+        with torch.no_grad():  # also where the task's own gradients need a graph
+            loss = scalar(loss)
         if not mean:
             return loss, found
         return loss * batch.items if batch.items else 0.0, found
@@ -255,7 +256,11 @@ def _found(
 
 def _kept(row: list[Any]) -> list[Any]:
     """A row without what lies on the host: small tensors that outlive a forward hold the heap apart, and it grows."""
-    return [v if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in row]
+    return [_detached(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detached(v)) for v in row]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _read(rows: list[list[Any]]) -> list[list[float]]:
