@@ -88,6 +88,7 @@ class Task(ABC):
     own_steps: OwnSteps | None = None
     divisible: bool = True
     attention_mask: bool | None = None
+    gathers = False  # an adapter's: its framework has collectives in `loss`, for what it logs
 
     @abstractmethod
     def model(self) -> nn.Module:

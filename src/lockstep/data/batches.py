@@ -18,6 +18,7 @@ from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
 from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
 from lockstep.data.loader import Loader, Loading
+from lockstep.data.order import check_samples
 from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
@@ -261,12 +262,7 @@ class Batches:
         keys = []
         for a, b in cuts:
             epochs, samples = (found.tolist() for found in self._order.at(start + a, start + b))
-            odd = next((sample for sample in samples if not 0 <= sample < self.size), None)
-            if odd is not None:
-                raise DataError(
-                    f"the task's `order` gives sample {odd} at one of the positions {start + a} to {start + b - 1}: "
-                    f"the dataset has {self.size}, 0 to {self.size - 1}"
-                )
+            check_samples(samples, self.size)
             keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
         return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]

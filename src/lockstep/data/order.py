@@ -21,7 +21,7 @@ from lockstep.errors import DataError
 from lockstep.seeds import derive
 from lockstep.task import Order
 
-__all__ = ["Begun", "Sequential", "Shuffled", "permute"]
+__all__ = ["Begun", "Sequential", "Shuffled", "check_samples", "permute"]
 
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
@@ -110,6 +110,13 @@ class Begun:
             epochs[done:end], samples[done:end] = self._order.at(begin, begin + end - done)
             done = end
         return epochs, samples
+
+
+def check_samples(samples: list[int], size: int) -> None:
+    """Raises DataError where an order gives a sample that a dataset of `size` samples has not."""
+    odd = next((sample for sample in samples if not 0 <= sample < size), None)
+    if odd is not None:
+        raise DataError(f"the task's `order` gives sample {odd}, and the dataset has {size}: 0 to {size - 1}")
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:

@@ -36,7 +36,7 @@ def try_loss(trial: Trial, batch: MicroBatch) -> float:
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
-    alone = trial.config.exact and trial.world.size > 1
+    alone = trial.config.exact and trial.world.size > 1 and not task.gathers
     trial.seed()
     with trial.with_graph(), _no_collectives(model) if alone else ExitStack():
         loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
@@ -125,7 +125,7 @@ def _off(each: Measure, place: int) -> dict[str, float] | None:
     """By what share of its size the number is off a sum and off both means; None where it tells nothing."""
     whole, first, second = each.three(place)
     scale = each.scale(place)
-    if not scale or not math.isfinite(scale):
+    if not scale or not all(map(math.isfinite, each.three(place))):
         return None
     wanted = {"sum": first + second, "mean": each.mean(place, each.items), _SAMPLES: each.mean(place, each.samples)}
     off = {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
@@ -219,13 +219,13 @@ def _warn(trial: Trial, off: float, what: str) -> None:
         )
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the collectives that are issued while no module of the model runs."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen, self.depth = list[str](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -60,7 +60,9 @@ def _of_set(trial: Trial, batches: Batches) -> list[str]:
     return names
 
 
-def _with_or_without_graph(trial: Trial, action: Callable[[], tuple[list[str], list[str]]]) -> Any:
+def _with_or_without_graph(
+    trial: Trial, action: Callable[[], tuple[list[str], list[str]]]
+) -> tuple[list[str], list[str]]:
     """What `action` returns; with a graph where it fails on a rank without one. Collective."""
     task, problem = trial.task, None
     for gradients in sorted({takes_gradients(task), True}):
@@ -70,7 +72,7 @@ def _with_or_without_graph(trial: Trial, action: Callable[[], tuple[list[str], l
                 found = action()
         except (LockstepError, RuntimeError) as error:
             problem = problem or error
-        if all(trial.world.gather(found is not None)):  # collective
+        if all(trial.world.gather(found is not None)) and found:  # collective
             set_found(task, "", gradients)
             return found
     trial.world.check(problem)  # collective

@@ -208,7 +208,7 @@ def measures(
     """Measure at one place in the data after the other, until the caller has seen enough. Collective.
 
     Args:
-        clean: whether a measure is as it should be; else the whole is computed again in another seed.
+        clean: whether a measure is as it should be; else the whole is loaded and computed again, in another seed.
 
     Yields:
         The measures of all ranks and places so far, alike on every rank; and whether the probe needs a graph.
@@ -220,8 +220,9 @@ def measures(
             break
 
         def tried(batch: MicroBatch, seed: int = 0) -> list[float]:
-            trial.seed(seed)
-            return probe(batch)
+            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors have their say
+                trial.seed(seed)
+                return probe(batch)
 
         parts = (cut.whole, *cut.halves)
         numbers = trial.attempt(lambda parts=parts: [tried(batch) for batch in parts])  # type: ignore[misc]
@@ -229,10 +230,11 @@ def measures(
             break
         values, needs_graph = numbers
         items = [float(batch.items) for batch in parts]
-        mine = Measure(*values, items, list(cut.samples), cut.drew, [])
+        mine = Measure(values[0], values[1], values[2], items, list(cut.samples), cut.drew, [])
         every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
         if not all(map(clean, every)):
-            again = trial.attempt(lambda whole=cut.whole: [tried(whole, 1)])  # type: ignore[misc]
+            other = trial.cut(batches, place) or cut  # collective; a dataset may draw too
+            again = trial.attempt(lambda other=other: [tried(other.whole, 1)])  # type: ignore[misc]
             if again is None:
                 break
             every = [Measure(*each) for each in trial.world.gather(mine._replace(again=again[0][0]))]  # collective

@@ -1,6 +1,6 @@
 """A loss over the whole step (`outputs` and `step_loss`), tried before step 1 on a few samples and their halves.
 
-check_whole_step(trial, training)
+check_whole_step(trial, training, first)
 """
 
 from typing import Any
@@ -109,7 +109,7 @@ def _check_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
         method, first = "step_loss_rows", 0
         for half in halves:
             begin = first
-            _check_graph(trial, method, lambda half=half, begin=begin: task.step_loss_rows(half, whole, begin))  # type: ignore[misc]
+            _check_graph(trial, method, lambda half=half, begin=begin: task.step_loss_rows(half, whole, begin))
             first += len(pytree.tree_leaves(half)[0])
         return
     _check_graph(trial, "step_loss", lambda: task.step_loss(whole))
@@ -119,7 +119,7 @@ def _check_graph(trial: Trial, method: str, action: Any) -> None:
     trial.seed()
     with torch.enable_grad():
         loss = scalar(call(method, lambda _: action(), None), method)
-    names = {parameter: name for name, parameter in trial.plain.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
     for leaf in _leaves(loss):
         if leaf in names or isinstance(leaf, nn.Parameter):

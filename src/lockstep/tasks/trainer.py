@@ -69,8 +69,9 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
 class TrainerTask(Task):
     """A Trainer's work as a task whose loss is a mean over samples. Made by `from_trainer`."""
 
-    reduction = "mean"
+    reduction = "micro-batch"  # what a Trainer does with the losses of its batches, whatever they are
     item_name = "samples"
+    gathers = True  # trl gathers what it logs
 
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training

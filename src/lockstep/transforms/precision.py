@@ -97,9 +97,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Module:
     """`forward` under autocast; parameters stay as they are. Matrix products run in `dtype`, sums in float32."""
-    plain = model.forward
-    model.forward = torch.autocast(device_type, dtype)(plain)
-    model.forward.plain = plain
+    plain, forward = model.forward, torch.autocast(device_type, dtype)(model.forward)
+    forward.plain = plain
+    model.forward = forward
     return model
 
 
