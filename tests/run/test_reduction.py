@@ -177,7 +177,7 @@ class DeclaredMeanOfSum(Summed):
     reduction = "mean"
 
 
-RIGHT = [Vectors, Summed, GradientPenalty, PenaltyInTheMean, Tokens, SummedTokens]
+RIGHT = [Vectors, Summed, GradientPenalty, PenaltyInTheMean, Tokens, SummedTokens, WeightedCount]
 REFUSED = [
     (Weighted, "count"),
     (DeclaredWeighted, "count"),

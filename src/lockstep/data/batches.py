@@ -245,14 +245,10 @@ class Batches:
         return len(self._first_key(step).samples)
 
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
-        """Load samples counted from the first of this rank's first micro-batch of `step` on.
+        """Load, for each (a, b), the samples a .. b - 1 from this rank's first micro-batch of `step` on, or past it.
 
         With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
         are: a file that a dataset opens must not be open already when loader processes are forked.
-
-        Args:
-            cuts: (a, b) for the samples a .. b - 1, collated by themselves; b may lie past the micro-batch, the step
-                and the plan.
 
         Raises:
             DataError: the order names a sample that the dataset has not.
