@@ -264,8 +264,7 @@ class Batches:
         return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
     def _first_key(self, step: int) -> Key:
-        slot = slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0]
-        return self._key(step, slot.micro)
+        return self._key(step, slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0].micro)
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
         """By rank, the first and the past-the-last of the micro-batches that it computes in a step.
