@@ -43,6 +43,8 @@ __all__ = [
     "has_own",
     "items_of_a_sample",
     "looks_at_whole_step",
+    "set_found",
+    "takes_gradients",
     "written",
 ]
 
@@ -86,6 +88,7 @@ class Task(ABC):
     own_steps: OwnSteps | None = None
     divisible: bool = True
     attention_mask: bool | None = None
+    gathers = False  # an adapter's: its framework has collectives in `loss`, for what it logs
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -287,6 +290,8 @@ def adapted(task: Any) -> Task:
         if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {what}")
     made = task if isinstance(task, Task) else _Adapted(task)
+    if "_reduction_before" in vars(made):  # a run before this one found it, perhaps in another cut
+        made.reduction = vars(made).pop("_reduction_before")
     _check_loss(made, name)
     if made.reduction not in REDUCTIONS:
         raise ConfigError(
@@ -330,6 +335,24 @@ def _check_loss(task: Task, name: str) -> None:
 def averages(task: Task) -> bool:
     """Whether the losses of micro-batches are averaged, weighted by their items, and not added up."""
     return task.reduction in ("mean", "micro-batch")
+
+
+def takes_gradients(task: Task) -> bool:
+    """Whether the task's loss takes gradients of its own, so that an evaluation needs a graph."""
+    return bool(getattr(task, "_takes_gradients", False))
+
+
+def set_found(task: Task, reduction: str, gradients: bool) -> None:
+    """Set what was found of a task that does not declare it; the next run finds it for itself.
+
+    Args:
+        reduction: "" where it is declared.
+        gradients: see `takes_gradients`.
+    """
+    if reduction:
+        vars(task).setdefault("_reduction_before", task.reduction)
+        task.reduction = reduction  # type: ignore[assignment]
+    vars(task)["_takes_gradients"] = gradients
 
 
 def looks_at_whole_step(task: Task) -> bool:

@@ -333,10 +333,10 @@ def test_a_step_may_be_larger_than_what_is_looked_up_at_once():
 
 
 def test_a_first_micro_batch_in_parts_has_the_samples_and_items_of_each():
-    cuts = [(0, 1), (1, 3), (0, None)]
+    cuts = [(0, 1), (1, 3), (0, 3), (2, 5)]
     for quiet, task, dataset in ((True, Quiet(), Plain(13)), (False, Task(), Numbers(13))):
         found = batches(13, StepPlan(6, 3, 26), rank=1, world_size=2, task=task, dataset=dataset)
-        whole = found.samples(2, 1)
+        whole = found.samples(2, 1) + found.samples(3, 0)
         for (a, b), (part, drew) in zip(cuts, found.parts(2, cuts), strict=True):
             assert [index for index, *_ in part.data["samples"]] == whole[a:b]
             assert (part.index, part.weight, part.items) == (1, 1.0, sum(index % 3 + 1 for index in whole[a:b]))

@@ -31,6 +31,8 @@ class Wrong(TorchDispatchMode):
 
 
 class Sentences(Ragged):
+    reduction = "sum"
+
     """Dropout, a head that is tied to the embedding; 30 samples, so that the last step is short."""
 
     def __init__(self, samples=30):

@@ -24,7 +24,8 @@ class Scored(Ragged):
     now = 0.0
 
     def evaluate(self, model, batch):
-        return self.loss(model, batch), {"score": (self.now, 1.0)}
+        rows = len(batch["input"])
+        return self.loss(model, batch), {"score": (self.now * rows, rows)}
 
 
 def settings(folder, **changes):

@@ -33,11 +33,11 @@ RAGGED = Ragged()
 NORMED = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
 
 
-class Language:
+class Language(Ragged):
     defaults = "language-model"
 
 
-class Tuned:
+class Tuned(Ragged):
     defaults = "fine-tuning"
 
 
@@ -114,7 +114,7 @@ def test_sgd_has_its_own_rate_and_decay_and_refuses_the_others_numbers():
 
 
 def test_an_unknown_kind_is_refused():
-    class Wrong:
+    class Wrong(Ragged):
         defaults = "vision"
 
     with pytest.raises(

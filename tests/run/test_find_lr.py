@@ -23,6 +23,8 @@ PLAIN = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
 class Line(lockstep.Task):
     """A regression whose loss plain SGD must bring down; a tensor of its own counts the forwards."""
 
+    reduction = "sum"
+
     def __init__(self, labels=1.0):
         self.counted, self._labels = torch.zeros(1), labels
 

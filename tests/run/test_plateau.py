@@ -62,7 +62,8 @@ class Scored(Ragged):
     now = 0.0
 
     def evaluate(self, model, batch):
-        return self.loss(model, batch), {"score": (self.now, 1.0)}
+        rows = len(batch["input"])
+        return self.loss(model, batch), {"score": (self.now * rows, rows)}
 
 
 def settings(folder, **changes):
@@ -137,7 +138,8 @@ class Spiked(Scored):
         return loss
 
     def evaluate(self, model, batch):
-        return self.loss(model, batch), {"score": (1.0, 1.0)}  # never better after the first
+        rows = len(batch["input"])
+        return self.loss(model, batch), {"score": (rows, rows)}  # never better after the first
 
 
 def rolled(folder, **guards):

@@ -41,6 +41,8 @@ def refused(folder, task, kind=ConfigError, **changes):
 class Broken(Ragged):
     """`what` is what its methods do wrong."""
 
+    reduction = "sum"
+
     def __init__(self, what, **settings):
         super().__init__(**settings)
         self.what = what
@@ -63,7 +65,7 @@ class Broken(Ragged):
         return made.get(self.what, loss)
 
     def count(self, batch):
-        made = {"text": "7", "padding": batch["labels"].numel()}
+        made = {"negative": -1, "infinite": torch.tensor(math.inf), "not a number": math.nan, "text": "7"}
         return made.get(self.what, super().count(batch))
 
     def metrics(self, model, batch):
@@ -98,6 +100,11 @@ def test_a_mistake_in_a_task_is_one_line_before_step_1(tmp_path, what, line):
     assert re.search(line, refused(tmp_path, Broken(what)))
 
 
+@pytest.mark.parametrize("what", ["negative", "infinite", "not a number", "text"])
+def test_a_count_that_is_no_positive_number_is_refused(tmp_path, what):
+    assert "`count`" in refused(tmp_path, Broken(what), UsageError)
+
+
 def test_a_method_that_raises_is_named_with_the_line_of_the_users_code(tmp_path):
     line = r"`loss` failed at the first micro-batch, before step 1: KeyError: 'none' \(test_task_check.py:\d+\)"
     assert re.search(line, refused(tmp_path, Broken("raises"), DataError))
@@ -122,7 +129,7 @@ class Padded(Ragged):
 
 
 def test_a_count_of_the_padding_is_refused(tmp_path):
-    assert re.search(r"`count` finds \d+ items .* and \d+ and \d+ in its two halves", refused(tmp_path, Padded(True)))
+    assert re.search(r"`count` finds \d+ items .* and \d+ and \d+ in their two halves", refused(tmp_path, Padded(True)))
     assert first(tmp_path, Padded(False)) > 0
 
 
@@ -176,7 +183,9 @@ def test_evaluate_must_return_loss_and_metrics(tmp_path, result):
 
 
 class Contrastive(Ragged):
-    """Each row against all others of the micro-batch: no sum over the samples, whatever is cut."""
+    """Each row against all others of the micro-batch: no sum over the samples, which the task declares."""
+
+    reduction = "micro-batch"
 
     def loss(self, model, batch):
         found = model(batch["input"]).mean(1)
@@ -193,11 +202,15 @@ class Pairs(Contrastive):
 
 
 class Zero(Ragged):
+    reduction = "sum"
+
     def loss(self, model, batch):
         return super().loss(model, batch) * 0
 
 
 class Infinite(Ragged):
+    reduction = "sum"
+
     def loss(self, model, batch):
         return super().loss(model, batch) * (1.0 if model.training else math.inf)
 
@@ -212,7 +225,8 @@ class One(Ragged):
         return (batch["labels"] != -100).sum().float()
 
     def metrics(self, model, batch):
-        return {"rows": (np.float32(2), len(batch["input"])), "ok": (True, torch.tensor([2]))}
+        count = len(batch["input"])
+        return {"rows": (np.float32(count), count), "ok": (count == 0, torch.tensor([count]))}
 
 
 class Normed(nn.Module):
@@ -247,6 +261,8 @@ class Drawing(Ragged):
 
 class Whole(Ragged):
     """A collation that needs four samples."""
+
+    reduction = "sum"
 
     def collate(self, samples):
         if len(samples) != 4:
@@ -418,6 +434,8 @@ def short(world, folder):
 
 class Given(Ragged):
     """Whose batches, count or dataset are what a test says."""
+
+    reduction = "sum"
 
     def __init__(self, value=0.0, items=None, loader=False):
         super().__init__()

@@ -164,6 +164,7 @@ class Batches:
         sharing: who computes which micro-batch.
         loader: makes the micro-batches; counts the loader processes that had to be begun again.
         leads: a micro-batch's copy to the device begins when the one before it is used.
+        size: samples of the dataset.
     """
 
     def __init__(
@@ -181,13 +182,13 @@ class Batches:
         self.step_plan = step_plan
         equal = equal_shares(step_plan.micro_batches, world.size)
         self.sharing = sharing or Sharing(lambda step: equal)
-        self._order, self._rank = order, world.rank
+        self._order, self._rank, self.size = order, world.rank, len(dataset)
         self._fetch = Fetch(dataset, task, seed, world.rank)
         self._move = mover(world.device)
         self.leads = isinstance(self._move, SideStream)
         self._loading = loading or Loading()
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
-        self._mean = averages(task)
+        self._task = task
 
     @property
     def slots(self) -> int:
@@ -221,7 +222,7 @@ class Batches:
         collectives in them. Where the loss is a mean it would be NaN, and so would every gradient, whatever the weight:
         another micro-batch is computed in its place, with weight 0, as in an empty slot.
         """
-        if not self._mean:
+        if not averages(self._task):
             yield from self.micro(start)
             return
         spare: Any = None
@@ -238,17 +239,30 @@ class Batches:
         """The samples of micro-batch `index` of `step`."""
         return self._key(step, index).samples
 
-    def parts(self, step: int, cuts: list[tuple[int, int | None]]) -> list[tuple[MicroBatch, bool]]:
-        """This rank's first micro-batch of `step`, cut: for each (a, b) its samples a .. b - 1 collated by themselves.
+    def own_samples(self, step: int) -> int:
+        """The samples of this rank's first micro-batch of `step`."""
+        return len(self._first_key(step).samples)
+
+    def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
+        """Load, for each (a, b), the samples a .. b - 1 from this rank's first micro-batch of `step` on, or past it.
 
         With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
         are: a file that a dataset opens must not be open already when loader processes are forked.
+
+        Raises:
+            DataError: the order names a sample that the dataset has not.
         """
-        slot = slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0]
-        whole = self._key(step, slot.micro)
-        keys = [whole._replace(epochs=whole.epochs[a:b], samples=whole.samples[a:b]) for a, b in cuts]
+        first = self._first_key(step)
+        start, _ = self.step_plan.positions(step, first.micro)
+        keys = []
+        for a, b in cuts:
+            epochs, samples = (found.tolist() for found in self._order.at(start + a, start + b))
+            keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
         return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
+
+    def _first_key(self, step: int) -> Key:
+        return self._key(step, slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0].micro)
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
         """By rank, the first and the past-the-last of the micro-batches that it computes in a step.

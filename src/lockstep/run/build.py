@@ -48,7 +48,7 @@ from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan
 from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import TrainingSet, stream_of
-from lockstep.run.task_check import check_task
+from lockstep.run.task_check import Trial, check_task, recall
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
 from lockstep.tasks.named import named_task
@@ -241,6 +241,8 @@ def build(
     on_all_ranks(world, lambda: check(config))
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
     check_auditable_loss(config, task)
+    if state.get("reduction") != "micro-batch":  # which was found in one cut, and is looked for again
+        recall(task, state)
     world.check_same("source", dict(task.sources))
     plain, evaluation = on_all_ranks(world, lambda: _datasets(task))
     samples = on_all_ranks(world, lambda: _size(plain))
@@ -268,10 +270,10 @@ def build(
     groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
     made = engine_of(config, task, model, world, groups, stream, notify(world))
     held_out = batches_of(config, task, evaluation, world)
-    if not joins and (source is None or judges(config)):  # which a resume may bring
-        stops = config.guards.nonfinite == "stop"
-        metrics = check_task(made.model, model, task, stream, held_out, world, refuse_nan=stops)  # collective
-        check_evaluated(config, metrics)
+    # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
+    if not joins and (source is None or judges(config) or task.reduction == "auto"):
+        trial = Trial(made, model, task, world, config, notify(world))
+        check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
     if config.compile and not joins:
         may_fail = is_auto(asked, "compile")
         reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective

@@ -17,7 +17,7 @@ from lockstep.engines.make import undo_step
 from lockstep.errors import ConfigError
 from lockstep.loop import loss_of, seeder
 from lockstep.run.kernels import kernels_of
-from lockstep.run.task_check import as_it_was
+from lockstep.run.trial import as_it_was
 from lockstep.task import Task
 from lockstep.transforms.precision import uncompiled
 
@@ -43,7 +43,7 @@ def compiled_or_not(
         return ""
 
     def attempt() -> str:
-        ((batch, _),) = batches.parts(0, [(0, None)])
+        ((batch, _),) = batches.parts(0, [(0, batches.own_samples(0))])
         seeder(config.seed, "check", world.device)(0, batch.index)
         kernels = kernels_of(config.compile, batches.step_plan)
         try:

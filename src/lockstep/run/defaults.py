@@ -81,7 +81,8 @@ def settled(
     """
     norms = _norms(model)
     least = _FEW if norms else 1
-    size = config.micro_batch_size or default_micro_batch_size(config.batch_size, least)
+    by_itself = config.batch_size if task.reduction == "micro-batch" else 0  # the cut matters to such a loss
+    size = config.micro_batch_size or by_itself or default_micro_batch_size(config.batch_size, least)
     config = dataclasses.replace(config, micro_batch_size=size)
     run_plan = RunPlan(in_epoch(config, epoch or samples), config, origin, 2 if norms else 1, samples)
     steps = run_plan.step_plan.steps

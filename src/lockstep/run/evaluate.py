@@ -23,7 +23,7 @@ from lockstep.numbers import expanded, mean_numbers, summed
 from lockstep.passes import unpacked
 from lockstep.records import EvaluationRecord
 from lockstep.run.stateful_metrics import is_metric, merged, taken
-from lockstep.task import Task, averages, has_own, looks_at_whole_step
+from lockstep.task import Task, averages, has_own, looks_at_whole_step, takes_gradients
 from lockstep.transforms.eager import eager
 from lockstep.whole_step import WHOLE_LOSS, whole_step_of
 
@@ -99,7 +99,7 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.no_grad(), eager():
+        with torch.set_grad_enabled(takes_gradients(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
             whole = WholeLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
             own = _own_rows(engine.model, task, batches, reseed, progress, whole)
@@ -145,7 +145,8 @@ def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
-        loss, numbers = unpacked(loss)
+        with torch.no_grad():  # also where the task's own gradients need a graph
+            loss, numbers = unpacked(loss)
         if numbers:
             pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
             found = {**pairs, **found}
@@ -277,7 +278,11 @@ def _found(
 
 def _kept(row: list[Any]) -> list[Any]:
     """A row without what lies on the host: small tensors that outlive a forward hold the heap apart, and it grows."""
-    return [v if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in row]
+    return [_detached(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detached(v)) for v in row]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _read(rows: list[list[Any]]) -> list[list[float]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.config.config import Config
 from lockstep.distributed.world import World, on_all_ranks
@@ -51,6 +52,7 @@ def model_of(
         return made
 
     model = on_all_ranks(world, make)
+    check_initialised(model)
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
     _check_residual(config, model)
@@ -79,6 +81,16 @@ def model_of(
         as_made=base,
         say=say,
     )
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raises ConfigError for a lazy module whose shapes no forward has settled yet."""
+    lazy = next((name for name, p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)), None)
+    if lazy is not None:
+        raise ConfigError(
+            f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: make one forward in `model()`, "
+            "such as made(torch.zeros(1, 8)), and return it then"
+        )
 
 
 def _check_copies(config: Config, task: Task, world: World) -> None:

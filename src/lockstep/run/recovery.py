@@ -39,6 +39,7 @@ from lockstep.run.placing import engine_of
 from lockstep.run.session import Session
 from lockstep.run.sharing import shares_for
 from lockstep.run.stream import stream_of
+from lockstep.run.task_check import recall
 from lockstep.sinks.log import open_log
 
 __all__ = [
@@ -227,6 +228,7 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
         if optimizer is not None and found.reports[found.members[world.rank]][:2] != furthest[:2]:
             optimizer.state.clear()  # it may have states of other parameters
     built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
+    recall(task, built.state)  # of which a new process knows nothing
     _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)

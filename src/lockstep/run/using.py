@@ -28,6 +28,7 @@ from lockstep.run.device_defaults import on_device
 from lockstep.run.environment import sources_of
 from lockstep.run.joined import joined
 from lockstep.run.model import model_of
+from lockstep.run.task_check import recall
 from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, written
 from lockstep.task_file import load_task
@@ -117,6 +118,7 @@ def _made(path: Path, config: Config, wanted: Wanted, world: World) -> Used:
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))
     state = on_all_ranks(world, lambda: checkpoint.read_state(found))
     task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
+    recall(task, state)
     model = model_of(config, task, world, dict(state), notify(world))
     without = left_out(model, state)
     on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))

@@ -101,6 +101,7 @@ class LanguageModel(Task):
             blocks one less; None where only some are learned, or documents stay apart.
     """
 
+    reduction = "sum"
     item_name = "tokens"
 
     def __init__(

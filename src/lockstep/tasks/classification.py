@@ -78,6 +78,7 @@ class TextClassification(Task):
         sources: with the names of the classes, which the run's environment.json keeps.
     """
 
+    reduction = "sum"
     item_name = "texts"
     items_per_sample = 1
 

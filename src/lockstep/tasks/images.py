@@ -107,6 +107,7 @@ class ImageClassification(Task):
         sources: with the names of the classes, which the run's environment.json keeps.
     """
 
+    reduction = "sum"
     item_name = "images"
     items_per_sample = 1
 

@@ -56,6 +56,7 @@ class Regression(Task):
         revision: the commit on the hub, "" for files, of the data `name`.
     """
 
+    reduction = "sum"
     item_name = "rows"
     items_per_sample = 1
 

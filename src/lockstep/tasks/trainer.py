@@ -72,6 +72,7 @@ class TrainerTask(Task):
     framework = "the Trainer"
     reduction = "micro-batch"
     item_name = "samples"
+    gathers = True  # trl gathers what it logs
 
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training

@@ -1,13 +1,14 @@
 """In which dtype parameters lie and products are computed, and what is compiled."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AUTOCAST", "HOW", "PARAMETERS", "autocast", "compiled", "parameters_in", "uncompiled"]
+__all__ = ["AUTOCAST", "HOW", "PARAMETERS", "autocast", "compiled", "parameters_in", "uncompiled", "without_autocast"]
 
 HOW: dict[str, Any] = {}  # what torch.compile is told besides; a test that counts graphs has its backend here
 
@@ -96,8 +97,26 @@ def _name(dtype: torch.dtype) -> str:
 
 def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Module:
     """`forward` under autocast; parameters stay as they are. Matrix products run in `dtype`, sums in float32."""
-    model.forward = torch.autocast(device_type, dtype)(model.forward)
+    plain, forward = model.forward, torch.autocast(device_type, dtype)(model.forward)
+    forward.plain = plain
+    model.forward = forward
     return model
+
+
+@contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """Compute within it in the parameters' dtype, wherever `autocast` changed a forward."""
+    changed: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        forward: Any = vars(module).get("forward")
+        if hasattr(forward, "plain"):
+            changed.append((module, forward))
+            module.forward = forward.plain
+    try:
+        yield
+    finally:
+        for module, forward in changed:
+            module.forward = forward
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:

@@ -1,0 +1,260 @@
+"""Whether a task's loss is a sum or a mean over its items, found on a few samples and their halves.
+
+    check_loss(trial, training)         # sets task.reduction where it is "auto"; refuses a loss that is neither
+    fits(measures, place, limit)        # {"sum": 0.0002} of number `place`: what it is, and how far off
+
+The two differ by a factor, so four samples show which it is. A loss that draws random numbers is judged by that factor
+alone. Nothing needs to be known where a step has one micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.data.batches import Batches, MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.passes import unpacked
+from lockstep.run.trial import Measure, Trial, call, measures
+from lockstep.task import Task, averages, has_own, set_found, takes_gradients
+
+__all__ = ["check_loss", "fits", "loss_number", "shown", "try_loss", "ways_out"]
+
+_EXACT = 1e-5  # the share by which rounding may be off
+_SAMPLES = "samples"  # a mean over samples, where `count` counts other items
+
+
+def try_loss(trial: Trial, batch: MicroBatch) -> float:
+    """Compute the loss of a batch as step 1 does.
+
+    Raises:
+        ConfigError: it is no number with a graph; or `--exact`, and it has a collective of its own.
+        DataError: `loss` fails.
+    """
+    task, model = trial.task, trial.model
+    alone = trial.config.exact and trial.world.size > 1 and not task.gathers
+    trial.seed()
+    with trial.with_graph(), _no_collectives(model) if alone else ExitStack():
+        loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+        return float(unpacked(loss)[0].detach())  # waits for the device
+
+
+def loss_number(value: Any) -> float:
+    """A loss as a number, with or without a graph."""
+    with torch.no_grad():
+        return float(unpacked(value)[0].detach())  # waits for the device
+
+
+def check_loss(trial: Trial, training: Batches) -> None:
+    """Find out whether the loss is a sum or a mean, where the task does not say; refuse what is neither. Collective.
+
+    Raises:
+        ConfigError: it is not what the task declares, or neither, or it cannot be told; a `count` that does not add up.
+    """
+    task, found = trial.task, list[Measure]()
+    if task.reduction == "micro-batch":
+        trial.say(
+            "reduction = 'micro-batch': the loss of each micro-batch of "
+            f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
+            "--micro-batch-size is another training"
+        )
+        return
+    if task.divisible:
+        probe = _probe(trial)
+        for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
+            if needs_graph:
+                set_found(task, "", gradients=True)
+            if _is_known(kinds := fits(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _EXACT:
+                break
+    one = training.step_plan.micro_batches == 1
+    kinds, what = fits(found, 0, trial.limit), shown(found, 0)
+    if task.reduction == "auto":
+        _find(trial, kinds, what, one, alone=training.size == 1 and not has_own(task, "count"))
+    else:
+        _compare(task, kinds, what, one)
+    if not one and task.reduction in (kinds or {}):
+        _check_count(found)
+        _warn(trial, (kinds or {})[task.reduction], what)
+
+
+def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | None:
+    """What number `place` of these measures may be, each with the largest share by which it is off.
+
+    Returns:
+        a dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None where
+        no measure can tell.
+    """
+    off, told, drew = {"sum": 0.0, "mean": 0.0, _SAMPLES: 0.0}, False, False
+    for each in found:
+        each_off = _off(each, place)
+        if each_off is None:
+            continue
+        told, drew = True, drew or each.is_random(place)
+        off = {kind: max(off[kind], each_off[kind]) for kind in off}
+    if not told:
+        return None
+    if off[_SAMPLES] < _EXACT < off["mean"]:  # where items are alike the two means are close, and one is exact
+        off["mean"] = math.inf
+    kinds = {kind: value for kind, value in off.items() if value <= limit}
+    return None if not kinds and drew else kinds  # what is drawn may look like anything
+
+
+def shown(found: list[Measure], place: int) -> str:
+    """The first measure that tells something, for a message."""
+    each = next((each for each in found if _off(each, place) is not None), None) or next(iter(found), None)
+    if each is None:
+        return "the first samples cannot be cut in halves"
+    whole, first, second = each.three(place)
+    return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
+
+
+def ways_out(what: str) -> str:
+    """What to do with a loss, or a number beside it, that depends on how a step is cut."""
+    return (
+        f"{what}: give the task a `count` under which it is a mean (labelled tokens, weights), write what looks at all "
+        "samples as `outputs` and `step_loss`, and what looks at the weights alone as `penalty`; or set "
+        "micro_batch_size = batch_size, or reduction = 'micro-batch'"
+    )
+
+
+def _off(each: Measure, place: int) -> dict[str, float] | None:
+    """By what share of its size the number is off a sum and off both means; None where it tells nothing."""
+    whole, first, second = each.three(place)
+    scale = each.scale(place)
+    if not scale or not all(map(math.isfinite, each.three(place))):
+        return None
+    wanted = {"sum": first + second, "mean": each.mean(place, each.items), _SAMPLES: each.mean(place, each.samples)}
+    off = {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
+    if not each.is_random(place):
+        return off
+    gap = abs(wanted["sum"] - wanted[_SAMPLES]) / scale
+    sure = [kind for kind in ("sum", _SAMPLES) if off[kind] < gap / 4]
+    if not sure or each.noise(place) > gap * scale / 4:
+        return None
+    return {kind: 0.0 if (kind == "sum") == (sure == ["sum"]) else math.inf for kind in off}
+
+
+def _is_known(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+    return kinds is not None and not {"sum", "mean"} <= kinds.keys() and not {"sum", _SAMPLES} <= kinds.keys()
+
+
+def _is_clean(trial: Trial, each: Measure) -> bool:
+    off = _off(each, 0)
+    return off is None or min(off["sum"], off["mean"]) <= trial.doubt
+
+
+def _probe(trial: Trial) -> Callable[[MicroBatch], list[float]]:
+    return lambda batch: [loss_number(trial.task.loss(trial.model, batch.data))]
+
+
+def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, alone: bool) -> None:
+    """Set the reduction of a task that does not declare one."""
+    task = trial.task
+    if kinds is not None and "mean" in kinds and "sum" not in kinds:
+        found, words = "mean", "a mean over its items"
+    elif kinds is not None and "sum" in kinds and "mean" not in kinds:
+        found, words = "sum", "a sum over its items"
+    elif one:
+        found, words = "micro-batch", "taken as it is, since a step has one micro-batch"
+    elif alone:
+        found, words = "sum", "that of one sample"
+    elif kinds is None or "sum" in kinds:
+        raise ConfigError(
+            f"whether the task's `loss` is a sum or a mean over its items cannot be told: {what}; declare it: "
+            "reduction = 'sum' or 'mean'"
+        )
+    else:
+        raise _neither(kinds, what)
+    set_found(task, found, takes_gradients(task))
+    trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
+
+
+def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
+    """Raises ConfigError where the loss is not what the task declares."""
+    if kinds is None or task.reduction in kinds:
+        return
+    if task.reduction == "sum" and kinds:
+        raise ConfigError(
+            f"the task's `loss` looks like a mean: {what}; return the sum over the items that `count` counts, or give "
+            "the task reduction = 'mean', or none at all"
+        )
+    if "sum" in kinds:
+        raise ConfigError(
+            f"the task says reduction = 'mean', but its `loss` looks like a sum: {what}; return the mean over the "
+            "items that `count` counts, or leave reduction out"
+        )
+    if not one:
+        raise _neither(kinds, what)
+
+
+def _neither(kinds: dict[str, float], what: str) -> ConfigError:
+    if _SAMPLES in kinds:
+        return ConfigError(
+            f"the task's `loss` is a mean over its samples, and `count` counts other items: {what}; leave `count` out, "
+            "or return the mean, or the sum, over what it counts"
+        )
+    return ConfigError(ways_out(f"the task's `loss` is neither a sum nor a mean over its items: {what}"))
+
+
+def _check_count(found: list[Measure]) -> None:
+    for each in found:
+        whole, first, second = each.items
+        if not each.drew and abs(whole - first - second) > 1e-5 * abs(whole):
+            raise ConfigError(
+                f"the task's `count` finds {whole:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
+                "in their two halves: it must count what the loss sums over (labels, not padding)"
+            )
+
+
+def _warn(trial: Trial, off: float, what: str) -> None:
+    if off > trial.doubt:
+        trial.say(
+            f"warning: the loss is off the {trial.task.reduction} of its parts by {off:.1%} ({what}), as that of a "
+            "router's balance or of class weights without their `count` is: it is computed of each micro-batch by "
+            f"itself, and {'averaged' if averages(trial.task) else 'added up'}"
+        )
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the collectives that are issued while no module of the model runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen, self.depth = list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.depth and getattr(func, "namespace", "").lstrip("_").startswith("c10d"):
+            self.seen.append(func.__name__.partition(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_collectives(model: nn.Module) -> Iterator[None]:
+    """Raises ConfigError, at its end, where a collective was issued outside of the model's forward."""
+    mode = _Collectives()
+
+    def enter(*_: Any) -> None:
+        mode.depth += 1
+
+    def leave(*_: Any) -> None:
+        mode.depth -= 1
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if mode.seen:
+        raise ConfigError(
+            f"--exact cannot hold with a collective inside the task's `loss` ({mode.seen[0]}): what it gathers depends "
+            "on the number of ranks; write `outputs` and `step_loss`, which get all samples of a step"
+        )
