@@ -11,7 +11,7 @@ from toys import train
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, StepResult
-from lockstep.engines.shared import buffers
+from lockstep.engines.shared import moving
 from lockstep.engines.shared.buffers import with_buffers
 
 LENGTH = 200_000
@@ -156,7 +156,7 @@ class Two(World):
 
 def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
-    monkeypatch.setattr(buffers.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    monkeypatch.setattr(moving.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, exact=False)
     for _ in range(4):

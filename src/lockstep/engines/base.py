@@ -58,6 +58,7 @@ class Settings:
         blocks: the model's repeated blocks, in order, where the caller knows them.
         options: the engine's own.
         say: one line for the person, on every rank; the receiver prints rank 0's.
+        wrapper: what an engine of before had put around the model, which the caller may hold, to be used again.
     """
 
     clip: float
@@ -67,6 +68,7 @@ class Settings:
     blocks: tuple[nn.Module, ...]
     options: EngineOptions
     say: Callable[[str], None] = _log
+    wrapper: nn.Module | None = None
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ the whole batch as a contrastive one does, a collation that draws or that fails 
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
+from lockstep.engines.shared.buffers import as_before
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, scalar, seeder
 from lockstep.run.placement import explained
@@ -289,21 +290,17 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
     """In eval mode, or as it is for `training`; afterwards modes, buffers, the task's tensors and the generators are
     what they were."""
     modes = [(module, module.training) for module in model.modules()]
-    own: Iterable[Tensor] = task.state_dict().values()
-    held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
     try:
-        yield
+        with as_before(model, task.state_dict):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
         at_rest(model)
-        with torch.no_grad():
-            for tensor, before in held:
-                tensor.copy_(before)
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
-from lockstep.engines.fsdp.apply import check, shard
+from lockstep.engines.fsdp.apply import again, check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm
 from lockstep.engines.fsdp.usage_check import FILLS_UNUSED, UsageCheck
 from lockstep.engines.shared.ddp_common import check_launched, same_start
@@ -55,7 +55,7 @@ class FSDP:
         if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
             return
-        mesh = shard(model, world, settings)
+        mesh = shard(model, world, settings) if settings.wrapper is None else again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         made = optimizer(model)
         self._exchanged = trained(model, made)
