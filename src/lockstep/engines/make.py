@@ -24,7 +24,7 @@ from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
 from lockstep.engines.shared.moving import Own
 from lockstep.engines.shared.optimizers import check_optimizer
-from lockstep.engines.shared.remade import Changes, Remade, TrainedSet
+from lockstep.engines.shared.remade import UNFROZEN, Changes, Remade, TrainedSet
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.transforms.batchnorm import recording
@@ -49,8 +49,8 @@ __all__ = [
 
 # Engines that cannot be made again around their model, and the way out.
 _UNCHANGED = {
-    "deepspeed": "--engine deepspeed has split what is trained when it was made; have the task's model() hand over what "
-    "is to be trained, or use --engine fsdp"
+    "deepspeed": "--engine deepspeed has split what is trained when it was made; have the task's model() hand over "
+    "what is to be trained, or use --engine fsdp"
 }
 SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
 
@@ -141,9 +141,8 @@ def engine(
         check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
         return made
 
-    if own_steps is not None:
-        if clip or ema:
-            raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
+    if own_steps is not None and (clip or ema):
+        raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
 
     def around(making: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
@@ -244,11 +243,11 @@ def trained_set(engine: Engine) -> TrainedSet | None:
 
 
 def kinds(engine: Engine) -> dict[str, str]:
-    """Name in a state -> what it is: of tensors that forwards write, and of parameters that were unfrozen on the way."""
+    """Name in a state -> what it is, of tensors that forwards write and parameters that were unfrozen on the way."""
     inner = engine.engine if isinstance(engine, Remade) else engine
     found = inner.kinds() if isinstance(inner, Averaged | Buffered) else {}
     since = engine.since if isinstance(engine, Remade) else {}
-    return {f"model/{name}": f"{name}, trained since step {step}" for name, step in since.items()} | found
+    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | found
 
 
 def check_audit(name: str) -> None:

@@ -26,8 +26,8 @@ from lockstep.task import Task, has_own
 __all__ = ["Groups", "engine_of"]
 
 _OF_THE_BASE = (
-    "it is of the adapters' base, which their checkpoints leave out; name it with --lora.modules-to-save from the start, "
-    "or train on from the merged model (lockstep export --format hf --merge)"
+    "it is of the adapters' base, which their checkpoints leave out; name it with --lora.modules-to-save from the "
+    "start, or train on from the merged model (lockstep export --format hf --merge)"
 )
 
 

@@ -37,7 +37,7 @@ class _Place:
         replayed: BatchNorm's replay alone writes it.
         silent: it may be written without torch's count of writes knowing.
         kept, before: its values at the step's begin; at the micro-batch's, None where they are still the same.
-        seen: the tensor that was there then, and torch's count of its writes.
+        seen: the tensor that was there then, and torch's count of its writes; `first`, the same in the first step.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class _Place:
         self.kept: Tensor | None = None
         self.before: Tensor | None = None
         self.seen: tuple[Tensor, int] | None = None
+        self.first: tuple[int, int] | None = None
 
     @property
     def now(self) -> Tensor:
@@ -139,10 +140,11 @@ class Moving:
 
     def kinds(self) -> dict[str, str]:
         """Name in a state -> what it is, of all that forwards were seen to write."""
-        return {p.name if p.own else f"model/{p.name}": p.shown for p in self._places if p.replayed or self._is_moved(p)}
+        return {p.name if p.own else f"model/{p.name}": p.shown for p in self._places if self._is_moved(p)}
 
     def _is_moved(self, place: _Place) -> bool:
-        return place.silent or place in self._shared or place.name in self._before
+        later = place.first is not None and place.first != (id(place.now), place.now._version)
+        return place.replayed or place.silent or place.name in self._before or later
 
     def _look(self) -> None:
         """Takes the task's tensors as they are now, where one of them is followed."""
@@ -161,6 +163,8 @@ class Moving:
             if not place.fits:
                 place.kept = place.now.detach().clone()
             place.seen = (place.now, place.now._version)
+            if not self._steps:
+                place.first = (id(place.now), place.now._version)
         for place in self._resting:
             place.seen = (place.now, place.now._version)
 
@@ -177,7 +181,11 @@ class Moving:
         """The forward was an empty slot's, which moves nothing."""
         self._look()
         moved = self._moved(self._forward, [p.kept if p.before is None else p.before for p in self._forward])
-        _copy([(place.now, before) for place, before in moved if _alike(place.now, before)])
+        moved = [(place, before) for place, before in moved if _alike(place.now, before)]
+        uncounted = [place for place, _ in moved if not place.counted]
+        _copy([(place.now, before) for place, before in moved])
+        for place in uncounted:  # this write is no forward's
+            place.seen = (place.now, place.now._version)
 
     def check(self) -> None:
         """Sees what the forwards of the first two steps write, the same on every rank. Collective, in these steps.
@@ -192,9 +200,9 @@ class Moving:
         if self._steps == _CHECKED:
             self._check_later()
             return
-        self._steps += 1
         counted = {place.name for place in self._forward if place.counted and not place.own and not place.silent}
         found = [place for place, _ in self._moved(self._forward, [place.kept for place in self._forward])]
+        self._steps += 1
         moved = counted | {place.name for place in found}
         for place in found:
             place.silent = place.silent or (not place.counted)
@@ -242,12 +250,12 @@ class Moving:
     def _check_own(self, place: _Place) -> None:
         if place.kept is not None and not place.fits:
             raise ConfigError(
-                f"{place.shown}, had the shape {list(place.kept.shape)} and now has {list(place.now.shape)}: make it as "
-                "large as it will be, and write into it in place"
+                f"{place.shown}, had the shape {list(place.kept.shape)} and now has {list(place.now.shape)}: make it "
+                "as large as it will be, and write into it in place"
             )
         if self._own and self._own.is_copy(place):
             raise ConfigError(
-                f"{place.shown}, is a copy in the task's state_dict(): give the tensor itself, so that it can be put back"
+                f"{place.shown}, is a copy in the task's state_dict(): give the tensor itself, which can be put back"
             )
 
     @staticmethod

@@ -28,9 +28,12 @@ from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
 from lockstep.engines.shared.unused import listed
 from lockstep.errors import LockstepError, PeerError
 
-__all__ = ["Changes", "Make", "MakeAgain", "Remade", "TrainedSet", "set_trained"]
+__all__ = ["UNFROZEN", "Changes", "Make", "MakeAgain", "Remade", "TrainedSet", "set_trained"]
 
-MakeAgain = Callable[[nn.Module, Optimizer], Optimizer]  # (model as the engine holds it, the one of before) -> optimizer
+UNFROZEN = "trained since step"
+MakeAgain = Callable[
+    [nn.Module, Optimizer], Optimizer
+]  # (model as the engine holds it, the one of before) -> optimizer
 _FLAG = attrgetter("requires_grad")
 
 
@@ -48,7 +51,7 @@ class TrainedSet(NamedTuple):
     """Which parameters a run trains, as its checkpoints have it.
 
     Attributes:
-        made: by name, those that were trained, or had been, when the engine was last made: the state's tensors fit them.
+        made: by name, those that were trained, or had been, when the engine was last made: its state fits them.
         now: those that require gradients now.
         since: name -> the step in which it was trained first, of those that were unfrozen on the way.
     """
@@ -282,9 +285,9 @@ class Remade:
         owned = _owned(chosen)
         if left := [name for name in fresh if id(trained[name]) not in owned]:
             raise LockstepError(
-                f"after step {self._steps} the run unfroze {listed(left)}, which the optimizer has in no group: add one "
-                "with add_param_group in the same place, or have the function that makes the optimizer take all that "
-                "requires gradients"
+                f"after step {self._steps} the run unfroze {listed(left)}, which the optimizer has in no group: add "
+                "one with add_param_group in the same place, or have the function that makes the optimizer take all "
+                "that requires gradients"
             )
         return chosen
 
