@@ -246,7 +246,7 @@ def kinds(engine: Engine) -> dict[str, str]:
     """Name in a state -> what it is, of tensors that forwards write and parameters that were unfrozen on the way."""
     inner = engine.engine if isinstance(engine, Remade) else engine
     found = inner.kinds() if isinstance(inner, Averaged | Buffered) else {}
-    since = engine.since if isinstance(engine, Remade) else {}
+    since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
     return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | found
 
 

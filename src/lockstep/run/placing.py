@@ -1,7 +1,7 @@
 """The engine of a run, which is made anew where the ranks change: around the same model and optimizer.
 
 groups = Groups()
-made = engine_of(config, task, model, world, groups, stream, say)
+made = engine_of(config, task, model, world, groups, stream, say, state)
 """
 
 from collections.abc import Callable

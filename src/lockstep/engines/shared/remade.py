@@ -1,8 +1,8 @@
 """An engine that is made again where the set of trained parameters, or the optimizer's groups, change between steps.
 
-    made = Remade(model, world, make, source)       # make: (make optimizer, wrapper, names) -> Engine
-    model.body.requires_grad_(True)                 # between two steps, on every rank
-    with made.accumulate(last=True): ...            # the step that follows trains the body too
+    made = Remade(model, world, make, optimizer, changes)   # make: (make optimizer, wrapper, names) -> Engine
+    model.body.requires_grad_(True)                         # between two steps, on every rank
+    with made.accumulate(last=True): ...                    # the step that follows trains the body too
 
 What an engine knows of the parameters (groups, reducer, averages, shards) it knows from when it was made. So a step
 begins by comparing what requires a gradient, and what the optimizer holds, with what they were then. Optimizer states
@@ -40,10 +40,12 @@ _FLAG = attrgetter("requires_grad")
 class Make(Protocol):
     """Makes an engine around the same model."""
 
-    def __call__(self, optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
-        """Args:
-        wrapper: what the engine of before had put around the model, to be used again; None: there was none.
-        rested: parameters that were trained before, and have averages.
+    def __call__(self, optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str], /) -> Engine:
+        """Make it.
+
+        Args:
+            wrapper: what the engine of before had put around the model, to be used again; None: there was none.
+            rested: parameters that were trained before, and have averages.
         """
 
 
@@ -121,11 +123,8 @@ class Remade:
         self._is_known = known is not None
         self._made = dict.fromkeys(known.made if known else ())  # trained when the engine was made, or before
         self.engine: Engine = make(self._noted(optimizer), None, [*self._made])
+        self.model: nn.Module = self.engine.model
         self._note()
-
-    @property
-    def model(self) -> nn.Module:
-        return self.engine.model
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         if not self._within:
@@ -265,6 +264,7 @@ class Remade:
         del self.engine
         gc.collect()  # hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
         self.engine = self._make(self._noted(lambda held: chosen), wrapper, [*self._made])
+        self.model = self.engine.model
         if chosen is before:
             for group, rate in zip(before.param_groups, present, strict=True):
                 group["lr"] = rate  # a scheduler of one's own goes on from it
