@@ -64,6 +64,17 @@ def test_the_optimizer_that_evaluates_twice_runs(here):
     assert names["result"].status == "finished"
 
 
+def test_the_program_of_what_changes_while_it_trains_runs(here):
+    names = {}
+    for block in blocks("docs/change-while-training.md"):
+        exec(block, names)
+    assert names["run"].status == "finished"
+    flags = [parameter.requires_grad for parameter in names["run"].model.body.parameters()]
+    assert flags == [True] * 4
+    with pytest.raises(lockstep.errors.ConfigError, match="task/seen"):
+        lockstep.train(lockstep.Config(experiment_name="exact", max_steps=4, exact=True), names["Remembering"]())
+
+
 def test_the_documents_name_every_method_and_number():
     task = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
     methods = [name for name, value in vars(lockstep.Task).items() if callable(value) and not name.startswith("_")]

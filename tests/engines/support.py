@@ -44,6 +44,7 @@ def build(
     blocks=False,
     lines=None,
     ema=0.0,
+    own=None,
     **options,
 ):
     """(engine, batches) of a run of `count` steps."""
@@ -69,6 +70,7 @@ def build(
         options=options,
         say=(lines if lines is not None else []).append,
         ema=ema,
+        own=own,
     )
     dataset = task.dataset("train")
     step_plan = StepPlan(size, micro, count * size)

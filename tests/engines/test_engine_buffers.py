@@ -11,8 +11,9 @@ from toys import train
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, StepResult
-from lockstep.engines.shared import buffers
-from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.shared import moving
+from lockstep.engines.shared.buffers import as_before, with_buffers
+from lockstep.errors import ConfigError
 
 LENGTH = 200_000
 
@@ -156,7 +157,7 @@ class Two(World):
 
 def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
-    monkeypatch.setattr(buffers.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    monkeypatch.setattr(moving.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, exact=False)
     for _ in range(4):
@@ -166,3 +167,207 @@ def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monke
     alone = with_buffers(Still(model, True), model, world, exact=False, shared=False)
     moved(alone, 1.0)
     assert sent == []
+
+
+class Silent(torch.nn.Module):
+    """A forward that writes buffers behind torch's count of writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.arange(6.0).reshape(2, 3))
+        self.register_buffer("uses", torch.tensor([3.0, 4.0]))
+        self.register_buffer("holes", torch.tensor([1.0, torch.nan]))
+
+    def forward(self, x):
+        self.codes.data += 1
+        if self.uses.device.type == "cpu":
+            self.uses.numpy()[:] += 1
+        return x
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_first_one_on(knows):
+    model = Silent()
+    del model._buffers["holes"]
+    made = with_buffers(Still(model, knows), model, World(), exact=False)
+    for limit, weights, by in (
+        (1.0, (1.0,), 0),  # not applied
+        (math.inf, (1.0, 0.0, 1.0), 2),
+        (math.inf, (0.0, 1.0), 1),
+        (1.0, (1.0, 1.0), 0),
+    ):
+        assert moved(made, *weights, limit=limit) == {"codes": by, "uses": by}
+
+
+def refused(model, own=None, forward=None):
+    """The line with which exact mode on one rank refuses the second step; "" where it takes it."""
+    made = with_buffers(Still(model, True), model, World(), exact=True, own=own)
+    try:
+        for _ in range(4):
+            with made.accumulate(True):
+                made.backward((forward or model)(torch.zeros(1)))
+            made.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_exact_mode_refuses_by_name_on_one_rank_too():
+    assert "buffer codes" in refused(Silent())
+    still = Silent()
+    assert refused(still, forward=lambda x: x) == ""  # a NaN that stays is no write
+    queue = torch.zeros(4)
+    assert "task/queue" in refused(still, lambda: {"queue": queue}, lambda x: queue.add_(1))
+    assert "task/queue" in refused(still, lambda: {"queue": queue}, lambda x: queue.numpy().__iadd__(1))
+    steps = []
+    late = lambda x: steps.append(0) or (queue.add_(1) if len(steps) == 4 else x)  # noqa: E731
+    assert "task/queue" in refused(still, lambda: {"queue": queue}, late)
+
+
+class Queue:
+    """A task's tensors: a queue that the loss writes in one of several ways, and an average that it does not."""
+
+    def __init__(self, write):
+        self.queue, self.average, self.write = torch.arange(4.0), torch.zeros(3), write
+
+    def state_dict(self):
+        return {"queue": self.queue, "average": self.average}
+
+    def loss(self, x):
+        self.write(self, x)
+        return x.sum()
+
+
+def in_place(task, x):
+    task.queue[:-1] = task.queue[1:].clone()
+    task.queue[-1] = x.sum()
+
+
+def by_another(task, x):
+    task.queue = torch.cat([task.queue[1:], x.sum().reshape(1)])
+
+
+def behind(task, x):
+    task.queue.numpy()[:] = [*task.queue.tolist()[1:], float(x.sum())]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("write", [in_place, by_another, behind])
+def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
+    task, model = Queue(write), torch.nn.Linear(2, 2)
+    made = with_buffers(Still(model, knows), model, World(), exact=False, own=task.state_dict)
+
+    def step(*numbers, limit=math.inf, counts=True):
+        before = task.queue.tolist()
+        for place, number in enumerate(numbers):
+            with made.accumulate(place == len(numbers) - 1, counts):
+                made.backward(task.loss(torch.tensor([abs(number)])), float(number > 0))
+        if counts:
+            made.step(1.0, limit)
+        return before, task.queue.tolist()
+
+    for _ in range(3):
+        before, after = step(5.0, -6.0, 7.0)  # the second is an empty slot
+        assert after == [*before[2:], 5.0, 7.0]
+        before, after = step(8.0, limit=1.0)
+        assert after == before
+        before, after = step(9.0, counts=False)
+        assert after == before
+        task.average += 1  # in the loop's body
+        made.step(1.0)
+        assert task.average.tolist()[0] == task.average.tolist()[2]
+    assert task.average.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_task_tensor_that_cannot_be_put_back_is_refused_by_name():
+    def growing(task, x):
+        task.queue = torch.cat([task.queue, x])
+
+    def once(write, state=Queue.state_dict):
+        task, model = Queue(write), torch.nn.Linear(2, 2)
+        made = with_buffers(Still(model, True), model, World(), exact=False, own=lambda: state(task))
+        with made.accumulate(True):
+            made.backward(task.loss(torch.ones(1)))
+        made.step()
+
+    with pytest.raises(ConfigError, match="task/queue"):
+        once(growing)
+    with pytest.raises(ConfigError, match=r"task/queue.*copy"):
+        once(in_place, lambda task: {"queue": task.queue.clone()})
+
+
+class Coded(Odd):
+    """Buffers and a task's queue that each rank's forward would fill with its own."""
+
+    def forward(self, x):
+        self.table.data.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
+class Queued(Task):
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.queue = torch.zeros(8, dtype=torch.float64)
+        self.untouched = torch.zeros(2)
+
+    def model(self):
+        return Coded(self.rank).double()
+
+    def state_dict(self):
+        return {"queue": self.queue, "untouched": self.untouched}
+
+    def loss(self, model, batch):
+        loss = model(batch) + (self.queue.clone() * batch.sum()).sum()
+        self.queue = torch.cat([self.queue[len(batch) :], batch[:, 0]])
+        return loss
+
+
+def shared(world, names):
+    found = []
+    for name in names:
+        task = Queued(world.rank)
+        settings = {"own": task.state_dict}
+        made, batches = build(world, task, name, size=4, count=5, **settings)
+        train(world, made, batches, task)
+        module = next(part for part in made.model.modules() if isinstance(part, Coded))
+        found.append((module.table.tolist(), task.queue.tolist()))
+    return found
+
+
+def test_what_forwards_write_is_rank_zeros_in_every_engine():
+    first, second = run(shared, 2, ["ddp", "zero", "fsdp"])
+    assert first == second
+    assert all(any(queue) for _, queue in first)
+
+
+class Resizing(torch.nn.Module):
+    """As the observers of quantisation-aware training: buffers that a first forward makes or resizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("later", None)
+
+    def forward(self, x):
+        self.least.resize_(x.shape).copy_(x)
+        self.scale = x.abs().max()
+        self.register_buffer("later", x.clone())
+        self.register_buffer("more", x.clone())
+        return x
+
+
+def test_buffers_that_a_forward_resizes_or_makes_are_as_they_were():
+    model, task = Resizing(), Queue(by_another)
+    least, scale = model.least, model.scale
+    with as_before(model, task.state_dict):
+        model(torch.ones(3))
+        task.loss(torch.ones(1))
+        task.average.add_(1)
+    assert {name: None if b is None else b.tolist() for name, b in model._buffers.items()} == {
+        "least": [],
+        "scale": [1.0],
+        "later": None,
+    }
+    assert (model.least, model.scale) == (least, scale)
+    assert (task.queue.tolist(), task.average.tolist()) == ([0.0, 1.0, 2.0, 3.0], [0.0] * 3)

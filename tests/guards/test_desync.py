@@ -78,3 +78,29 @@ def test_a_fingerprint_takes_no_more_memory_than_a_chunks_places(dtype, monkeypa
     with Largest() as memory:
         word_sum(tensor)
     assert 0 < memory.largest <= 8 << 10
+
+
+def told(kinds, *odd):
+    """What is said where two ranks differ in these tensors."""
+    names = ("model/body.weight", "model/codes", "model/head.weight", "optimizer/head.weight/exp_avg", "task/queue")
+    ranks = [{name: [[0], f"{rank}" if name in odd else "same"] for name in names} for rank in range(2)]
+    return desync._described(ranks, 7, kinds)
+
+
+def test_what_differs_is_said_in_kind_and_memory_is_blamed_where_nothing_else_explains_it():
+    unfrozen = {"model/body.weight": "body.weight, trained since step 4"}
+    codes = {"model/codes": "the buffer codes, which the forward writes"}
+    queue = {"task/queue": "task/queue, which `loss` writes"}
+    weights = ("model/body.weight", "model/head.weight")
+    for kinds, odd, named, memory in (
+        ({}, weights, "model/body.weight", True),
+        (unfrozen, weights, "body.weight, trained since step 4", True),
+        (unfrozen, weights[:1], "body.weight, trained since step 4", False),
+        (unfrozen | codes | queue, (*weights, "model/codes"), codes["model/codes"], False),
+        (unfrozen | codes | queue, (*weights, "model/codes", "task/queue"), queue["task/queue"], False),
+        ({}, (*weights, "task/queue"), "task/queue, which", False),
+        ({}, ("optimizer/head.weight/exp_avg",), "the optimizer state exp_avg of head.weight", True),
+    ):
+        said = told(kinds, *odd)
+        assert named in said, (odd, said)
+        assert ("memory" in said) == memory, (odd, said)

@@ -153,8 +153,7 @@ def test_what_is_no_fault_of_a_device_is_said_as_what_it_is(tmp_path):
     assert len(lines) == 1
     assert "of step 0 was not compared: its data are not the same when they are loaded again" in lines[0]
     assert "other parameters have a gradient: give the model's checkpoint() of activations use_reentrant" in reentrant
-    assert len(other) == 1
-    assert "of step 1 was not compared: the model's buffers, or the task's own tensors, are not the same" in other[0]
+    assert other == []  # what the loss writes of the task's is rank 0's on both after each step
 
 
 def test_a_process_alone_compares_with_itself(tmp_path):

@@ -14,7 +14,7 @@ from toys import Network, Ragged, Sentences
 
 import lockstep
 from lockstep import checkpoint, cli
-from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, ResumeError
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
@@ -142,6 +142,23 @@ def test_a_step_is_what_plain_torch_makes_of_the_formula(tmp_path):
     kept, _ = held(tmp_path / "r")
     torch.testing.assert_close(kept["model/0.lora_A.default.weight"], a.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(kept["model/0.lora_B.default.weight"], b.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_base_is_not_unfrozen_on_the_way_but_adapters_may_be_frozen(tmp_path):
+    run, taken = lockstep.Run(lora(tmp_path), Tuned()), []
+
+    def unfreeze():
+        for step in run:
+            taken.append(step.global_step)
+            named = dict(run.model.named_parameters())
+            if step.global_step == 1:
+                named[next(name for name in named if ".lora_A." in name)].requires_grad_(False)
+            if step.global_step == 3:
+                named[next(name for name in named if "base_layer.weight" in name)].requires_grad_(True)
+
+    with pytest.raises(LockstepError, match=r"base_layer\.weight.*modules.to.save"):
+        unfreeze()
+    assert taken == [1, 2, 3]
 
 
 def test_another_base_is_refused_wherever_the_adapters_are_taken(tmp_path):

@@ -248,9 +248,9 @@ class Queue(Regress):
 
 
 def test_the_tasks_own_state_is_in_the_checkpoint(tmp_path):
-    wanted = go(None, config(tmp_path, "whole"), Queue())
-    go(None, config(tmp_path), Queue(), leave_at=7)
-    assert go(None, config(tmp_path), Queue()) == wanted
+    wanted = go(None, config(tmp_path, "whole", exact=False), Queue())
+    go(None, config(tmp_path, exact=False), Queue(), leave_at=7)
+    assert go(None, config(tmp_path, exact=False), Queue()) == wanted
     assert checkpoint_tensors(tmp_path / "r")["task/shift"] == pytest.approx(0.01 * 48)
 
 
@@ -406,8 +406,8 @@ def test_the_search_for_a_bad_batch_leaves_the_tasks_own_state(tmp_path):
     for name in ("skip", "rollback"):
         task = Queue()
         task.bad = BAD
-        found.append(go(None, config(tmp_path, name, {"nonfinite": name}), task))
-        assert checkpoint_tensors(tmp_path / name)["task/shift"] == pytest.approx(0.01 * 48)
+        found.append(go(None, config(tmp_path, name, {"nonfinite": name}, exact=False), task))
+        assert checkpoint_tensors(tmp_path / name)["task/shift"] == pytest.approx(0.01 * 44)  # of the applied steps
     assert found[0] == found[1]
 
 
@@ -591,4 +591,4 @@ def test_a_rollback_to_the_very_start_takes_own_tensors_along(tmp_path):
     assert left_out(tmp_path) == [5]
     tensors = checkpoint_tensors(tmp_path / "r")
     assert float(tensors["kept.counter/steps"]) == 12  # of the second way alone
-    assert float(tensors["task/total"]) == 1 + 12 * 4
+    assert float(tensors["task/total"]) == 1 + 11 * 4  # the step that is left out moves nothing

@@ -95,6 +95,7 @@ class Settings:
         gradients: takes norms of the gradient by block, in the steps that ask for them.
         penalty: what is added to the loss once a step, of the parameters alone; None: nothing.
         once: the flag under which an optimizer cannot have a step's pass repeated; "": there is none.
+        wrapper: what an engine of before had put around the model, which the caller may hold, to be used again.
     """
 
     clip: float
@@ -107,6 +108,7 @@ class Settings:
     gradients: GradientNorms = NO_NORMS
     penalty: MakePenalty | None = None
     once: str = ""
+    wrapper: nn.Module | None = None
 
 
 class Engine(Protocol):

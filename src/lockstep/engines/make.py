@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,9 @@ from lockstep.engines.shared.exact import check_servable
 from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.shared.hooked import Hooked
 from lockstep.engines.shared.model_init import init_context
+from lockstep.engines.shared.moving import Own
 from lockstep.engines.shared.optimizers import check_embeddings, check_optimizer
+from lockstep.engines.shared.remade import UNFROZEN, Changes, Remade, TrainedSet
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.transforms.batchnorm import recording
@@ -39,14 +41,21 @@ __all__ = [
     "check_shares",
     "check_sharing",
     "engine",
+    "kinds",
     "model_init",
     "name_of",
     "options_for",
     "outliving",
+    "trained_set",
     "undo_step",
 ]
 
 _NORMS = ("single", "ddp", "zero", "fsdp")  # engines that take the norm of each gradient
+# Engines that cannot be made again around their model, and the way out.
+_UNCHANGED = {
+    "deepspeed": "--engine deepspeed has split what is trained when it was made; have the task's model() hand over "
+    "what is to be trained, or use --engine fsdp"
+}
 SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
 
 
@@ -69,6 +78,8 @@ def engine(
     own_steps: OwnSteps | None = None,
     gradients: GradientNorms = NO_NORMS,
     penalty: MakePenalty | None = None,
+    own: Own | None = None,
+    changes: Changes | None = None,
 ) -> Engine:
     """The engine `name` around a model, for the built-in loop or one of your own.
 
@@ -104,6 +115,8 @@ def engine(
         gradients: of the built-in loop, to take norms of the gradient by block.
         penalty: the model without what the engine puts around it -> what is added to the loss once a step, whatever
             the number of micro-batches and ranks: a 0-dim tensor of the parameters alone.
+        own: gives a task's own tensors by name: what a forward writes of them is a part of the step, as buffers are.
+        changes: what a run knows of changes of what is trained, see `Changes`; None: nothing.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
@@ -126,7 +139,7 @@ def engine(
     kind = _kind(name, options)
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    given = tuple(blocks)
+    repeated = tuple(blocks)
     if penalty is not None:
         check_penalty(name, exact=bool(exact_micro_batches) and world.size > 1, own_steps=own_steps is not None)
     once = "--weight-copies step" if copies else ""
@@ -135,7 +148,7 @@ def engine(
         exact_micro_batches,
         sharing,
         scaling,
-        given,
+        repeated,
         options,
         gradients=gradients,
         penalty=penalty,
@@ -152,19 +165,26 @@ def engine(
     def make(held: nn.Module) -> Optimizer:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
         check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
-        gradients.look_at(model, given, made)
+        gradients.look_at(model, repeated, made)
         return made
 
-    if own_steps is not None:
-        if clip or ema:
-            raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
-        return _manual(name, model, make, world, settings, own_steps, hooks)
-    bare = kind(model, make, world, settings)
-    copying: Engine = Copied(bare, copies) if copies else bare
+    if own_steps is not None and (clip or ema):
+        raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
-    watched: Engine = Hooked(copying, hooks) if hooks else copying
-    made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing)
-    return Averaged(made, model, ema, getattr(bare, "masters", None)) if ema else made
+
+    def around(making: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
+        present = dataclasses.replace(settings, wrapper=wrapper)
+        if own_steps is not None:
+            return _manual(name, model, making, world, present, own_steps, hooks)
+        bare = kind(model, making, world, present)
+        copying: Engine = Copied(bare, copies) if copies else bare
+        watched: Engine = Hooked(copying, hooks) if hooks else copying
+        made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
+        return Averaged(made, model, ema, getattr(bare, "masters", None), rested) if ema else made
+
+    given, refused = isinstance(optimizer, Optimizer), _UNCHANGED.get(name, "")
+    changes, follows = changes or Changes(), own_steps is not None
+    return Remade(model, world, around, make, changes, given=given, refused=refused, follows=follows)
 
 
 def _manual(
@@ -256,8 +276,25 @@ def outliving(name: str) -> bool:
 def undo_step(engine: Engine) -> None:
     """Undoes what was begun of a step that did not come to its end. What holds parameters is left as it is: an engine
     of which `outliving` is true changes them last, when no exchange is to come."""
-    if isinstance(engine, Averaged | Buffered):
-        engine.undo_step()
+    inner = engine
+    if isinstance(engine, Remade):
+        engine.leave_step()
+        inner = engine.engine
+    if isinstance(inner, Averaged | Buffered):
+        inner.undo_step()
+
+
+def trained_set(engine: Engine) -> TrainedSet | None:
+    """What the engine trains, where that has changed since a new run would have begun with it; None: it has not."""
+    return engine.trained() if isinstance(engine, Remade) else None
+
+
+def kinds(engine: Engine) -> dict[str, str]:
+    """Name in a state -> what it is, of tensors that forwards write and parameters that were unfrozen on the way."""
+    inner = engine.engine if isinstance(engine, Remade) else engine
+    found = inner.kinds() if isinstance(inner, Averaged | Buffered) else {}
+    since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
+    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | found
 
 
 def check_audit(name: str) -> None:

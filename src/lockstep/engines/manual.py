@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.shared.batchnorm import Replay
+from lockstep.engines.shared.moving import differing
 from lockstep.engines.shared.optimizer_step import total_norm
 from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
@@ -29,6 +30,7 @@ from lockstep.transforms.batchnorm import Recording, recorders
 __all__ = ["Manual"]
 
 Gradients = dict[Tensor, Tensor]
+_CHECKED = 2  # steps in which is found which buffers are written without torch's count of writes
 
 
 class _Kept(NamedTuple):
@@ -47,16 +49,24 @@ class _First(NamedTuple):
     """A buffer as it was at a step's begin: its value, the tensor itself, and torch's count of its writes.
 
     Attributes:
-        silent: a kernel may write it without that count, and no graph reads it.
+        silent: it may be written without that count, and no graph reads it.
+        by_value: nobody knows yet whether it is: its values say so.
     """
 
     value: Tensor
     held: Tensor
     version: int
     silent: bool
+    by_value: bool
 
     def is_written(self, present: Tensor) -> bool:
-        return self.silent or present is not self.held or present._version != self.version
+        return self.silent or self.is_counted(present) or (self.by_value and self.differs(present))
+
+    def is_counted(self, present: Tensor) -> bool:
+        return present is not self.held or present._version != self.version
+
+    def differs(self, present: Tensor) -> bool:
+        return differing([(self.value, present)])[0]  # waits for the device, in the first two steps
 
 
 @final
@@ -81,6 +91,8 @@ class Manual:
         self._blank = False
         self._squares: list[Tensor] = []
         self._first: list[_First] = []
+        self._steps = 0
+        self._silent: set[int] = set()  # places among the others that were written without torch's count of writes
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
@@ -105,7 +117,11 @@ class Manual:
             return StepResult(torch.zeros((), device=device), False)
         if self._replay:
             self._replay.begin()
-        self._first = [_First(b.clone(), b, b._version, silent) for b, silent in self._others()]
+        self._steps += 1
+        self._first = [
+            _First(b.clone(), b, b._version, silent or place in self._silent, self._steps <= _CHECKED)
+            for place, (b, silent) in enumerate(self._others())
+        ]
         self._own.run(weights, self)
         self._end(weights)
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
@@ -176,6 +192,9 @@ class Manual:
     def kept(self) -> _Kept:
         """What the forwards since the last `restore` have left in buffers, which is taken out."""
         found = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
+        if self._steps <= _CHECKED:
+            pairs = enumerate(zip(found, self._pairs(), strict=True))
+            self._silent |= {k for k, (one, (b, first)) in pairs if one is not None and not first.is_counted(b)}
         return _Kept(self._replay.row() if self._replay else None, found)
 
     def recomputing(self) -> AbstractContextManager[None]:
@@ -211,7 +230,8 @@ class Manual:
         graph that is still to be used may hold it."""
         for (buffer, first), value in zip(self._pairs(), values, strict=True):
             if first.is_written(buffer):
-                (buffer.data if first.silent else buffer).copy_(first.value if value is None else value)
+                silent = first.silent or not first.is_counted(buffer)
+                (buffer.data if silent else buffer).copy_(first.value if value is None else value)
 
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -125,7 +126,9 @@ class Zero:
         state = self._update.restore_scaling(state)
         self._materialise()
         forget(self._module, self._zero.optim.state, state)
+        self._adopt(state)
         own = self.state_dict()
+        state = state | self._brought(state, own)
         self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:
@@ -141,6 +144,32 @@ class Zero:
                         value.copy_(given)
                 else:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
+
+    def _adopt(self, state: dict[str, Tensor]) -> None:
+        """Takes over the states of parameters that are frozen now, each on the rank that has it. Collective."""
+        known = {name for part in self._world.gather([*self._named_states()]) for name in part}  # collective
+        for name, tensor in state.items():
+            if name.startswith("optimizer/") and name not in known and _owner(tensor) == self._world.rank:
+                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+                self._zero.optim.state[self._parameter(parameter)][key] = local_of(tensor)
+
+    def _named_states(self) -> Iterator[str]:
+        return (f"optimizer/{name}/{key}" for name, key, _ in self._own_states())
+
+    @torch.no_grad()
+    def _brought(self, state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The states whose owner was another rank, sent to the ranks that have them now. Collective."""
+        found = {}
+        for name in sorted(own.keys() & state.keys()):
+            source, target = _owner(state[name]), _owner(own[name])
+            if source != target and None not in (source, target):
+                given, mine = state[name], local_of(own[name])
+                values = mine.new_empty(given.shape, dtype=given.dtype, device=self._world.device)
+                if source == self._world.rank:
+                    values.copy_(local_of(given))
+                dist.broadcast(values, src=source)  # collective
+                found[name] = values
+        return found
 
     def _materialise(self) -> None:
         """Makes the optimizer's state where no rank has any, of its own parameters on each. Collective."""
@@ -169,6 +198,13 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _owner(tensor: Tensor) -> int | None:
+    """The one rank that has a state; None for a tensor that every rank has."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != 1:
+        return None
+    return int(tensor.device_mesh.mesh.reshape(-1)[0])
 
 
 def _described(value: Any) -> tuple[str, list[int], str]:

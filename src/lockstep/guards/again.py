@@ -77,7 +77,7 @@ class Again:
     ) -> None:
         self._model, self._task, self._loss, self._seed, self._device = model, task, loss, seed, device
         self._kernels = kernels
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = _trained(model)
         self._watched: dict[int, _Watched] = {}
         self._begun, self._state = _Moment(model, task), Digests()
 
@@ -89,6 +89,7 @@ class Again:
     def begin(self) -> None:
         """A step begins whose micro-batches are computed again: keeps what its forwards may move."""
         self._watched = {}
+        self._trained = _trained(self._model)  # which may have changed since the last step
         self._begun, self._state = _Moment(self._model, self._task), _state(self._model, self._task)
 
     @contextmanager
@@ -242,3 +243,7 @@ def named(names: list[str]) -> str:
     more = f" and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}" if parameters else ""
     return " and ".join(part for part in ("the loss" * (LOSS in names), gradient) if part)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -7,6 +7,7 @@ same part of it: all ranks for what is replicated, be it one buffer beside shard
 under hybrid sharding. What one rank alone holds is not read.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ import xxhash
 from torch import Tensor
 
 from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.read import AVERAGE
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
+from lockstep.engines.shared.remade import UNFROZEN
 from lockstep.errors import DifferenceError
 from lockstep.guards.digests import word_sum
 from lockstep.tensors import local_of
@@ -43,12 +46,16 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
     return found
 
 
-def check(state: dict[str, Tensor], world: World, step: int) -> None:
+def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
     """Compares the replicas' states after `step` steps. Every rank calls it. Collective: one exchange of a digest for
     each set of ranks that hold the same parts, and one of the fingerprints where digests differ.
 
+    Args:
+        kinds: gives what is known of tensors that change besides by updates: name -> in words.
+
     Raises:
-        DifferenceError: on every rank, naming the first tensor that differs, and the rank where most ranks agree.
+        DifferenceError: on every rank, naming the tensor that explains the difference, else the first that differs, and
+            the rank where most ranks agree.
     """
     if world.size == 1:
         return
@@ -63,7 +70,7 @@ def check(state: dict[str, Tensor], world: World, step: int) -> None:
     odd = {ranks for ranks, values in found.items() if len(set(values)) > 1}
     if odd:
         shown = {name: value for name, value in mine.items() if _key(holders[name]) in odd}
-        raise DifferenceError(_described(world.gather(shown), step))  # collective
+        raise DifferenceError(_described(world.gather(shown), step, kinds()))  # collective
 
 
 def _holders(tensor: Tensor, world: World, known: dict[Any, list[int]]) -> list[int]:
@@ -93,14 +100,50 @@ def _key(ranks: list[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def _described(ranks: list[dict[str, list[Any]]], step: int) -> str:
+def _described(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:
     names = list(dict.fromkeys(name for each in ranks for name in each))
     odd = [(name, values) for name in names if (values := _differing(ranks, name))]
     if odd:
+        name, cause = _cause([name for name, _ in odd], kinds)
         more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
-        return f"after step {step} {_odd(odd[0][1])} in {odd[0][0]}{more}; go back to a checkpoint, and check memory"
+        return f"after step {step} {_odd(dict(odd)[name])} in {_shown(name, kinds)}{more}; {cause}"
     few = next((name for name in names if len({repr(each.get(name, [""])[0]) for each in ranks}) > 1), "in number")
     return f"after step {step} the replicas differ in which tensors they hold, beginning with {few}; start all alike"
+
+
+_MEMORY = "go back to a checkpoint, and check memory"
+_WRITTEN = (
+    "each rank wrote its own: write the same on every rank in the loop's body, or in the forward from the first step "
+    "on, which makes it rank 0's"
+)
+_UNFROZEN = "go back to a checkpoint, and change what is trained on every rank, after the same step"
+
+
+def _cause(odd: list[str], kinds: Mapping[str, str]) -> tuple[str, str]:
+    """The tensor that explains why these differ, and the way out: what updates do not write comes first."""
+    written = [n for n in odd if n in kinds and not n.startswith("model/")] or [n for n in odd if _is_own(n)]
+    written = written or [n for n in odd if n in kinds and UNFROZEN not in kinds[n]]
+    if written:
+        return written[0], _WRITTEN
+    weights = [name for name in odd if name.startswith("model/")]
+    if weights and all(name in kinds for name in weights):
+        return weights[0], _UNFROZEN
+    return odd[0], _MEMORY
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(("task/", "kept."))
+
+
+def _shown(name: str, kinds: Mapping[str, str]) -> str:
+    if name in kinds:
+        return kinds[name]
+    if name.startswith("optimizer/"):
+        parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+        return f"the optimizer state {key} of {parameter}"
+    if name.startswith(AVERAGE):
+        return f"the average of {name.removeprefix(AVERAGE)}"
+    return f"{name}, which `loss` or the loop's body writes" if _is_own(name) else name
 
 
 def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:

@@ -42,6 +42,7 @@ from lockstep.run.meter import Meter
 from lockstep.run.profiling import Profiling
 from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
 from lockstep.run.session import ReadNumbers, Session
+from lockstep.run.trained import note_body
 from lockstep.sinks import Sinks
 from lockstep.task import items_of_a_sample
 
@@ -52,6 +53,7 @@ __all__ = [
     "handed_on",
     "leave_early",
     "note_best",
+    "note_change",
     "reader",
     "recorded",
     "save",
@@ -190,6 +192,12 @@ def save(works: Works, done: int) -> None:
         with marked("save"):
             works.guards.keep()
             works.recorder.save(done)
+
+
+def note_change(works: Works, built: Built, done: int) -> None:
+    """Note that the loop's body changed what is trained, where the step's checkpoint was begun before the body."""
+    if works.recorder.saved == done and built.config.checkpoint.mode != "none":
+        note_body(built.engine, built.state, built.folder, done, built.world)
 
 
 def settle(works: Works) -> None:

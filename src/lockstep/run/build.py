@@ -49,6 +49,7 @@ from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import TrainingSet, stream_of
 from lockstep.run.task_check import Trial, check_task, recall
+from lockstep.run.trained import begin_as_made, check_held, overlay
 from lockstep.sinks.remote import check
 from lockstep.task import Task, adapted, has_own
 from lockstep.tasks.named import named_task
@@ -70,7 +71,6 @@ class Built:
         batches, evaluation: the training stream, and the evaluation's sets by name (see evaluation_sets.py).
         plan: what a resume must find unchanged.
         source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
-        lr: base learning rate of the optimizer's first group.
         kept: the caller's own objects that have tensors, by name.
         base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
         balancer: decides who computes what, with --shares auto.
@@ -93,7 +93,6 @@ class Built:
     source: Path | None
     state: dict[str, Any]
     loading: list[Any]
-    lr: float
     kept: dict[str, Any]
     base: frozenset[str] = frozenset()
     balancer: Balancer | None = None
@@ -161,6 +160,11 @@ class Built:
     def arguments(self) -> dict[str, Any]:
         """The configuration as it is shown and kept, by dotted name."""
         return options.flat(self.config, own_task=self.own_task)
+
+    @property
+    def lr(self) -> float:
+        """Base learning rate of the optimizer's first group."""
+        return self.groups.rates[0]
 
     @property
     def start(self) -> int:
@@ -268,7 +272,9 @@ def build(
     stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
-    made = engine_of(config, task, model, world, groups, stream, notify(world))
+    unfrozen = begin_as_made(model, state)
+    made = engine_of(config, task, model, world, groups, stream, notify(world), state)
+    on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
     held_out = batches_of(config, task, evaluation, world)
     # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
     if not joins and (source is None or judges(config) or task.reduction == "auto"):
@@ -297,7 +303,6 @@ def build(
         source,
         state,
         [training.loaded, stream.loader, *(each.loader for each in held_out.values())],
-        groups.rates[0],
         {} if kept is None else kept,
         left_out(model, state),
         balancer,
@@ -335,6 +340,7 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
     if found is None:
         return None, _new_state()
     source, state = found
+    overlay(folder, state, world)  # collective
     if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
         noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
         if noted.get("step") == state["global_step"]:

@@ -26,6 +26,7 @@ __all__ = ["RunFolder"]
 
 _END = "ended.json"
 _EVALUATED = "checkpoints/evaluated.json"  # goes where they go
+_TRAINED = "checkpoints/trained.json"
 
 
 class RunFolder:
@@ -127,6 +128,21 @@ class RunFolder:
     def read_evaluated(self) -> dict[str, Any]:
         """What `write_evaluated` noted last; {} for nothing."""
         return self._read(_EVALUATED)
+
+    def write_trained(self, changes: dict[str, Any]) -> None:
+        """Notes, by step, what the body of the loop after that step changed of what is trained."""
+        self.write(_TRAINED, json.dumps(changes) + "\n")
+
+    def read_trained(self) -> dict[str, Any]:
+        """What `write_trained` noted last; {} for nothing."""
+        return self._read(_TRAINED)
+
+    def forget_trained(self, done: int) -> None:
+        """Drops what was noted of steps after `done`, which are taken again."""
+        before = self.read_trained()
+        kept = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
+        if kept != before:
+            self.write_trained(kept)
 
     def _read(self, name: str) -> dict[str, Any]:
         """The object in a small file; {} where it cannot be read."""

@@ -20,6 +20,7 @@ from lockstep import checkpoint
 from lockstep.clock import Clock
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.step_exchange import StepExchange
+from lockstep.engines.make import kinds
 from lockstep.engines.shared.buffers import unmoved
 from lockstep.errors import LockstepError
 from lockstep.guards import desync
@@ -70,7 +71,7 @@ class Guards:
         self._loss = loss_of(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
         if built.start and built.world.size > 1:  # a new run's weights were compared when they were made
-            desync.check(built.all_tensors(), built.world, built.start)  # collective
+            desync.check(built.all_tensors(), built.world, built.start, self._kinds)  # collective
 
     def _audit(self, clock: Clock) -> Audit:
         built = self._built
@@ -121,7 +122,10 @@ class Guards:
         freq, done = self._config.desync_freq, record.step + 1
         replicas = freq and self._built.world.size > 1
         if replicas and (done % freq == 0 or done == self._built.last):  # what is kept at the end is compared too
-            desync.check(self._built.all_tensors(), self._built.world, done)  # collective
+            desync.check(self._built.all_tensors(), self._built.world, done, self._kinds)  # collective
+
+    def _kinds(self) -> dict[str, str]:
+        return kinds(self._built.engine)
 
     def keep(self) -> None:
         """Puts what is known of the steps that were looked at into the run's state."""

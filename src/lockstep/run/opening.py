@@ -18,6 +18,7 @@ from lockstep.errors import CheckpointError
 from lockstep.run import environment
 from lockstep.run.best import brief
 from lockstep.run.build import Built
+from lockstep.run.trained import train_now
 from lockstep.run.weights import weights_in
 from lockstep.sinks import Sinks
 from lockstep.sinks.console import Console
@@ -52,6 +53,7 @@ def open_sinks(built: Built) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
     folder.forget_end()
+    folder.forget_trained(built.start)
     folder.write("config.toml", options.to_toml(config, own_task=built.own_task))
     environment.write(folder.environment, environment.describe() | {"sources": dict(built.task.sources)})
     metrics = JsonLines(folder.metrics, built.start, evaluated=not built.state.get("evaluation_due"))
@@ -94,6 +96,7 @@ def load_state(built: Built) -> None:
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
     elif built.config.init_from:
         _begin_from(built, Path(built.config.init_from).expanduser())
+    train_now(built.model, built.state)
 
 
 def _begin_from(built: Built, path: Path) -> None:

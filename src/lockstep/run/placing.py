@@ -1,11 +1,12 @@
 """The engine of a run, which is made anew where the ranks change: around the same model and optimizer.
 
 groups = Groups()
-made = engine_of(config, task, model, world, groups, stream, say)
+made = engine_of(config, task, model, world, groups, stream, say, state)
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,11 +17,19 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.make import engine
 from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
+from lockstep.engines.shared.remade import Changes, TrainedSet
 from lockstep.errors import ConfigError
+from lockstep.run.adapters import left_out
 from lockstep.run.own_optimizer import optimizer_of
+from lockstep.run.trained import known_set
 from lockstep.task import Task, has_own
 
 __all__ = ["Groups", "engine_of"]
+
+_OF_THE_BASE = (
+    "it is of the adapters' base, which their checkpoints leave out; name it with --lora.modules-to-save from the "
+    "start, or train on from the merged model (lockstep export --format hf --merge)"
+)
 
 
 @dataclass
@@ -38,9 +47,17 @@ class Groups:
 
     def again(self, optimizer: Optimizer) -> Optimizer:
         """The same optimizer for another engine, which takes the rates that it finds as the base ones."""
+        self.rates += [float(group["lr"]) for group in optimizer.param_groups[len(self.rates) :]]
         for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
         return optimizer
+
+    def renewed(self, optimizer: Optimizer) -> None:
+        """Takes another optimizer over the same model, with the states of the one before."""
+        before = self.optimizer
+        self.begun(optimizer)
+        if before is not None:
+            optimizer.state.update(before.state)
 
 
 def check_own_steps(config: Config) -> None:
@@ -64,8 +81,13 @@ def engine_of(
     groups: Groups,
     stream: Batches,
     say: Callable[[str], None],
+    state: dict[str, Any],
 ) -> Engine:
-    """The engine around the model. Where `groups` has an optimizer already, that is kept, with its states."""
+    """The engine around the model. Where `groups` has an optimizer already, that is kept, with its states.
+
+    Args:
+        state: the run's; what is trained is noted there where it changes.
+    """
 
     if task.own_steps:
         check_own_steps(config)
@@ -75,6 +97,17 @@ def engine_of(
             return groups.again(groups.optimizer)
         return groups.begun(optimizer_of(config, task, held))
 
+    def again(held: nn.Module, before: Optimizer) -> Optimizer:
+        trained = {id(p) for p in held.parameters() if p.requires_grad}
+        if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
+            groups.rates += [float(group["lr"]) for group in before.param_groups[len(groups.rates) :]]
+            return before
+        return groups.begun(optimizer_of(config, task, held))
+
+    def changed(trained: TrainedSet) -> None:
+        state["trained"] = trained._asdict()
+
+    fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in left_out(model, state)}
     return engine(
         config.engine,
         model,
@@ -92,4 +125,6 @@ def engine_of(
         own_steps=task.own_steps,
         gradients=groups.gradients,
         penalty=task.penalty if has_own(task, "penalty") else None,
+        own=task.state_dict if has_own(task, "state_dict") else None,
+        changes=Changes(again, fixed, known_set(state), int(state.get("global_step", 0)), changed),
     )

@@ -33,6 +33,7 @@ from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
+from lockstep.run.trained import note
 from lockstep.sinks import Sinks
 from lockstep.transforms.eager import eager
 
@@ -179,6 +180,7 @@ class RunRecorder:
             "plan": built.plan,
             "world_size": built.world.size,
         }
+        note(built.engine, built.state)
 
     def _begin_save(self, done: int) -> None:
         self._note(done)

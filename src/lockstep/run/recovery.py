@@ -35,11 +35,13 @@ from lockstep.guards.start import program
 from lockstep.run.build import Built, build, notify
 from lockstep.run.evaluation_sets import batches_of
 from lockstep.run.opening import claimed, open_sinks
+from lockstep.run.own_optimizer import optimizer_of
 from lockstep.run.placing import engine_of
 from lockstep.run.session import Session
 from lockstep.run.sharing import shares_for
 from lockstep.run.stream import stream_of
 from lockstep.run.task_check import recall
+from lockstep.run.trained import begin_as_made, note, train_now
 from lockstep.sinks.log import open_log
 
 __all__ = [
@@ -111,6 +113,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
     if session.exchange and session.exchange.stop_request != REGROUP:
         session.wishes.stop(session.exchange.stop_request)
     undo_step(built.engine)
+    note(built.engine, built.state)
     for parameter in built.model.parameters():
         parameter.grad = None
     state = built.tensors()
@@ -235,8 +238,14 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = batches_of(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    built.engine = engine_of(config, task, built.model, world, built.groups, built.batches, notify(world))
+    if "trained" in built.state:  # a new process made its optimizer for another set; all make theirs alike
+        begin_as_made(built.model, built.state)
+        built.groups.renewed(optimizer_of(config, task, built.model))
+    parts = (config, task, built.model, world, built.groups, built.batches)
+    built.engine = engine_of(*parts, notify(world), built.state)
     built.load_state_dict(state)  # most of it lies where it did
+    train_now(built.model, built.state)
+    optimizer = built.groups.optimizer
     if furthest.taken == 0 and optimizer is not None:
         optimizer.state.clear()  # made to be loaded into: a first step makes its own
 

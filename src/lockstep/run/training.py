@@ -32,6 +32,7 @@ from lockstep.run.after_step import (
     handed_on,
     leave_early,
     note_best,
+    note_change,
     reader,
     recorded,
     save,
@@ -301,10 +302,12 @@ def _follow(session: Session, built: Built) -> Training:
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
+                note_change(ongoing, built, step.global_step)
                 leave_early(session, ongoing, told, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
+            note_change(ongoing, built, step.global_step)
             if saves:
                 save(ongoing, step.global_step)
             if spent := profiling.after(step.global_step):  # collective, where a trace ends

@@ -6,7 +6,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
@@ -15,7 +16,7 @@ from lockstep.engines.shared.blocks import Blocks, find_blocks
 from lockstep.engines.shared.model_init import check_placeable, place
 from lockstep.errors import ConfigError
 
-__all__ = ["check", "shard"]
+__all__ = ["again", "check", "shard"]
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
@@ -70,6 +71,31 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, options, mesh, settings)
     return mesh
+
+
+def again(model: nn.Module) -> DeviceMesh:
+    """Have a model that is split already exchange the gradients of what requires them now, and return its mesh.
+
+    A unit notes in which dtype its trained parameters are exchanged in its first forward; a unit that had none has
+    noted none.
+
+    Raises:
+        ConfigError: a unit would train parameters of several dtypes.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
+        for each in getattr(state, "_fsdp_param_groups", None) or ([group] if group else []):
+            trained = [one for one in each.fsdp_params if one.sharded_param.requires_grad]
+            if len({one.sharded_param.dtype for one in trained}) > 1:
+                raise ConfigError(
+                    f"--engine fsdp: the block '{name}' would train parameters of several dtypes, which it exchanges "
+                    "together; give them one dtype, or use --engine ddp"
+                )
+            each._init_mp_dtypes()
+    return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 def _mesh(options: EngineOptions, world: World) -> DeviceMesh:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
-from lockstep.engines.fsdp.apply import check, shard
+from lockstep.engines.fsdp.apply import again, check, shard
 from lockstep.engines.fsdp.exact import ExactNorm, ExactReduceScatter, sharded_norm, sharded_norms
 from lockstep.engines.fsdp.usage_check import FILLS_UNUSED, UsageCheck
 from lockstep.engines.shared.ddp_common import check_launched, same_start
@@ -30,6 +30,7 @@ from lockstep.tensors import local_of
 __all__ = ["FSDP"]
 
 _NAME = "--engine fsdp"
+_WATCH = "_lockstep_output_watch"  # an attribute of the model: the hook on its output
 
 
 @final
@@ -59,7 +60,7 @@ class FSDP:
         if settings.exact and world.size == 1:
             self._stay_plain(optimizer)
             return
-        mesh = shard(model, world, settings)
+        mesh = shard(model, world, settings) if settings.wrapper is None else again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         made = optimizer(model)
         self._exchanged = trained(model, made)
@@ -79,7 +80,9 @@ class FSDP:
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
-        model.register_forward_hook(self._watch_output)
+        if watching := vars(model).pop(_WATCH, None):  # of an engine that was here before
+            watching.remove()
+        vars(model)[_WATCH] = model.register_forward_hook(self._watch_output)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         for comm in self._comms:

@@ -11,7 +11,7 @@ whether it was, the device decides: nothing here waits for it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, final
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.engines.base import NOTHING, Engine, Evaluate, StepResult
 from lockstep.engines.shared.buffers import Buffered
+from lockstep.engines.shared.remade import Remade
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
@@ -54,15 +55,25 @@ class Averaged:
 
     Args:
         engine: its parameters are in place.
-        model: the plain module; parameters that require no gradient now have no average.
+        model: the plain module; parameters that require no gradient now have no average, but for `rested`.
         decay: from 0 to below 1.
         masters: averaged in the parameters' place, where the engine has them; a rank keeps the average of its parts.
+        rested: names of parameters that were trained before, whose averages go on.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, decay: float, masters: Masters | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        decay: float,
+        masters: Masters | None = None,
+        rested: Collection[str] = (),
+    ) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._decay, self._masters = engine, decay, masters
-        self._parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        once = set(rested)
+        named = model.named_parameters()
+        self._parameters: dict[str, Tensor] = {n: p for n, p in named if p.requires_grad or n in once}
         if masters:
             self._parameters = {str(place): part for place, part in enumerate(masters.parts())}
         self._averages = {name: _wide(parameter) for name, parameter in self._parameters.items()}
@@ -91,6 +102,10 @@ class Averaged:
         """As `Buffered.undo_step`."""
         if isinstance(self._engine, Buffered):
             self._engine.undo_step()
+
+    def kinds(self) -> dict[str, str]:
+        """As `Buffered.kinds`."""
+        return self._engine.kinds() if isinstance(self._engine, Buffered) else {}
 
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:
@@ -179,7 +194,8 @@ class Averaged:
 
 def averaged(engine: Engine) -> AbstractContextManager[None]:
     """Within, the engine's model has the averaged weights, where it has an average."""
-    return engine.averaged() if isinstance(engine, Averaged) else NOTHING
+    inner = engine.engine if isinstance(engine, Remade) else engine
+    return inner.averaged() if isinstance(inner, Averaged) else NOTHING
 
 
 def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -62,6 +62,7 @@ class ReplicatedEngine:
         self._tree: Tree | None = None
         self._ddp: DistributedDataParallel | None = None
         self._usage: Usage | None = None
+        self._wrapped: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
         self._last, self._backwards = True, 0
         # The first backward of a static graph must be exchanged. DDP's mean leaves what is a mean already as it is, so
         # that it may exchange after every micro-batch.
@@ -140,7 +141,9 @@ class ReplicatedEngine:
         """Makes the DDP object, or makes it anew in place, since the loop has hold of it."""
         options, device = self._settings.options, self._world.device
         off: dict[str, Any] = {_BUFFERS: False}
-        ddp = self._ddp or DistributedDataParallel.__new__(DistributedDataParallel)
+        before = self._ddp or self._settings.wrapper
+        ddp = before if isinstance(before, DistributedDataParallel) else None
+        ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
         DistributedDataParallel.__init__(
             ddp,
             self._module,
@@ -153,7 +156,7 @@ class ReplicatedEngine:
         )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
-        self._ddp = ddp
+        self._ddp, self._wrapped = ddp, self._trained()
 
     def _end_of_first_step(self, usage: Usage) -> None:
         names = usage.missed(self._backwards)
@@ -174,8 +177,9 @@ class ReplicatedEngine:
             ddp._check_reducer_finalized()
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            trained = self._trained()
-            names = [trained[int(k)][0] for k in found[1].split()] if found else ["some parameters"]
+            trained = self._wrapped
+            places = [int(k) for k in found[1].split()] if found else []
+            names = [trained[k][0] for k in places if k < len(trained)] or ["some parameters"]
             raise LockstepError(
                 f"rank {self._world.rank}, --engine {self._name}: the loss of this micro-batch does not use "
                 f"{listed(names)}, though the first step did, so gradients were not exchanged; start with "

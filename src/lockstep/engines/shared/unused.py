@@ -5,6 +5,7 @@ usage.missed(backwards)                 names that one of these backwards did no
 usage.close()
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,8 @@ class Usage:
         self._world = world
         self._counts: list[int] = []
         self._handles: list[Any] = []
+        # Also where the engine is made again before it has asked.
+        self._end = weakref.finalize(self, _remove, self._handles)
         for index, (name, tensor) in enumerate(named):
             parameter: Any = tensor
             self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._counts, index)))
@@ -70,8 +73,12 @@ class Usage:
 
     def close(self) -> None:
         """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
+        self._end()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class Hook:
