@@ -28,8 +28,11 @@ _EXACT = 1e-5  # the share by which rounding may be off
 _SAMPLES = "samples"  # a mean over samples, where `count` counts other items
 
 
-def try_loss(trial: Trial, batch: MicroBatch) -> float:
+def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     """Compute the loss of a batch as step 1 does.
+
+    Returns:
+        The loss, and the names of the numbers beside it.
 
     Raises:
         ConfigError: it is no number with a graph; or `--exact`, and it has a collective of its own.
@@ -40,11 +43,12 @@ def try_loss(trial: Trial, batch: MicroBatch) -> float:
     trial.seed()
     with trial.with_graph(), _no_collectives(model) if alone else ExitStack():
         loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
-        return float(unpacked(loss)[0].detach())  # waits for the device
+        number, beside = unpacked(loss)
+        return float(number.detach()), list(beside)  # waits for the device
 
 
 def loss_number(value: Any) -> float:
-    """A loss as a number, with or without a graph."""
+    """A loss as a number, with or without a graph; without the numbers beside it."""
     with torch.no_grad():
         return float(unpacked(value)[0].detach())  # waits for the device
 
@@ -57,11 +61,12 @@ def check_loss(trial: Trial, training: Batches) -> None:
     """
     task, found = trial.task, list[Measure]()
     if task.reduction == "micro-batch":
-        trial.say(
-            "reduction = 'micro-batch': the loss of each micro-batch of "
-            f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
-            "--micro-batch-size is another training"
-        )
+        if not getattr(task, "framework", ""):  # which the line of the step says
+            trial.say(
+                "reduction = 'micro-batch': the loss of each micro-batch of "
+                f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
+                "--micro-batch-size is another training"
+            )
         return
     if task.divisible:
         probe = _probe(trial)
@@ -88,19 +93,29 @@ def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | N
         a dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None where
         no measure can tell.
     """
-    off, told, drew = {"sum": 0.0, "mean": 0.0, _SAMPLES: 0.0}, False, False
-    for each in found:
-        each_off = _off(each, place)
-        if each_off is None:
-            continue
-        told, drew = True, drew or each.is_random(place)
-        off = {kind: max(off[kind], each_off[kind]) for kind in off}
-    if not told:
+    if any(each.is_random(place) for each in found):
+        return _drawn(found, place)
+    offs = [off for each in found if (off := _off(each, place)) is not None]
+    if not offs:
         return None
-    if off[_SAMPLES] < _EXACT < off["mean"]:  # where items are alike the two means are close, and one is exact
-        off["mean"] = math.inf
-    kinds = {kind: value for kind, value in off.items() if value <= limit}
-    return None if not kinds and drew else kinds  # what is drawn may look like anything
+    worst = {kind: max(off[kind] for off in offs) for kind in offs[0]}
+    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # where items are alike the two means are close, and one is exact
+        worst["mean"] = math.inf
+    return {kind: value for kind, value in worst.items() if value <= limit}
+
+
+def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
+    """The same of a number that depends on random numbers: judged by the factor between a sum and a mean alone."""
+    told = [each for each in found if _off(each, place) is not None]
+    whole = sum((each.whole[place] + (each.again or each.whole)[place]) / 2 for each in told)
+    total = sum(each.first[place] + each.second[place] for each in told)
+    mean = sum(each.mean(place, each.samples) for each in told)
+    gap, noise = abs(total - mean), math.hypot(*(each.noise(place) for each in told))
+    if not noise <= gap / 2:
+        return None
+    if abs(whole - total) < gap / 4:
+        return {"sum": 0.0}
+    return {"mean": 0.0, _SAMPLES: 0.0} if abs(whole - mean) < gap / 4 else None
 
 
 def shown(found: list[Measure], place: int) -> str:
@@ -128,14 +143,7 @@ def _off(each: Measure, place: int) -> dict[str, float] | None:
     if not scale or not all(map(math.isfinite, each.three(place))):
         return None
     wanted = {"sum": first + second, "mean": each.mean(place, each.items), _SAMPLES: each.mean(place, each.samples)}
-    off = {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
-    if not each.is_random(place):
-        return off
-    gap = abs(wanted["sum"] - wanted[_SAMPLES]) / scale
-    sure = [kind for kind in ("sum", _SAMPLES) if off[kind] < gap / 4]
-    if not sure or each.noise(place) > gap * scale / 4:
-        return None
-    return {kind: 0.0 if (kind == "sum") == (sure == ["sum"]) else math.inf for kind in off}
+    return {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
 
 
 def _is_known(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:

@@ -99,7 +99,7 @@ def _first(trial: Trial, training: Batches) -> MicroBatch:
 
 def _check_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
     with _watched(norms, training):
-        loss = try_loss(trial, first)
+        loss, _ = try_loss(trial, first)
     if trial.config.guards.nonfinite == "stop":  # else the guards see to it
         _check_inputs(first, loss)
 

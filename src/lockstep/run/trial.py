@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches, MicroBatch
@@ -31,7 +32,7 @@ from lockstep.loop import seeder
 from lockstep.run.placement import explained
 from lockstep.task import Task
 from lockstep.transforms.eager import eager
-from lockstep.transforms.precision import without_autocast
+from lockstep.transforms.precision import AUTOCAST, without_autocast
 
 __all__ = ["LEAST", "Cut", "Measure", "Probe", "Trial", "as_it_was", "call", "measures"]
 
@@ -143,8 +144,8 @@ class Trial:
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Surround whatever is tried: nothing is left behind."""
         stack = contextlib.ExitStack()
-        for context in (as_it_was(self.model, self.task, self.world.device), eager(), without_autocast(self.plain)):
-            stack.enter_context(context)
+        stack.enter_context(as_it_was(self.model, self.task, self.world.device))
+        stack.enter_context(eager())
         return stack
 
     def first(self, batches: Batches) -> MicroBatch:
@@ -191,14 +192,20 @@ class Trial:
         return found if all(self.world.gather(found is not None)) else None  # collective
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
-        """What `action` returns, and whether it needs a graph; None where it fails on a rank. Collective."""
-        for gradients in (False, True):
-            found = None
-            with contextlib.suppress(Exception), torch.set_grad_enabled(gradients):
-                found = action()
-            if all(self.world.gather(found is not None)):  # collective
-                assert found is not None
-                return found, gradients
+        """What `action` returns, and whether it needs a graph; None where it fails on a rank. Collective.
+
+        It runs in the parameters' dtype, unless the model relies on autocast.
+        """
+        for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
+            for gradients in (False, True):
+                found = None
+                plainly = contextlib.nullcontext() if narrow else without_autocast(self.plain)
+                with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), plainly:
+                    found = action()
+                if all(self.world.gather(found is not None)):  # collective
+                    assert found is not None
+                    self.is_rough = self.is_rough or narrow
+                    return found, gradients
         return None
 
 
@@ -237,11 +244,20 @@ def measures(
             again = trial.attempt(lambda other=other: [tried(other.whole, 1)])  # type: ignore[misc]
             if again is None:
                 break
-            every = [Measure(*each) for each in trial.world.gather(mine._replace(again=again[0][0]))]  # collective
+            held = [[part.held for part in (each.whole, *each.halves)] for each in (cut, other)]
+            drew = cut.drew or not _is_same(*held)
+            mine = mine._replace(again=again[0][0], drew=drew)
+            every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
         found += every
         yield found, needs_graph
     if not found:
         yield found, needs_graph
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same tensors."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
+    return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
 def call(
