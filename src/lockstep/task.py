@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
@@ -33,6 +34,7 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 
 __all__ = [
+    "HALVES",
     "METHODS",
     "REDUCTIONS",
     "VALUES",
@@ -48,6 +50,7 @@ __all__ = [
     "written",
 ]
 
+HALVES = (torch.float16, torch.bfloat16)
 REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
@@ -112,7 +115,9 @@ class Task(ABC):
             a 0-dim tensor; or (that, name -> number) with numbers of your own, see "Numbers of your own" in the
             documentation.
         """
-        return self.step_loss(self.outputs(model, batch))
+        outputs = self.outputs(model, batch)
+        wide = pytree.tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALVES else t, outputs)
+        return self.step_loss(wide)
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
         """Compute what `step_loss` needs of each sample of a batch.

@@ -30,12 +30,11 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.numbers import number_of
 from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
 from lockstep.records import Number
-from lockstep.task import Task, has_own
+from lockstep.task import HALVES, Task, has_own
 
 __all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of"]
 
 WHOLE_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Form(NamedTuple):
@@ -346,7 +345,7 @@ def _leaf(column: Tensor, gradient: bool) -> Tensor:
     column = column.detach()
     if not (column.is_floating_point() or column.is_complex()):
         return column
-    return (column.float() if column.dtype in _HALVES else column).requires_grad_(gradient)
+    return (column.float() if column.dtype in HALVES else column).requires_grad_(gradient)
 
 
 def _gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
