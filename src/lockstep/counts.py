@@ -91,21 +91,25 @@ def first_length(batch: Any) -> int | None:
     return next(_lengths(batch, frozenset()), None)
 
 
-def samples_in(batch: Any, samples: Sequence[Any]) -> int | None:
+def samples_in(batch: Any, samples: Sequence[Any], given: int | None = None) -> int | None:
     """Count the samples of a batch that a `collate` made of `samples`, of which it may have left some out.
 
     Tensors have samples first. Where not all of them do (time first, packed sequences, graphs), but one has as many
     rows as there are samples, these are all there.
 
+    Args:
+        given: how many samples were asked for; None: as many as `samples` holds, which may be a batch already.
+
     Returns:
         None where it cannot be said: nothing in it has a length, or the lengths differ and none is that of `samples`.
     """
-    if first_length(batch) == len(samples):
-        return len(samples)
+    given = len(samples) if given is None else given
+    if first_length(batch) == given:
+        return given
     found = set(_lengths(batch, frozenset(_inside(samples))))
     if len(found) == 1:
         return found.pop()
-    return len(samples) if len(samples) in found else None
+    return given if given in found else None
 
 
 def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:

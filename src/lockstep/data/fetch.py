@@ -106,7 +106,7 @@ class Fetch:
             samples = self._many(key.samples)
         else:
             samples = [self._dataset[sample] for sample in key.samples]
-        if len(samples) != len(key.samples):
+        if not self._collates and len(samples) != len(key.samples):  # an own `collate` may take a batch at once
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
                 f"{self._where(key)}; leave samples out in the task's `collate`"
@@ -125,7 +125,7 @@ class Fetch:
 
     def _items(self, data: Any, samples: list[Any], key: Key) -> float:
         """What the loss is divided by, of this micro-batch; looked at in each, never taken from another one."""
-        each, given = self._each, len(samples)
+        each, given = self._each, len(key.samples)
         if self._counts:
             items = self._counted(data, key)
             if each is not None and items != each * given:
@@ -133,7 +133,7 @@ class Fetch:
             return items
         if not self._collates:  # torch's own keeps every sample
             return (each or 1) * given
-        found = samples_in(data, samples)
+        found = samples_in(data, samples, given)
         if found == 0 or data is None:
             raise DataError(
                 f"the task's `collate` made {'None' if data is None else 'an empty batch'} of {given} samples, at "
