@@ -78,7 +78,7 @@ class Counting(Ragged):
         return super().dataset("train")
 
     def metrics(self, model, batch):
-        return {"said": (float(os.urandom(1)[0] + 256 * os.urandom(1)[0]), 1)}
+        return {"said": (float(os.urandom(1)[0] + 256 * os.urandom(1)[0]), len(batch["input"]))}
 
 
 class Rank(Network):
