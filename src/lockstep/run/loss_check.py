@@ -25,6 +25,7 @@ from lockstep.task import Task, averages, has_own, set_found, takes_gradients
 __all__ = ["check_loss", "fits", "loss_number", "shown", "try_loss", "ways_out"]
 
 _EXACT = 1e-5  # the share by which rounding may be off
+_VOTES = 8  # runs of a loss that draws, at least
 _SAMPLES = "samples"  # a mean over samples, where `count` counts other items
 
 
@@ -111,11 +112,25 @@ def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
     total = sum(each.first[place] + each.second[place] for each in told)
     mean = sum(each.mean(place, each.samples) for each in told)
     gap, noise = abs(total - mean), math.hypot(*(each.noise(place) for each in told))
-    if not noise <= gap / 2:
-        return None
+    if noise > gap / 2:
+        return _by_votes(told, place)
     if abs(whole - total) < gap / 4:
         return {"sum": 0.0}
     return {"mean": 0.0, _SAMPLES: 0.0} if abs(whole - mean) < gap / 4 else None
+
+
+def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
+    """The same where a few large numbers would drown the others: what most runs look like."""
+    votes = list[str]()
+    for each in found:
+        total, mean = each.first[place] + each.second[place], each.mean(place, each.samples)
+        for whole in (each.whole[place], (each.again or each.whole)[place]):
+            nearness = (whole - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
+            votes.append("sum" if nearness > 0.4 else _SAMPLES if nearness > -0.6 else "")
+    most = max(set(votes), key=votes.count, default="")
+    if not most or len(votes) < _VOTES or votes.count(most) < 0.75 * len(votes):
+        return None
+    return {"sum": 0.0} if most == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
 
 
 def shown(found: list[Measure], place: int) -> str:
