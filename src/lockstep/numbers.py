@@ -130,6 +130,9 @@ class Gathered:
         Raises:
             LockstepError: it has other names than those before it.
         """
+        if not parts and not self._names:  # the plain case, in few calls
+            self._names = {}
+            return
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():

@@ -224,9 +224,10 @@ def measured_of(task: Task) -> Measured:
     mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Number]]:
-        loss, found = task.loss(model, batch.data), _NO_NUMBERS
-        if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
-            loss, found = unpacked(loss)
+        loss = task.loss(model, batch.data)
+        if type(loss) is Tensor and not loss.ndim and loss.requires_grad:
+            return loss * batch.items if mean else loss, _NO_NUMBERS
+        loss, found = unpacked(loss)
         factor = batch.items if mean else 1
         parts = {name: number_of(value, batch.items, factor) for name, value in found.items()}
         return loss * batch.items if mean else loss, parts

@@ -230,7 +230,7 @@ class Drawn(Fine):
         ("Length", "`dataset` failed at its plan: OSError: odd (wrong.py:"),
         ("Collate", "`collate` failed at its plan: TypeError: odd (wrong.py:"),
         ("Count", "`count` failed at its plan: IndexError: odd (wrong.py:"),
-        ("Uncounted", "`count` failed at its plan: TypeError: int()"),
+        ("Uncounted", "`count` failed at its plan: TypeError: "),
         ("Blocks", "`blocks` failed at its plan: ValueError: odd (wrong.py:"),
         ("Shape", "`loss` failed at its plan: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("Key", "`loss` failed at its plan: KeyError: 'b' (wrong.py:"),

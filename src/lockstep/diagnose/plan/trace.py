@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.config import Config
-from lockstep.counts import checked
+from lockstep.counts import checked, shown
 from lockstep.data.batches import MicroBatch
 from lockstep.data.fetch import blamed
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
@@ -262,9 +262,15 @@ class _Stage:
     def _batch(self) -> MicroBatch:
         with without_modes():
             real = self._subject.batch(self._size)
-            own = has_own(self._task, "count")
-            items = (asked("count", lambda: checked(self._task.count(real))) if own else self._size) or 0
+            items = asked("count", lambda: self._counted(real)) if has_own(self._task, "count") else self._size
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
+
+    def _counted(self, real: Any) -> float:
+        value = self._task.count(real)
+        found = checked(value)
+        if found is None:
+            raise TypeError(f"{shown(value)} is no number of items")
+        return found
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:
         recorder = self._recorder
