@@ -9,17 +9,16 @@ alone. Nothing needs to be known where a step has one micro-batch.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.passes import unpacked
-from lockstep.run.trial import Measure, Trial, call, measures
+from lockstep.run.trial import Measure, Trial, as_it_was, call, measures
 from lockstep.task import Task, averages, has_own, set_found, takes_gradients
 
 __all__ = ["check_loss", "fits", "loss_number", "shown", "try_loss", "ways_out"]
@@ -40,9 +39,15 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
-    alone = trial.config.exact and trial.world.size > 1 and not task.gathers
+    if trial.world.size > 1 and not task.gathers and task.own_steps is None:
+        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training alone
+            for module in model.modules():
+                module.training = trial.modes.get(module, module.training)
+            trial.seed()
+            with trial.with_graph(), _no_collectives(trial):
+                call("loss", lambda data: task.loss(model, data), batch.data, model, task)
     trial.seed()
-    with trial.with_graph(), _no_collectives(model) if alone else ExitStack():
+    with trial.with_graph():
         loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
         number, beside = unpacked(loss)
         return float(number.detach()), list(beside)  # waits for the device
@@ -258,8 +263,9 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _no_collectives(model: nn.Module) -> Iterator[None]:
-    """Raises ConfigError, at its end, where a collective was issued outside of the model's forward."""
+def _no_collectives(trial: Trial) -> Iterator[None]:
+    """Look for a collective that is issued outside of the model's forward. At its end, exact mode raises ConfigError."""
+    model = trial.model
     mode = _Collectives()
 
     def enter(*_: Any) -> None:
@@ -276,8 +282,12 @@ def _no_collectives(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if mode.seen:
-        raise ConfigError(
-            f"--exact cannot hold with a collective inside the task's `loss` ({mode.seen[0]}): what it gathers depends "
-            "on the number of ranks; write `outputs` and `step_loss`, which get all samples of a step"
-        )
+    if not mode.seen:
+        return
+    what = (
+        f"a collective inside the task's `loss` ({mode.seen[0]}): what it gathers depends on the number of ranks; write "
+        "`outputs` and `step_loss`, which get all samples of a step"
+    )
+    if trial.config.exact:
+        raise ConfigError(f"--exact cannot hold with {what}")
+    trial.say(f"warning: the training is another one on each number of ranks, by {what}")

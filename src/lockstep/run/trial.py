@@ -120,6 +120,7 @@ class Trial:
     ) -> None:
         self.engine, self.plain, self.task, self.world = engine, plain, task, world
         self.config, self.say = config, say
+        self.modes = {module: module.training for module in engine.model.modules()}  # as the training has them
         self._reseed = seeder(0, "check", world.device)
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
         self.is_rough = narrow or config.engine_options.param_dtype not in ("same", "float32")
