@@ -101,8 +101,8 @@ class Dice(Contrastive):
         return 1 - (2 * (p * t).sum(0) / (p.sum(0) + t.sum(0))).mean()
 
 
-def oracle(task, steps, rate):
-    """(losses, parameters) of the task in plain PyTorch: one graph over each step's samples."""
+def oracle(task, steps, rate, left_out=-1):
+    """(losses, parameters) of the task in plain PyTorch: one graph over each step's samples, but for one step."""
     model, data = task.model(), task.dataset("train")
     optimizer, losses = torch.optim.SGD(model.parameters(), rate), []
     for step in range(steps):
@@ -110,6 +110,7 @@ def oracle(task, steps, rate):
         loss = task.step_loss(task.outputs(model, task.collate([data[place] for place in places])))
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if step != left_out:
+            optimizer.step()
         losses.append(loss.item())
     return losses, {name: p.detach() for name, p in model.named_parameters()}

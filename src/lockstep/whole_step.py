@@ -32,7 +32,7 @@ from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
 from lockstep.records import Number
 from lockstep.task import HALVES, Task, has_own
 
-__all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of"]
+__all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of", "zero_of"]
 
 WHOLE_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
 
@@ -325,9 +325,9 @@ def whole_step_of(task: Task, world: World, micro_batches: int, sharing: Sharing
 def checked_outputs(outputs: Any) -> Any:
     """What a task's `outputs` returned. Raises ConfigError unless it is tensors with as many rows each."""
     tensors = pytree.tree_leaves(outputs)
-    odd = next((each for each in tensors if not isinstance(each, Tensor) or not each.ndim), None)
-    if odd is not None or not tensors:
-        what = described(odd) if tensors else "no tensor"
+    odd = [each for each in tensors if not isinstance(each, Tensor) or not each.ndim]
+    if odd or not tensors:
+        what = described(odd[0]) if odd else "no tensor"
         raise ConfigError(
             f"the task's `outputs` returned {what}: it must return a tensor of shape [samples, ...], or a tuple or "
             "dict of such; a number that `step_loss` needs is an output too, as scale.repeat(samples)"
@@ -338,6 +338,11 @@ def checked_outputs(outputs: Any) -> Any:
             f"the task's `outputs` returned tensors of {rows[0]} and of {rows[-1]} rows: each needs one row a sample"
         )
     return outputs
+
+
+def zero_of(outputs: Any) -> Tensor:
+    """Compute 0 from a task's outputs, 0-dim; NaN where one of them is not finite."""
+    return torch.stack([(tensor.detach() * 0).sum().double() for tensor in pytree.tree_leaves(outputs)]).sum()
 
 
 def _leaf(column: Tensor, gradient: bool) -> Tensor:

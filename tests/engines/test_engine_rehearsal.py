@@ -15,6 +15,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.distributed.world import World
+from lockstep.engines.shared.optimizers import check_embeddings
 from lockstep.engines.shared.rehearsal import rehearse
 from lockstep.errors import ConfigError, DataError
 
@@ -304,3 +305,8 @@ def test_a_sparse_gradient_of_a_function_is_refused_in_the_rehearsal():
     )
     with pytest.raises(ConfigError, match="table.*--exact"):
         rehearse(made, lambda: nn.functional.embedding(torch.tensor([1]), made.model["table"], sparse=True).sum())
+
+
+def test_a_sparse_embedding_that_is_the_whole_model_is_named():
+    with pytest.raises(ConfigError, match=r" weight is sparse"):
+        check_embeddings("ddp", nn.EmbeddingBag(2, 2, sparse=True), exact=False, once="")

@@ -127,6 +127,34 @@ def test_a_resume_on_other_ranks_and_unequal_shares_are_the_same_run(tmp_path):
     assert [found[0][0] for found in run(trained, 2, tmp_path, [unequal])] == [wanted] * 2
 
 
+class Planted(tasks.Contrastive):
+    """One sample of step 1 is NaN, in that step's second micro-batch."""
+
+    def dataset(self, split):
+        data = super().dataset(split)
+        if split == "train":
+            data.x[tasks.BATCH + 5] = float("nan")
+        return data
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_is_left_out_and_its_micro_batch_is_named(ranks, tmp_path):
+    given = tmp_path, "planted", {"guards": {"nonfinite": "skip"}, "log_freq": 1, "exact": False}
+    losses, parameters = skipped(lockstep.World(), *given) if ranks == 1 else run(skipped, ranks, *given)[0]
+    wanted, teacher = tasks.oracle(tasks.Contrastive(), 3, RATE, left_out=1)
+    assert [losses[0], losses[2]] == pytest.approx([wanted[0], wanted[2]], rel=1e-12)
+    for name, value in teacher.items():
+        assert torch.tensor(parameters[name], dtype=value.dtype).sub(value).abs().max() < 1e-11
+    said = next((tmp_path / "planted" / "logs").glob("*0*")).read_text()
+    assert "micro-batch 1 (samples 32, 33, 34, 35)" in said
+
+
+def skipped(world, folder, name, changes):
+    with lockstep.Run(settings(folder, name, **changes), Planted(), world) as made:
+        losses = [step.loss for step in made]
+    return losses, {name: p.tolist() for name, p in made.model.named_parameters()}  # no tensor survives its rank
+
+
 def made(**methods):
     return type("Made", (lockstep.Task,), {"model": lambda self: None, "dataset": lambda self, split: None} | methods)()
 
@@ -149,6 +177,9 @@ def test_a_task_has_one_form_of_a_loss(names, named):
 
 
 def test_what_cannot_go_with_it_is_refused(tmp_path):
+    nothing = type("Nothing", (tasks.Contrastive,), {"outputs": lambda self, model, batch: (model(*batch)[0], None)})
+    with pytest.raises(ConfigError, match="None"):
+        lockstep.train(settings(tmp_path, "refused"), nothing())
     for changes, flag in (({"guards": {"audit": 0.5}}, "guards.audit"), ({"eval_micro_batch_size": 3}, "eval")):
         with pytest.raises(ConfigError, match=flag):
             lockstep.train(settings(tmp_path, "refused", **changes), tasks.Contrastive())

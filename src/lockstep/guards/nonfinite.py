@@ -30,14 +30,17 @@ def origin(
     seed: Callable[[int, int], None],
     samples: Callable[[int, int], list[int]],
     world: World,
+    *,
+    whole: bool = False,
 ) -> str:
     """What is known of the first micro-batch with a value that is not finite. Every rank calls it. Collective.
 
     Args:
         plain: the model without what an engine put around it; its modules are watched.
-        loss_of: the loss of a micro-batch, computed through the engine's model.
+        loss_of: the loss of a micro-batch, or what is finite where its outputs are, through the engine's model.
         seed: as in the loop, so that dropout falls as it did.
         samples: of (step, micro-batch).
+        whole: the loss is that of the whole step, so that no micro-batch has one of its own.
     """
     mine: list[Any] | None = None
     losses = iter(step.losses)
@@ -45,16 +48,18 @@ def origin(
         for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
             module, finite = _first(plain, loss_of, batch)
-            before = not batch.weight or math.isfinite(next(losses))
+            before = whole or not batch.weight or math.isfinite(next(losses))
             if mine is None and batch.weight and (module or not finite or not before):
                 mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
     at_rest(plain)
     found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
     if not found:
-        return "the losses are finite: the backward made it"
+        return (
+            f"the {'outputs' if whole else 'losses'} are finite: {'the loss or ' if whole else ''}the backward made it"
+        )
     index, module, finite, chosen, rank = min(found)
     shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
-    where = "every module's output is finite, its loss is not"
+    where = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
     if module:
         where = f"the first output that is not finite is of module '{module}'"
     elif finite:

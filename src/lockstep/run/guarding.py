@@ -35,6 +35,8 @@ from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
 from lockstep.run.kernels import kernels_of
+from lockstep.task import looks_at_whole_step
+from lockstep.whole_step import zero_of
 
 __all__ = ["Guards"]
 
@@ -68,7 +70,7 @@ class Guards:
         relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
-        self._loss = loss_of(built.task)
+        self._loss, self._whole = loss_of(built.task), looks_at_whole_step(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
         if built.start and built.world.size > 1:  # a new run's weights were compared when they were made
             desync.check(built.all_tensors(), built.world, built.start, self._kinds)  # collective
@@ -152,14 +154,16 @@ class Guards:
     def _bad(self, step: ReadStep) -> None:
         built = self._built
         with unmoved(built.own.values()):  # which the loss may move
-            found = origin(
-                step, built.model, self._loss_of, self._seed, built.batches.samples, built.world
-            )  # collective
+            told = built.batches.samples, built.world
+            found = origin(step, built.model, self._loss_of, self._seed, *told, whole=self._whole)  # collective
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
 
     def _loss_of(self, batch: Any) -> Tensor:
-        return self._loss(self._built.engine.model, batch)
+        built = self._built
+        if self._whole:  # a part of the step's samples has no loss, and where they make none it is not theirs
+            return zero_of(built.task.outputs(built.engine.model, batch.data))
+        return self._loss(built.engine.model, batch)
 
     def _spiked(self, step: ReadStep) -> None:
         number = step.record.step

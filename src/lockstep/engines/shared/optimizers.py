@@ -39,8 +39,9 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
     why = "--exact" if exact else once or f"--engine {engine}"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            where = f"{name}.weight".lstrip(".")
             raise ConfigError(
-                f"the gradient of {name}.weight is sparse, and {why} takes dense ones: make the embedding with "
+                f"the gradient of {where} is sparse, and {why} takes dense ones: make the embedding with "
                 "sparse=False, or use --engine single without --exact"
             )
 
