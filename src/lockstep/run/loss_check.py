@@ -268,7 +268,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _no_collectives(trial: Trial) -> Iterator[None]:
-    """Look for a collective that is issued outside of the model's forward. At its end, exact mode raises ConfigError."""
+    """Look for a collective that is issued outside of the model's forward; exact mode raises ConfigError for one."""
     model = trial.model
     mode = _Collectives()
 
