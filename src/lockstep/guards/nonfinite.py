@@ -30,6 +30,8 @@ def origin(
     seed: Callable[[int, int], None],
     samples: Callable[[int, int], list[int]],
     world: World,
+    *,
+    alone: bool = True,
 ) -> str:
     """What is known of the first micro-batch with a value that is not finite. Every rank calls it. Collective.
 
@@ -38,6 +40,8 @@ def origin(
         loss_of: the loss of a micro-batch, computed through the engine's model.
         seed: as in the loop, so that dropout falls as it did.
         samples: of (step, micro-batch).
+        alone: each micro-batch has a loss of its own; else one of the step has none, and `loss_of` is a number that is
+            finite where the micro-batch's outputs are.
     """
     mine: list[Any] | None = None
     losses = iter(step.losses)
@@ -45,16 +49,18 @@ def origin(
         for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
             module, finite = _first(plain, loss_of, batch)
-            before = not batch.weight or math.isfinite(next(losses))
+            before = not alone or not batch.weight or math.isfinite(next(losses))
             if mine is None and batch.weight and (module or not finite or not before):
                 mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
     at_rest(plain)
     found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
+    if not found and not alone:
+        return "every micro-batch's outputs are finite: the loss over the whole step made it, or a backward"
     if not found:
         return "the losses are finite: the backward made it"
     index, module, finite, chosen, rank = min(found)
     shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
-    where = "every module's output is finite, its loss is not"
+    where = f"every module's output is finite, {'its loss is' if alone else 'what `outputs` makes of them is'} not"
     if module:
         where = f"the first output that is not finite is of module '{module}'"
     elif finite:

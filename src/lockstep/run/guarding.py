@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lockstep import checkpoint
 from lockstep.clock import Clock
@@ -35,6 +37,7 @@ from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
 from lockstep.run.kernels import kernels_of
+from lockstep.task import looks_at_whole_step
 
 __all__ = ["Guards"]
 
@@ -153,13 +156,20 @@ class Guards:
         built = self._built
         with unmoved(built.own.values()):  # which the loss may move
             found = origin(
-                step, built.model, self._loss_of, self._seed, built.batches.samples, built.world
+                *(step, built.model, self._loss_of, self._seed, built.batches.samples, built.world),
+                alone=not looks_at_whole_step(built.task),
             )  # collective
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
 
     def _loss_of(self, batch: Any) -> Tensor:
-        return self._loss(self._built.engine.model, batch)
+        """The micro-batch's loss; where it has none of its own, a number that is finite where its outputs are."""
+        task, model = self._built.task, self._built.engine.model
+        if not looks_at_whole_step(task):
+            return self._loss(model, batch)
+        outputs = pytree.tree_leaves(task.outputs(model, batch.data))
+        finite = [tensor.isfinite().all() for tensor in outputs]
+        return torch.where(torch.stack(finite).all(), 0.0, torch.nan)
 
     def _spiked(self, step: ReadStep) -> None:
         number = step.record.step
