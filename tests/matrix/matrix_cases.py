@@ -1,7 +1,7 @@
 """The factors of the matrix, which combinations are runs, and sets of them that have every pair or triple.
 
     for case in covering(everything(), 2): ...      # each pair of two factors' values that a run can have is in one
-    case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after-own")
+    case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after-own-sum")
 
 A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
 """
@@ -44,6 +44,7 @@ class Case(NamedTuple):
     reader: str
     resume: str
     task: str
+    step: str
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in self)
@@ -75,6 +76,8 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
     "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual"),
+    # The loss, what is trained, and how often a step evaluates; tests/run/test_step_property.py mixes these.
+    "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }
 assert tuple(FACTORS) == Case._fields
 
@@ -87,6 +90,10 @@ def refusal(case: Case) -> str:
         return _refused_by_own_steps(case)
     if case.exact and case.model == "buffer":
         return "buffer"
+    if case.step == "closure" and case.engine in ("zero", "fsdp"):
+        return f"--engine {case.engine}"
+    if case.step == "closure" and case.precision == "fp16":
+        return "--precision fp16"
     return ""
 
 
@@ -102,7 +109,13 @@ def _refused_by_own_steps(case: Case) -> str:
 def valid(case: Case) -> bool:
     """Whether the combination is a run, to its end or to the fault that ends it."""
     never_after = case.stops and case.resume == "after"  # there is no after
-    return not refusal(case) and not never_after
+    return not refusal(case) and not never_after and (case.step == "sum" or _shows_the_step(case))
+
+
+def _shows_the_step(case: Case) -> bool:
+    """Whether all else is what a step may depend on: other tasks have losses, or optimizers, of their own."""
+    beside = (case.task, case.workers) == ("default", 0) and case.fault in ("none", "nan", "spike")
+    return beside and case.model in ("mlp", "batchnorm", "tied")
 
 
 def reference(case: Case) -> Case:
@@ -111,7 +124,7 @@ def reference(case: Case) -> Case:
     out = "rollback" if case.task == "manual" else "skip"
     policy = out if case.leaves_out else "stop"
     fault = "none" if case.fault == "killed" else case.fault
-    return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none", case.task)
+    return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none", case.task, case.step)
 
 
 def parse(line: str) -> Case:
@@ -119,7 +132,7 @@ def parse(line: str) -> Case:
     words = line.strip().split("-")
     known = [{str(value): value for value in values} for values in FACTORS.values()]
     if len(words) != len(known) or any(word not in values for word, values in zip(words, known, strict=True)):
-        raise ValueError(f"{line!r} names no case: it is eleven words, one of each of {FACTORS}")
+        raise ValueError(f"{line!r} names no case: it is twelve words, one of each of {FACTORS}")
     return Case(*(values[word] for word, values in zip(words, known, strict=True)))  # type: ignore[arg-type]
 
 

@@ -50,7 +50,7 @@ def scheduled(optimizer, steps):
 
 
 def makers(net):
-    return torch.optim.AdamW(matrix_oracle._groups(net), lr=LR, betas=(0.9, matrix_oracle.BETA2), eps=1e-8)
+    return torch.optim.AdamW(matrix_oracle.groups(net), lr=LR, betas=(0.9, matrix_oracle.BETA2), eps=1e-8)
 
 
 def judging(judge):

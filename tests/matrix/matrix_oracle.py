@@ -6,7 +6,7 @@ It leaves the bad step out because it is told to. The order of the samples is lo
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from matrix_subject import (
     BAD,
     BATCH,
     BOUND,
+    CHANGE,
     HELD_OUT,
     HIDDEN,
     LIMITED,
@@ -22,7 +23,9 @@ from matrix_subject import (
     SILENT,
     STEPS,
     WHOLE,
+    Ascending,
     Samples,
+    change,
     collate,
     evaluates,
     loss_sum,
@@ -30,6 +33,8 @@ from matrix_subject import (
     order,
     seeded,
     steps_of,
+    weights_of,
+    whole_loss,
 )
 from torch import nn
 
@@ -37,7 +42,7 @@ from lockstep.seeds import derive
 
 __all__ = [
     *("ALPHA", "BETA2", "CLIP", "DECAY", "FLOOR", "GAMMA", "HYSTERESIS", "LR", "RANK", "WARMUP", "WEIGHT_DECAY"),
-    *("WINDOW", "Wanted", "base_rate", "oracle"),
+    *("WINDOW", "Wanted", "base_rate", "groups", "oracle"),
 ]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
@@ -69,7 +74,9 @@ class Wanted(NamedTuple):
 
 
 @cache
-def oracle(model, fault, left_out, precision, task="default", steps=None, moved=BATCH // MICRO, begins=(1,) * STEPS):
+def oracle(
+    model, fault, left_out, precision, task="default", steps=None, moved=BATCH // MICRO, begins=(1,) * STEPS, kind="sum"
+):
     """What a run is after so many steps; None: after all.
 
     Args:
@@ -79,15 +86,18 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
             buffers are everybody's.
         begins: by step, what its backwards begin with and the gradient is divided by: under DDP, which averages, the
             ranks. Where these are three, bf16 rounds each gradient to another neighbour.
+        kind: the factor "step" of the case.
     """
     net, data, places = make(model), Samples(model, fault), order()
     if task == "adapters":
         _adapt(net, WHOLE[model])
-    optimizers, whole, evaluations = _optimizers(net, task, model), steps_of(task), {}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups]
+    optimizers, whole, evaluations = _optimizers(net, task, model, kind), steps_of(task), {}
+    all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in all_groups]
     steps = whole if steps is None else steps
     trained = [p for p in net.parameters() if p.requires_grad]
+    if kind == "unfrozen":
+        change("frozen", model, net, CHANGE)
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
     window, most = (WINDOW, HYSTERESIS) if task == "plateau" else (2000, 1)
     spared = most - 1  # overflows that leave the scale as it is
@@ -95,28 +105,36 @@ def oracle(model, fault, left_out, precision, task="default", steps=None, moved=
     averages = {f"average/{name}": p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
     averages = averages | {"averaging/updates": torch.zeros((), dtype=torch.float64)} if task == "options" else {}
     for step in range(steps):
+        change(kind, model, net, step)
         chosen = places[step * BATCH : (step + 1) * BATCH]
         micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
         items = sum(int(batch["kept"].sum()) for batch in micro) if task != "lightning" else SHARE * len(chosen)
         before = _copies(net)
-        for index, batch in enumerate(micro):
-            kept = _copies(net)
-            with _autocast(precision):
-                loss = loss_sum(net, batch)
-            (loss * (begins[step] * scale / items)).backward()
-            if model == "buffer" and index >= moved:
-                _put_back(net, kept)
-        for parameter in trained:
-            parameter.grad /= begins[step] * scale
-        norm = nn.utils.clip_grad_norm_(trained, CLIP)
+
+        def passed(micro=micro, items=items, begin=begins[step] * scale):
+            """Fills the gradients, clipped; their norm."""
+            net.zero_grad()
+            for part, index in _losses(net, micro, items, precision, kind):
+                kept = _copies(net)
+                part(begin)
+                if model == "buffer" and index >= moved:
+                    _put_back(net, kept)
+            for parameter in trained:
+                if parameter.grad is not None:
+                    parameter.grad /= begin
+            return nn.utils.clip_grad_norm_(trained, CLIP)
+
+        norm = passed()
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:
-            for group, rate in zip(groups, rates, strict=True):
+            for group, rate in zip(all_groups, rates, strict=True):
                 group["lr"] = rate * _share(task, step, whole)
                 if task == "options":
                     group["betas"] = (_cycle(whole)[step][1], BETA2)
+            kept = _copies(net)
             for optimizer in optimizers:
-                optimizer.step()
+                optimizer.step(*([passed] if kind == "closure" else []))
+            _put_back(net, kept)
             _learn(averages, net, task)
         else:
             _put_back(net, before)
@@ -203,19 +221,46 @@ def _learn(averages, net, task):
                 held.add_(share * (parameter.detach() - held))
 
 
-def _optimizers(net, task, model):
+def _losses(net, micro, items, precision, kind):
+    """What fills the gradients of a step, by micro-batch: (begin -> None, index)."""
+    found = []
+
+    def alone(begin, batch):
+        with _autocast(precision):
+            if kind == "weighted":
+                error = net(batch["x"], batch["token"]).float() - batch["target"]
+                weights = weights_of(batch)
+                loss = 0.05 * (error.square() * weights).sum()
+                share = 1 / sum(float(weights_of(each).sum()) for each in micro)
+            else:
+                loss, share = loss_sum(net, batch), 1 / items
+        (loss * (begin * share)).backward()
+
+    def together(begin, batch):
+        with _autocast(precision):
+            found.append(net(batch["x"], batch["token"]).float())
+        if batch is micro[-1]:
+            every = {name: torch.cat([each[name] for each in micro]) for name in batch}
+            (whole_loss(torch.cat(found), every) * begin).backward()
+
+    each = together if kind in ("whole", "rows") else alone
+    return [(partial(each, batch=batch), index) for index, batch in enumerate(micro)]
+
+
+def _optimizers(net, task, model, kind):
     if task == "muon":
-        hidden, groups = net.get_parameter(HIDDEN[model]), _groups(net)
-        rest = [group | {"params": [p for p in group["params"] if p is not hidden]} for group in groups]
+        hidden = net.get_parameter(HIDDEN[model])
+        rest = [group | {"params": [p for p in group["params"] if p is not hidden]} for group in groups(net)]
         settings = {"lr": 2 * LR, "weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
         return [torch.optim.AdamW(rest, lr=LR, betas=(0.9, BETA2)), torch.optim.Muon([hidden], **settings)]
     if task != "own":
-        groups = _twice_for_biases(net) if task == "options" else _groups(net)
-        return [torch.optim.AdamW(groups, lr=base_rate(task), betas=(0.9, BETA2), eps=1e-8)]
+        chosen = _twice_for_biases(net) if task == "options" else groups(net)
+        made = Ascending if kind == "closure" else torch.optim.AdamW
+        return [made(chosen, lr=base_rate(task), betas=(0.9, BETA2), eps=1e-8)]
     matrices = [p for p in net.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices}, {"params": vectors, "lr": 200 * LR}]
-    return [torch.optim.SGD(groups, lr=100 * LR, momentum=MOMENTUM)]
+    both = [{"params": matrices}, {"params": vectors, "lr": 200 * LR}]
+    return [torch.optim.SGD(both, lr=100 * LR, momentum=MOMENTUM)]
 
 
 def _seen(steps):
@@ -241,7 +286,7 @@ def _evaluation(net, data, precision, task):
     return {"loss": loss, "items": len(error)} | ({"absolute": absolute, "r2": r2} if task == "own" else {})
 
 
-def _groups(net):
+def groups(net):
     """Matrices decay; vectors and embeddings, tied heads with them, do not."""
     embeddings = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
     trained = [p for p in net.parameters() if p.requires_grad]
@@ -253,7 +298,7 @@ def _groups(net):
 def _twice_for_biases(net):
     """Each parameter in a group of its own; the rate of biases is twice that of the others."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    pairs = [(p, group["weight_decay"]) for group in _groups(net) for p in group["params"]]
+    pairs = [(p, group["weight_decay"]) for group in groups(net) for p in group["params"]]
     twice = {id(p): names[id(p)].endswith(".bias") for p, _ in pairs}
     return [{"params": [p], "weight_decay": decay, "lr": LR * (1 + twice[id(p)])} for p, decay in pairs]
 

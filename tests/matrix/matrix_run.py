@@ -35,7 +35,7 @@ from matrix_oracle import (
     WINDOW,
     base_rate,
 )
-from matrix_subject import BAD, BATCH, HIDDEN, LIMITED, MICRO, STEPS, evaluates, steps_of, subject
+from matrix_subject import BAD, BATCH, CHANGE, HIDDEN, LIMITED, MICRO, STEPS, change, evaluates, steps_of, subject
 from ranks import RankError, preloaded, run
 from shaken import shaken
 
@@ -87,7 +87,7 @@ def starts(case: Case) -> list[Start]:
     """The starts of a case, in order. Half of those that are stopped began on other ranks, under another engine."""
     moves = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
     here = (case.world, case.engine)
-    other = "ddp" if case.task == "manual" else _ANOTHER[case.engine]
+    other = "ddp" if case.task == "manual" or case.step == "closure" else _ANOTHER[case.engine]
     there = (_BEFORE[case.world], other) if moves else here
     found = [(*here, 0, False)]
     if case.resume == "after":
@@ -107,6 +107,8 @@ def begins(case: Case) -> tuple[int, ...]:
     """
     returns = case.fault == "killed" or (case.leaves_out and case.policy == "rollback")  # to that of step 6
     firsts = {0, _STOPS.get(case.resume, 0), BAD - 1 if returns else 0}
+    if case.step in ("unfrozen", "frozen"):
+        firsts.add(CHANGE)  # of an engine that is made again
     found = [1] * STEPS
     for start in reversed(starts(case)):  # the earlier ones took the first steps
         averages = start.engine in ("ddp", "zero") and case.precision != "fp16"
@@ -213,6 +215,7 @@ def _one(world, start, folder):
                 if start.kills and step.record.step == BAD and world.rank == world.size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 average.update(session.model)
+                change(case.step, case.model, task.made(), step.global_step)
                 if step.record.step == steps_of(case.task) - 1:
                     buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
                     torch.save(buffers, folder / f"buffers-{world.rank}.pt")
@@ -224,8 +227,9 @@ def _one(world, start, folder):
 
 
 def task_of(case: Case, folder: Path) -> lockstep.Task:
-    made = lightning_task if case.task in LIGHTNING else subject
-    return made(case.task, case.model, case.fault, folder)
+    if case.task in LIGHTNING:
+        return lightning_task(case.task, case.model, case.fault, folder)
+    return subject(case.task, case.model, case.fault, folder, case.step)
 
 
 def refused(world: World, cases: list[Case], root: Path) -> list[str]:

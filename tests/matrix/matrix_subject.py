@@ -7,6 +7,7 @@ sample: the oracle trains the same models on the same samples in a loop of its o
 import os
 import random
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "BAD",
     "BATCH",
     "BOUND",
+    "CHANGE",
     "HELD_OUT",
     "HIDDEN",
     "LIMITED",
@@ -32,7 +34,9 @@ __all__ = [
     "SILENT",
     "STEPS",
     "WHOLE",
+    "Ascending",
     "Own",
+    "change",
     "evaluates",
     "loss_sum",
     "make",
@@ -40,6 +44,8 @@ __all__ = [
     "seeded",
     "steps_of",
     "subject",
+    "weights_of",
+    "whole_loss",
 ]
 
 BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
@@ -48,6 +54,7 @@ SAMPLES = STEPS * BATCH - MICRO  # the last step is short
 BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
 LIMITED = 9  # of these, with --limit-eval-batches
+CHANGE = 4  # steps, after which the trained set of "unfrozen" and "frozen" changes
 BOUND = 0.25  # of each weight, which the hooks of "hooked" hold
 SHARE = 3.0  # of the outputs of a sample, that a LightningModule's loss, a mean over samples, is divided by
 SILENT = 1  # the step in which the own schedule says nothing
@@ -166,6 +173,46 @@ def loss_sum(model, batch):
     return 0.05 * (error.square() * batch["kept"]).sum()
 
 
+def weights_of(batch):
+    """Of each output, of the loss "weighted": by the sample's token; of one that is not kept 0."""
+    return (0.5 + 0.5 * batch["token"])[:, None] * batch["kept"]
+
+
+def whole_loss(out, batch, own=None):
+    """The mean square error of a step, and the square of the outputs' means, which no sum over samples is.
+
+    Args:
+        own: (outputs, batch) of some samples, whose part of it is returned.
+    """
+    some, rows = own or (out, batch)
+    error = 0.05 * ((some - rows["target"]).square() * rows["kept"]).sum() / batch["kept"].sum()
+    counts = batch["kept"].sum(0).clamp(min=1)
+    part, mean = ((each * kept["kept"]).sum(0) / counts for each, kept in ((some, rows), (out, batch)))
+    return error + 0.05 * (part * mean).sum()
+
+
+def change(step, model, net, done):
+    """Freezes a layer of the model, or trains it from now on, after so many steps."""
+    if step in ("unfrozen", "frozen") and done == CHANGE:
+        net.get_submodule(HIDDEN[model].rpartition(".")[0]).requires_grad_(step == "unfrozen")
+
+
+class Ascending(torch.optim.AdamW):
+    """Takes the gradient where the loss is higher (sharpness-aware minimisation)."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before, norm = [p.clone() for p in held], torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.add_(p.grad, alpha=0.05 / (float(norm) + 1e-12))
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(held, before, strict=True):
+            p.copy_(value)
+        super().step()
+
+
 def collate(samples):
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
@@ -239,6 +286,68 @@ class Subject(lockstep.Task):
 
     def loss(self, model, batch):
         return loss_sum(model, batch)
+
+
+class Changed(Subject):
+    """Its trained set changes: from what it is here to what `change` makes of it."""
+
+    def __init__(self, model, fault, folder, *, frozen):
+        super().__init__(model, fault, folder)
+        self.frozen = frozen
+
+    def model(self):
+        made = super().model()
+        made.get_submodule(HIDDEN[self.name].rpartition(".")[0]).requires_grad_(not self.frozen)
+        return made
+
+
+class Mean(Subject):
+    """Its loss is a mean, which it does not say."""
+
+    def loss(self, model, batch):
+        return loss_sum(model, batch) / batch["kept"].sum()
+
+
+class Weighted(Subject):
+    """A weighted mean; its items are the weights."""
+
+    def count(self, batch):
+        return float(weights_of(batch).sum())
+
+    def loss(self, model, batch):
+        error = model(batch["x"], batch["token"]).float() - batch["target"]
+        weights = weights_of(batch)
+        return 0.05 * (error.square() * weights).sum() / weights.sum()
+
+
+class Whole(Subject):
+    """A loss over the whole step."""
+
+    loss = lockstep.Task.loss
+
+    def outputs(self, model, batch):
+        return {"out": model(batch["x"], batch["token"]).float(), "target": batch["target"], "kept": batch["kept"]}
+
+    def step_loss(self, outputs):
+        return whole_loss(outputs["out"], outputs)
+
+
+class Rows(Whole):
+    """The same, each micro-batch's part by itself."""
+
+    step_loss = lockstep.Task.step_loss
+
+    def step_loss_rows(self, own, whole, first):
+        return whole_loss(whole["out"], whole, (own["out"], own))
+
+
+class Twice(Subject):
+    """Its optimizer evaluates a second time in each step."""
+
+    def optimizer(self, model, config):
+        from matrix_oracle import groups  # which imports this module
+
+        return Ascending(groups(model), lr=config.lr, betas=(0.9, config.optim.beta2))
 
 
 class Adapted(Subject):
@@ -345,8 +454,21 @@ class Own(Subject):
         self.times = int(state["times"])
 
 
-def subject(task, model, fault, folder):
+_STEPS = {
+    "mean": Mean,
+    "weighted": Weighted,
+    "whole": Whole,
+    "rows": Rows,
+    "unfrozen": partial(Changed, frozen=True),
+    "frozen": partial(Changed, frozen=False),
+    "closure": Twice,
+}
+
+
+def subject(task, model, fault, folder, step="sum"):
     """The task of a case."""
+    if step != "sum":
+        return _STEPS[step](model, fault, folder)
     return {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked}.get(task, Subject)(
         model, fault, folder
     )

@@ -102,7 +102,7 @@ def _wanted(case: Case, done: int) -> Wanted:
     if case.task == "manual":
         return manual_oracle(case.model, fault, case.leaves_out, case.precision, done)
     first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // case.world)
-    return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, first, begins(case))
+    return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, first, begins(case), case.step)
 
 
 def compared(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:

@@ -4,7 +4,7 @@ The covering sets have each pair of two factors' values that a run can have, and
 `make test-full` draws more runs from all:
 
     MATRIX_SEED=7 MATRIX_COUNT=200 make test-full       the seed is printed, and drawn where none is given
-    MATRIX_CASES="ddp-exact-2-mlp-0-nan-skip-fp16-late-none-own" make matrix        these alone
+    MATRIX_CASES="ddp-exact-2-mlp-0-nan-skip-fp16-late-none-own-sum" make matrix        these alone
 """
 
 import itertools
@@ -79,7 +79,15 @@ def test_the_covering_sets_have_every_pair_and_triple_that_a_run_can_have():
         *(frozenset({("engine", engine), ("task", "manual")}) for engine in ("zero", "fsdp")),
         frozenset({("policy", "skip"), ("task", "manual")}),
         frozenset({("precision", "fp16"), ("task", "manual")}),
+        *(frozenset({("step", step), pair}) for step in FACTORS["step"][1:] for pair in _BESIDE),
+        *(frozenset({("step", "closure"), pair}) for pair in (*_ZERO, ("precision", "fp16"))),
     }
+
+
+_ZERO = [("engine", "zero"), ("engine", "fsdp")]
+# What a step does not depend on, or is of its own.
+_BESIDE = [("workers", 2), ("fault", "error"), ("fault", "killed"), ("model", "buffer"), ("model", "rotary")]
+_BESIDE += [("task", task) for task in FACTORS["task"][1:]]
 
 
 def test_contributing_says_how_many_they_are():
@@ -109,13 +117,15 @@ def loaded_once():
 @pytest.mark.usefixtures("loaded_once")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
-    base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default")._replace(world=world)
+    base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default-sum")._replace(world=world)
     cases = [base._replace(engine="single")] if world > 1 else []
     cases += [base._replace(engine=engine, sums="exact", model="buffer") for engine in ("ddp", "zero", "fsdp")]
     if world == 2:  # whatever the world
         own = base._replace(task="manual")
         cases += [own._replace(engine="zero"), own._replace(engine="fsdp"), own._replace(policy="skip")]
         cases += [own._replace(precision="fp16")]
+        twice = base._replace(step="closure")
+        cases += [twice._replace(engine="zero"), twice._replace(engine="fsdp"), twice._replace(precision="fp16")]
     assert all(refusal(case) for case in cases)
     for said in run(refused, world, cases, tmp_path):
         for case, line in zip(cases, said, strict=True):
@@ -143,7 +153,7 @@ def test_the_oracle_sees_each_part_that_it_is_to_see(model):
         assert not buffers[name].equal(moved[name]), "a step that is left out moves no buffer"
 
 
-OWN = parse("single-plain-1-mlp-0-none-stop-float32-now-none-own")
+OWN = parse("single-plain-1-mlp-0-none-stop-float32-now-none-own-sum")
 
 
 def _after_a_resume(step, whole, own=matrix_oracle._own_factor):
@@ -203,7 +213,7 @@ def test_a_mistake_in_options_beyond_the_defaults_is_noticed(monkeypatch):
     for name, value in (
         ("_cycle", lambda whole, made=matrix_oracle._cycle: made(STEPS)),
         ("_cycle", lambda whole: [(share, 0.9) for share, _ in cycle]),
-        ("_twice_for_biases", matrix_oracle._groups),
+        ("_twice_for_biases", matrix_oracle.groups),
         ("_learn", lambda *_: None),
         ("DECAY", 0.5),
     ):

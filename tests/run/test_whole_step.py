@@ -11,7 +11,7 @@ from small_runs import config
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.task import adapted
 
 RATE = 0.5
@@ -183,6 +183,40 @@ def test_what_cannot_go_with_it_is_refused(tmp_path):
     for changes, flag in (({"guards": {"audit": 0.5}}, "guards.audit"), ({"eval_micro_batch_size": 3}, "eval")):
         with pytest.raises(ConfigError, match=flag):
             lockstep.train(settings(tmp_path, "refused", **changes), tasks.Contrastive())
+
+
+class Bad(tasks.Contrastive):
+    """A sample of the second step is NaN, or the loss of that step."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def dataset(self, split):
+        found = super().dataset(split)
+        if self.where == "sample" and split == "train":
+            found.x[tasks.BATCH + 9] = torch.nan
+        return found
+
+    def outputs(self, model, batch):
+        a, b, scale = super().outputs(model, batch)
+        return a, b, scale, batch[0]
+
+    def step_loss(self, outputs):
+        second = tasks.Pairs(3 * tasks.BATCH).x[tasks.BATCH : 2 * tasks.BATCH]
+        is_bad = self.where == "loss" and torch.equal(outputs[3], second)
+        return super().step_loss(outputs[:3]) * (torch.nan if is_bad else 1)
+
+    def metrics(self, model, batch):
+        return {}
+
+
+@pytest.mark.parametrize(("where", "named"), [("sample", "micro-batch 2 "), ("loss", "whole step")])
+def test_what_is_not_finite_is_named_and_left_out(where, named, tmp_path):
+    with pytest.raises(LockstepError, match=named):
+        lockstep.train(settings(tmp_path, "stops"), Bad(where))
+    with lockstep.Run(settings(tmp_path, "skips", guards={"nonfinite": "skip"}), Bad(where)) as made:
+        assert [step.applied for step in made] == [True, False, True]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

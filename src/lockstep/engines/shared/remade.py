@@ -141,9 +141,12 @@ class Remade:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._within, self._begun = False, True
+        self._within = self._begun = True  # a pass that the optimizer repeats begins no step
         self._steps += 1
-        return self.engine.step(factor, limit, momentum, evaluate)
+        try:
+            return self.engine.step(factor, limit, momentum, evaluate)
+        finally:
+            self._within = False
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         self.engine.rehearse(loss)
