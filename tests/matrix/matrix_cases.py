@@ -90,6 +90,8 @@ def refusal(case: Case) -> str:
         return _refused_by_own_steps(case)
     if case.exact and case.model == "buffer":
         return "buffer"
+    if case.exact and case.task == "own":  # whose loss writes its tensors
+        return "task/"
     if case.step == "closure" and case.engine in ("zero", "fsdp"):
         return f"--engine {case.engine}"
     if case.step == "closure" and case.precision == "fp16":

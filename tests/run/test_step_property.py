@@ -62,7 +62,7 @@ def assert_is_plain(case, found):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-10, msg=str(case))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(cases, st.booleans())
 def test_one_process_is_plain_torch_or_refuses(tmp_path_factory, case, exact):
     assert_is_plain(case, trained(lockstep.World(), tmp_path_factory.mktemp("run"), case, exact=exact))

@@ -53,10 +53,10 @@ def origin(
                 mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
     at_rest(plain)
     found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
+    if not found and whole:
+        return "every micro-batch's outputs are finite: the loss over the whole step made it, or a backward"
     if not found:
-        return (
-            f"the {'outputs' if whole else 'losses'} are finite: {'the loss or ' if whole else ''}the backward made it"
-        )
+        return "the losses are finite: the backward made it"
     index, module, finite, chosen, rank = min(found)
     shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
     where = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
