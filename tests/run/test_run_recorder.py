@@ -56,6 +56,8 @@ class Task(lockstep.Task):
     wanted: float = 0.0
     scripted: tuple = ()
     evaluations: int = 0
+    begun: bool = False  # the training has; what is tried before it does not count
+    reduction = "sum"
 
     def model(self):
         return Point()
@@ -72,7 +74,10 @@ class Task(lockstep.Task):
     def loss(self, model, batch):
         split, values = batch
         if split == "train":
+            self.begun = self.begun or model.training
             return model(values).sum()
+        if self.scripted and not self.begun:
+            return model(values).sum() * 0 + self.scripted[0] * len(values)
         if self.scripted:
             place, self.evaluations = self.evaluations // 3, self.evaluations + 1  # five samples are three forwards
             return model(values).sum() * 0 + self.scripted[place] * len(values)

@@ -66,7 +66,12 @@ def check_task(
 
 
 def _rehearse(trial: Trial, first: MicroBatch) -> None:
-    """What follows the loss in step 1: backward, norm and the optimizer's step, on copied state."""
+    """What follows the loss in step 1: backward, norm and the optimizer's step, on copied state.
+
+    Not of another library's module, whose hooks would be called for a step that is none.
+    """
+    if trial.task.hooks is not None or getattr(trial.task, "framework", ""):
+        return
     loss = loss_of(trial.task)
 
     def compute() -> Tensor:

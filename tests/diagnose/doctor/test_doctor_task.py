@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lockstep.diagnose.doctor import task as checked
 from lockstep.engines.shared import ddp_common
 from lockstep.errors import DataError
-from lockstep.run import task_check
+from lockstep.run import trial
 from lockstep.run.placement import elsewhere, explained
 from lockstep.task import Task
 
@@ -160,9 +160,9 @@ def test_train_says_which_tensor_stands_where():
     model.scale = model.scale.to("meta")
     batch = torch.ones(2, 4)
     with pytest.raises(DataError, match="failed at the first micro-batch.*attribute 'scale', no buffer on meta"):
-        task_check._called("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
+        trial.call("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
     with pytest.raises(DataError) as caught:
-        task_check._called("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
+        trial.call("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
     assert "no buffer" not in str(caught.value)
 
 
