@@ -40,7 +40,7 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
-    if trial.world.size > 1 and not task.gathers and task.own_steps is None:
+    if trial.config.exact and trial.world.size > 1 and not task.gathers and task.own_steps is None:
         with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training alone
             for module in model.modules():
                 module.training = trial.modes.get(module, module.training)
@@ -268,7 +268,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _no_collectives(trial: Trial) -> Iterator[None]:
-    """Look for a collective that is issued outside of the model's forward; exact mode raises ConfigError for one."""
+    """Raises ConfigError, at its end, where a collective was issued outside of the model's forward."""
     model = trial.model
     mode = _Collectives()
 
@@ -292,6 +292,4 @@ def _no_collectives(trial: Trial) -> Iterator[None]:
         f"a collective inside the task's `loss` ({mode.seen[0]}): what it gathers depends on the number of ranks; "
         "write `outputs` and `step_loss`, which get all samples of a step"
     )
-    if trial.config.exact:
-        raise ConfigError(f"--exact cannot hold with {what}")
-    trial.say(f"warning: the training is another one on each number of ranks, by {what}")
+    raise ConfigError(f"--exact cannot hold with {what}")
