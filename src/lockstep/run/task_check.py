@@ -70,7 +70,8 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
 
     Not of another library's module, whose hooks would be called for a step that is none.
     """
-    if trial.task.hooks is not None or getattr(trial.task, "framework", ""):
+    framework: str = getattr(trial.task, "framework", "")
+    if trial.task.hooks is not None or framework:
         return
     loss = loss_of(trial.task)
 
