@@ -111,8 +111,6 @@ def _refused_by_own_steps(case: Case) -> str:
 def valid(case: Case) -> bool:
     """Whether the combination is a run, to its end or to the fault that ends it."""
     never_after = case.stops and case.resume == "after"  # there is no after
-    if case.task == "own" and (case.fault in ("nan", "spike") or case.precision == "fp16"):
-        return False  # a step that is left out moves nothing of a task's own tensors: tests/run/test_seam.py has it
     return not refusal(case) and not never_after and (case.step == "sum" or _shows_the_step(case))
 
 

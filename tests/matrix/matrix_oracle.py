@@ -104,6 +104,7 @@ def oracle(
     average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
     averages = {f"average/{name}": p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
     averages = averages | {"averaging/updates": torch.zeros((), dtype=torch.float64)} if task == "options" else {}
+    taken = []  # the steps that are applied
     for step in range(steps):
         change(kind, model, net, step)
         chosen = places[step * BATCH : (step + 1) * BATCH]
@@ -127,6 +128,7 @@ def oracle(
         norm = passed()
         applied = math.isfinite(norm) and not (left_out and step == BAD)
         if applied:
+            taken.append(step)
             for group, rate in zip(all_groups, rates, strict=True):
                 group["lr"] = rate * _share(task, step, whole)
                 if task == "options":
@@ -158,7 +160,7 @@ def oracle(
         return Wanted(
             *({_inside(name): tensor for name, tensor in all.items()} for all in (state, _copies(net))), evaluations
         )
-    return Wanted(state | (_seen(steps) if task == "own" else {}), _copies(net), evaluations)
+    return Wanted(state | (_seen(taken) if task == "own" else {}), _copies(net), evaluations)
 
 
 def _inside(name):
@@ -264,9 +266,11 @@ def _optimizers(net, task, model, kind):
 
 
 def _seen(steps):
-    """What the task's own loss notes of each step: of one that is left out too, and of each once."""
-    trace = sum((step + 1) * 0.5 ** (steps - 1 - step) for step in range(steps))
-    counts = {"task/times": torch.tensor(steps), "task/last": torch.tensor(steps - 1)}
+    """What the task's own loss notes of these steps, which are applied: of each once."""
+    trace, last = 0.0, -1
+    for step in steps:
+        trace, last = trace * 0.5 + step + 1, step
+    counts = {"task/times": torch.tensor(len(steps)), "task/last": torch.tensor(last)}
     return counts | {"task/trace": torch.tensor(trace, dtype=torch.float64)}
 
 

@@ -414,6 +414,7 @@ class Own(Subject):
 
         self.r2 = R2Score()
         self.times = 0  # steps seen: as a plain number, which only load_state_dict brings back
+        self.last: int | None = None  # the step that was counted last
         zero = torch.zeros((), dtype=torch.int64)
         self.seen = {"times": zero, "last": zero - 1, "trace": torch.zeros((), dtype=torch.float64)}
 
@@ -434,7 +435,10 @@ class Own(Subject):
     def loss(self, model, batch):
         step, seen = batch["step"][0], self.seen
         if step != seen["last"]:  # in a rank's first forward of a step: so alike on all, however many they are
-            self.times += model.training
+            if model.training:
+                was_put_back = self.last is not None and self.last != int(seen["last"])
+                self.times += 0 if was_put_back else 1  # a step that is left out moves no tensor, and so no number
+                self.last = int(step)
             seen["times"].fill_(self.times)
             seen["last"].copy_(step)
             seen["trace"].mul_(0.5).add_(step + 1)
@@ -451,7 +455,7 @@ class Own(Subject):
         return self.seen
 
     def load_state_dict(self, state):
-        self.times = int(state["times"])
+        self.times, self.last = int(state["times"]), int(state["last"])
 
 
 _STEPS = {

@@ -202,7 +202,7 @@ def test_the_tasks_state_that_is_lost_in_a_resume_is_noticed(lost):
         for _ in range(2):
             task.loss(model, batch | {"step": torch.tensor([step])})
     found = {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
-    assert bool(compared(OWN, found, matrix_oracle._seen(STEPS))) == (lost != "nothing")
+    assert bool(compared(OWN, found, matrix_oracle._seen(range(STEPS)))) == (lost != "nothing")
 
 
 def test_a_mistake_in_options_beyond_the_defaults_is_noticed(monkeypatch):
