@@ -1,6 +1,6 @@
-"""What a loss over the whole step costs: python bench/step_loss.py [--rounds 15] [--size 256]
+"""The cost of a loss over the whole step: python bench/step_loss.py [--rounds 15] [--size 256]
 
-A ResNet-like MLP of two towers, InfoNCE over all pairs of a step, 8 micro-batches a step on one process, and one
+Two towers of plain layers, InfoNCE over all pairs of a step, 8 micro-batches a step on one process, and one
 micro-batch a rank on two. Contestants, in turns on the same data and model:
 
     one pass            lockstep, a loss that is a sum over its items (what a step of one pass costs)

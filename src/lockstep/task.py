@@ -91,7 +91,10 @@ class Task(ABC):
     own_steps: OwnSteps | None = None
     divisible: bool = True
     attention_mask: bool | None = None
-    gathers = False  # an adapter's: its framework has collectives in `loss`, for what it logs
+    # Of adapters, and of wrappers around a task; no user sets these.
+    framework = ""  # whose batches are micro-batches
+    gathers = False  # it has collectives in `loss`, for what it logs
+    is_compared = False  # what it trains is compared between numbers of ranks
 
     @abstractmethod
     def model(self) -> nn.Module:

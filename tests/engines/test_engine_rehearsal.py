@@ -16,7 +16,6 @@ from toys import Ragged
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.engines.shared.optimizers import check_embeddings
-from lockstep.engines.shared.rehearsal import rehearse
 from lockstep.errors import ConfigError, DataError
 
 TASK = Ragged()
@@ -51,7 +50,7 @@ def _digest(world, name, make, rehearsed, exact=False, **options):
     for step, group in batches.from_step(0):
         often = 1 if options.get("static_graph") else 2  # which begins anew, and so exchanges another way
         if rehearsed and step < often:  # before the first step, and with states that there are
-            rehearse(made, lambda group=group: TASK.loss(made.model, group[0].data))
+            made.rehearse(lambda group=group: TASK.loss(made.model, group[0].data))
             assert all(parameter.grad is None for parameter in made.model.parameters())
         evaluate = Pass(made, group)
         evaluate.again()
@@ -95,7 +94,7 @@ def test_an_optimizer_that_fails_is_one_line_and_leaves_no_trace():
     made = lockstep.engine("single", model, optimizer, World())
     line = r"Broken.*IndexError: no such group \(test_engine_rehearsal\.py:\d+\)"
     with pytest.raises(DataError, match=line) as caught:
-        rehearse(made, lambda: made.model(torch.ones(3, 2)).sum())
+        made.rehearse(lambda: made.model(torch.ones(3, 2)).sum())
     assert "\n" not in str(caught.value)
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
@@ -108,7 +107,7 @@ def test_torchs_own_refusals_are_one_line():
         model = nn.Embedding(4, 2, sparse=sparse)
         made = lockstep.engine("single", model, make(model.parameters()), World())
         with pytest.raises(DataError, match=make.__name__) as caught:
-            rehearse(made, lambda made=made: made.model(torch.tensor([1])).sum())
+            made.rehearse(lambda made=made: made.model(torch.tensor([1])).sum())
         assert "\n" not in str(caught.value)
 
 
@@ -128,7 +127,7 @@ def _slopes(world, name, exact=False):
         (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
         return (found.square() + slope.square().sum(1, keepdim=True)).mean()
 
-    rehearse(made, lambda: loss(0))
+    made.rehearse(lambda: loss(0))
     norms, mine = [], range(2) if world.size == 1 else [world.rank]
     for _ in range(3):
         for place in mine:
@@ -161,7 +160,7 @@ def _refusals(world):
             made, batches = build(world, TASK, name, make=lambda m: Sam(m.parameters()), exact=exact)
             _, group = next(iter(batches.from_step(0)))
             try:
-                rehearse(made, lambda made=made, group=group: TASK.loss(made.model, group[0].data))
+                made.rehearse(lambda made=made, group=group: TASK.loss(made.model, group[0].data))
             except ConfigError as error:
                 found[name, exact] = str(error)
     return found
@@ -179,7 +178,7 @@ def test_float16_repeats_no_pass():
     model = nn.Linear(2, 1)
     made = lockstep.engine("single", model, Sam(model.parameters()), World(), loss_scaling=True)
     with pytest.raises(ConfigError, match="--precision fp16"):
-        rehearse(made, lambda: made.model(torch.ones(3, 2)).sum())
+        made.rehearse(lambda: made.model(torch.ones(3, 2)).sum())
 
 
 def test_without_a_way_to_evaluate_an_optimizer_gets_no_closure():
@@ -265,7 +264,7 @@ def test_sparse_adam_is_plain_torch():
     for resumed in (False, True):
         model, optimizer, batches = _sparse(0.5)
         made = lockstep.engine("single", model, optimizer, World(), clip=0.5)
-        rehearse(made, lambda made=made, first=batches[0]: made.model(first).square().mean())
+        made.rehearse(lambda made=made, first=batches[0]: made.model(first).square().mean())
         found = []
         for step, batch in enumerate(batches):
             if resumed and step == 3:
@@ -304,7 +303,7 @@ def test_a_sparse_gradient_of_a_function_is_refused_in_the_rehearsal():
         "single", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), World(), exact_micro_batches=4
     )
     with pytest.raises(ConfigError, match="table.*--exact"):
-        rehearse(made, lambda: nn.functional.embedding(torch.tensor([1]), made.model["table"], sparse=True).sum())
+        made.rehearse(lambda: nn.functional.embedding(torch.tensor([1]), made.model["table"], sparse=True).sum())
 
 
 def test_a_sparse_embedding_that_is_the_whole_model_is_named():

@@ -13,6 +13,7 @@ from lockstep.data.order import Sequential
 from lockstep.errors import UsageError
 from lockstep.run.evaluating import evaluate_run
 from lockstep.run.using import Wanted
+from lockstep.verify.wrappers import TaskWrapper
 
 WEIGHTS = torch.tensor([10.0, 1.0, 1.0, 0.1], dtype=torch.float64)
 STEPS, RATE = 3, 0.1
@@ -381,16 +382,21 @@ def test_what_cannot_be_told_asks_for_the_reduction(tmp_path):
 
 
 class Gathered(Vectors):
+    """A collective in `loss`, where it trains, as contrastive losses have it."""
+
     def loss(self, model, batch):
         out = model(batch[0])
-        with torch.no_grad():
-            torch.distributed.all_reduce(out.sum())
+        if model.training:
+            with torch.no_grad():
+                torch.distributed.all_reduce(out.sum())
         return F.cross_entropy(out, batch[1])
 
 
 def collective_in_loss(world, folder):
     with pytest.raises(UsageError, match="step_loss"):
         trained(world, folder / "exact", Gathered(), exact=True)
+    with pytest.raises(UsageError, match="step_loss"):
+        trained(world, folder / "verified", TaskWrapper(Gathered()), engine="ddp")
     return [trained(world, folder / "ddp", Gathered(), engine="ddp")[0].sum().item()]
 
 

@@ -124,7 +124,7 @@ class Fetch:
         seed_everything(derive(self._seed, "collate", key.step, key.micro))
 
     def _items(self, data: Any, samples: list[Any], key: Key) -> float:
-        """What the loss is divided by, of this micro-batch; looked at in each, never taken from another one."""
+        """Count the items of this micro-batch, which the loss is divided by."""
         each, given = self._each, len(key.samples)
         if self._counts:
             items = self._counted(data, key)

@@ -298,7 +298,7 @@ def _integers(given: Any, count: int, where: str) -> Indices:
 
 
 def _repeats(drawn: Indices, samples: int) -> Indices:
-    """How often each place's sample came before it in the epoch; empty where each sample comes once."""
+    """Count how often each place's sample came before in the epoch; empty where each comes once."""
     if len(drawn) <= samples and np.bincount(drawn, minlength=1).max(initial=0) <= 1:
         return np.empty(0, np.int64)
     by_sample = np.argsort(drawn, kind="stable")

@@ -45,7 +45,7 @@ class _NormAndApplied(NamedTuple):
 
 
 class StepResult(_NormAndApplied):
-    """What an update reports: `norm, applied = engine.step()`.
+    """The result of an update: `norm, applied = engine.step()`.
 
     Attributes:
         norm: the gradient's 2-norm before clipping; 0-dim, unread.
@@ -152,7 +152,21 @@ class Engine(Protocol):
         """
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Try an update on copied state, see `lockstep.engines.shared.rehearsal.rehearse`. Collective."""
+        """Try backward, penalty, norm, clip and the optimizer's step, and put everything back. Collective.
+
+        Parameters (copies of which lie on the host), the optimizer's states and numbers, gradients and what the engine
+        counts are as before; buffers, the task's tensors and generators are the caller's. A rank works alone on its
+        own gradients. In `fsdp` under exact mode the gradients are zeros and `loss` is not computed, since a backward
+        of one micro-batch has no place in the tree; `deepspeed` and a task with own steps do nothing, since neither
+        can take a step back.
+
+        Args:
+            loss: computes the loss of one micro-batch with `model`, with a graph.
+
+        Raises:
+            DataError: the backward or the optimizer's `step` failed; it names the line.
+            ConfigError: what the optimizer asks for does not go with the engine.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""

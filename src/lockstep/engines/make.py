@@ -285,7 +285,7 @@ def undo_step(engine: Engine) -> None:
 
 
 def trained_set(engine: Engine) -> TrainedSet | None:
-    """What the engine trains, where that has changed since a new run would have begun with it; None: it has not."""
+    """Return the parameters that the engine trains; None where they are still those of a new run."""
     return engine.trained() if isinstance(engine, Remade) else None
 
 

@@ -150,7 +150,7 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
 
 def described_loss(run_plan: RunPlan, task: Task) -> str:
     """Describe which samples a loss sees where another library's batch is the micro-batch; "" for other tasks."""
-    framework, size = getattr(task, "framework", ""), run_plan.config.micro_size
+    framework, size = task.framework, run_plan.config.micro_size
     if not framework or task.reduction != "micro-batch":
         return ""
     batch = f"a batch of {size} samples" if size > 1 else "a batch"

@@ -36,11 +36,12 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
         The loss, and the names of the numbers beside it.
 
     Raises:
-        ConfigError: it is no number with a graph; or `--exact`, and it has a collective of its own.
+        ConfigError: it is no number with a graph; or it has a collective of its own, under `--exact` or `verify`.
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
-    if trial.config.exact and trial.world.size > 1 and not task.gathers and task.own_steps is None:
+    must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
+    if must_agree and not task.gathers and task.own_steps is None:
         with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training alone
             for module in model.modules():
                 module.training = trial.modes.get(module, module.training)
@@ -68,7 +69,7 @@ def check_loss(trial: Trial, training: Batches) -> None:
     """
     task, found, looked = trial.task, list[Measure](), 0
     if task.reduction == "micro-batch":
-        if not getattr(task, "framework", ""):  # which the line of the step says
+        if not task.framework:  # which the line of the step says
             trial.say(
                 "reduction = 'micro-batch': the loss of each micro-batch of "
                 f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
@@ -286,10 +287,9 @@ def _no_collectives(trial: Trial) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if not mode.seen:
-        return
-    what = (
-        f"a collective inside the task's `loss` ({mode.seen[0]}): what it gathers depends on the number of ranks; "
-        "write `outputs` and `step_loss`, which get all samples of a step"
-    )
-    raise ConfigError(f"--exact cannot hold with {what}")
+    if mode.seen:
+        start = "--exact cannot hold with" if trial.config.exact else "another number of ranks is another training with"
+        raise ConfigError(
+            f"{start} a collective inside the task's `loss` ({mode.seen[0]}), which gathers what these ranks have: "
+            "write `outputs` and `step_loss`, which get all samples of a step"
+        )

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.shared.rehearsal import rehearse
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop import described, loss_of
 from lockstep.run.loss_check import check_loss, try_loss
@@ -66,12 +65,11 @@ def check_task(
 
 
 def _rehearse(trial: Trial, first: MicroBatch) -> None:
-    """What follows the loss in step 1: backward, norm and the optimizer's step, on copied state.
+    """Try what follows the loss in step 1, on copied state: backward, norm and the optimizer's step.
 
-    Not of another library's module, whose hooks would be called for a step that is none.
+    Hooks, and those of another library's module, would be called for a step that is none: such tasks are left out.
     """
-    framework: str = getattr(trial.task, "framework", "")
-    if trial.task.hooks is not None or framework:
+    if trial.task.hooks is not None or trial.task.framework:
         return
     loss = loss_of(trial.task)
 
@@ -81,7 +79,7 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
             found: Tensor = call("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
         return found
 
-    rehearse(trial.engine, compute)
+    trial.engine.rehearse(compute)
 
 
 def recall(task: Task, state: Mapping[str, Any]) -> None:

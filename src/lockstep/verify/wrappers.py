@@ -28,6 +28,7 @@ class TaskWrapper(Task):
         for name in VALUES:
             setattr(self, name, getattr(inner, name))
         self.items_per_sample = items_of_a_sample(inner)
+        self.framework, self.gathers, self.is_compared = inner.framework, inner.gathers, True
 
     def model(self) -> nn.Module:
         return self.inner.model()

@@ -174,7 +174,7 @@ class FSDP:
         self._tree = Tree(exchanged, self._settings.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:
-        """What takes the norm of all gradients together, and of each."""
+        """Choose the functions that give the norm of all gradients, and of each."""
         if self._settings.exact:
             exact = ExactNorm(self._world)
             return exact, exact.each

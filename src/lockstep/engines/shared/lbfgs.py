@@ -1,4 +1,4 @@
-"""What torch's LBFGS keeps, as tensors of a fixed shape: its lists grow with its steps, and a checkpoint's tensors not.
+"""The state of torch's LBFGS as tensors of a fixed shape, for checkpoints: its lists grow with its steps.
 
 tensors = packed(optimizer)             # name -> tensor
 unpack(optimizer, tensors)
@@ -19,7 +19,7 @@ _HISTORIES = ("old_dirs", "old_stps", "ro")
 
 
 def packed(optimizer: LBFGS) -> dict[str, Tensor]:
-    """The state by name; zeros where there is none yet. Histories have `history_size` rows, of which `pairs` count."""
+    """Return the state by name; zeros where there is none. Of `history_size` rows of a history `pairs` count."""
     group = optimizer.param_groups[0]
     parameters: list[Tensor] = group["params"]
     state: dict[str, Any] = optimizer.state.get(parameters[0], {})
@@ -53,7 +53,7 @@ def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _dtype(parameters: list[Tensor]) -> torch.dtype:
-    """That of all gradients in one vector."""
+    """Return the dtype of all gradients in one vector."""
     dtype = torch.zeros(0, dtype=parameters[0].dtype).abs().dtype
     for parameter in parameters[1:]:
         dtype = torch.promote_types(dtype, torch.zeros(0, dtype=parameter.dtype).abs().dtype)

@@ -231,7 +231,7 @@ class Moving:
         self._shared = alike
 
     def _rest(self) -> None:
-        """Lets go of the task's tensors that the loop's body alone writes: none of these is copied any more."""
+        """Stop copying the task's tensors that only the loop's body writes."""
         self._resting = [p for p in self._places if p.own and p.name not in self._before] if self._exact else []
         self._places = [p for p in self._places if not p.own or p.name in self._before]
         self._forward = [place for place in self._places if not place.replayed]
@@ -239,7 +239,7 @@ class Moving:
             place.kept = place.before = None
 
     def _check_later(self) -> None:
-        """What `loss` does to the task's tensors after the checked steps. Costs a comparison of two numbers each."""
+        """Check the task's tensors after the first steps, by torch's counts of their writes."""
         for place in self._places:
             if place.own and place.written:
                 self._check_own(place)

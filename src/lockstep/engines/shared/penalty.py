@@ -1,4 +1,4 @@
-"""What a task adds to the loss once a step: `Task.penalty`, a function of the parameters.
+"""The penalty of a task, a function of the parameters that is added to the loss once a step.
 
 penalty = Penalty(task.penalty, model)
 value = penalty.add(scale)              # after the gradients of the step are summed, before their norm

@@ -1,7 +1,4 @@
-"""The rehearsal of an update: all that the end of a step does, on copied state, before step 1.
-
-rehearse(engine, lambda: loss_of(engine.model, batch))          # on every rank alike
-"""
+"""What the engines' `rehearse` shares: a loss that is computed alone, and errors that name the user's line."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,29 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data.fetch import failure
-from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError, DataError, LockstepError
 
-__all__ = ["Alone", "blame_optimizer", "check_dense", "rehearse"]
-
-
-def rehearse(engine: Engine, loss: Callable[[], Tensor]) -> None:
-    """Try backward, penalty, norm, clip and the optimizer's step, and put everything back. Collective.
-
-    Parameters (copies of which lie on the host), the optimizer's states and numbers, gradients and what the engine
-    counts are as before; buffers, the task's tensors and generators are the caller's. A rank works alone on its own
-    gradients. In `fsdp` under exact mode the gradients are zeros and `loss` is not computed, since a backward of one
-    micro-batch has no place in the tree; `deepspeed` and a task with own steps do nothing, since neither can take a
-    step back.
-
-    Args:
-        loss: computes the loss of one micro-batch with `engine.model`, with a graph.
-
-    Raises:
-        DataError: the backward or the optimizer's `step` failed; it names the line.
-        ConfigError: what the optimizer asks for does not go with the engine.
-    """
-    engine.rehearse(loss)
+__all__ = ["Alone", "blame_optimizer", "check_dense"]
 
 
 @final

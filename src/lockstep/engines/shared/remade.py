@@ -50,7 +50,7 @@ class Make(Protocol):
 
 
 class TrainedSet(NamedTuple):
-    """Which parameters a run trains, as its checkpoints have it.
+    """The parameters that a run trains, as its checkpoints name them.
 
     Attributes:
         made: by name, those that were trained, or had been, when the engine was last made: its state fits them.
