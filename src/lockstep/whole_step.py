@@ -106,7 +106,7 @@ class WholeStep:
         return losses
 
     def surrogate(self, index: int, outputs: Any) -> Tensor:
-        """A 0-dim loss whose gradient is that of the step's loss, from the outputs of a micro-batch with their graph.
+        """Make a 0-dim loss with the gradient of the step's loss, from a micro-batch's outputs and their graph.
 
         Raises:
             ConfigError: the outputs have no graph.
@@ -128,7 +128,7 @@ class WholeStep:
         return len(self._form.rows) if self._form else 0
 
     def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
-        """The outputs as a list of tensors, of the form that they had first."""
+        """List the tensors of the outputs, and check that they have the form of the first ones."""
         tensors, tree = pytree.tree_flatten(checked_outputs(outputs))
         form = _Form(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
         self._form = self._form or form
@@ -140,28 +140,21 @@ class WholeStep:
         return tensors
 
     def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], int]:
-        """The rows of all ranks, in the micro-batches' order, and which of them is this rank's first. Collective."""
+        """Gather the rows of all ranks in the micro-batches' order; with the place of this rank's first. Collective."""
         if self._world.size == 1:
             return [column.detach() for column in columns], 0
         size, rank = len(columns[0]), self._world.rank
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
         # Bytes, in one collective whatever the dtypes, which a backend need not know.
         rows = [column.detach().resolve_conj().contiguous() for column in columns]
-        as_bytes = (
-            [
-                row.view(size, shape.numel()).view(torch.uint8)
-                for row, (shape, _) in zip(rows, self._known().rows, strict=True)
-            ]
-            if size
-            else []
-        )
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
         try:
             dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
             sizes = [int(count) for count in counts]
             sent = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
             if size:
-                sent[:size] = torch.cat(as_bytes, dim=1)
+                flat = (row.view(size, shape.numel()) for row, (shape, _) in zip(rows, self._known().rows, strict=True))
+                sent[:size] = torch.cat([row.view(torch.uint8) for row in flat], dim=1)
             received = [torch.empty_like(sent) for _ in sizes]
             dist.all_gather(received, sent)  # collective
         except RuntimeError as error:
@@ -177,12 +170,12 @@ class WholeStep:
     def _at_once(
         self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
-        """The loss, computed by every rank; told once, by the rank that has the first sample."""
+        """Compute the loss on every rank; the rank that has the first sample reports it."""
         assert self._step_loss is not None
         loss, beside = unpacked(self._step_loss(self._tree(inputs)), "step_loss")
         gradients = _gradients(loss, inputs)
         losses = [loss.detach()] if own and first == 0 else []
-        self._tell(WHOLE_LOSS, beside, self.samples, counts=bool(losses))
+        self._keep_numbers(WHOLE_LOSS, beside, self.samples, counts=bool(losses))
         return losses, [
             _rows_of(gradients, begin, len(t[0])) for (_, t), begin in zip(own, _begins(own, first), strict=True)
         ]
@@ -190,14 +183,14 @@ class WholeStep:
     def _in_parts(
         self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
-        """The parts of this rank's micro-batches. The gradient of the whole is summed in the tree over all of them."""
+        """Compute the parts of this rank's micro-batches; gradients of the whole are summed in the tree. Collective."""
         assert self._rows is not None
         gradient = torch.is_grad_enabled()
         losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
         for (index, tensors), begin in zip(own, _begins(own, first), strict=True):
             rows = [_leaf(column.detach()[begin : begin + len(tensors[0])], gradient) for column in inputs]
             loss, beside = unpacked(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
-            self._tell(index, beside, len(tensors[0]), counts=True)
+            self._keep_numbers(index, beside, len(tensors[0]), counts=True)
             found = _gradients(loss, [*rows, *inputs])
             losses.append(loss.detach())
             mine.append(found[: len(rows)])
@@ -213,13 +206,13 @@ class WholeStep:
             both.append([b if a is None else a if b is None else a + b for a, b in zip(found, rest, strict=True)])
         return losses, both
 
-    def _tell(self, index: int, beside: Mapping[str, Any], samples: int, *, counts: bool) -> None:
-        """Keep what came beside the loss of the whole step, or beside a part of it; it is weighted by samples."""
+    def _keep_numbers(self, index: int, beside: Mapping[str, Any], samples: int, *, counts: bool) -> None:
+        """Keep the numbers beside the loss of the step, or of a part of it; they are weighted by samples."""
         parts = {name: number_of(value, samples, self.samples) for name, value in beside.items()}
         self.numbers.append((index, parts, counts))
 
     def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        """The sum over all micro-batches of all ranks, in the fixed tree: the same bits on any number of ranks."""
+        """Sum over all micro-batches of all ranks in the fixed tree, with the same bits on any of them. Collective."""
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
         parts, ranks = Parts(self._micro_batches, self._world, shares), self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
@@ -279,14 +272,14 @@ class WholeStepPasses(Passes):
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
             self._backwards(step, micro, surrogate, 1.0, counts=counts)
-        return [loss.double() * items for loss in losses]  # divided by the items where it is told
+        return [loss.double() * items for loss in losses]  # the record divides by the items
 
     def _take_numbers(self, step: int, counts: bool) -> None:
         for index, parts, counted in self._whole.numbers if counts else ():
             self._gathered.add(step, index, parts, counts=counted)
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
-        """The outputs of a micro-batch; its forward is made again, so that buffers are left as they are."""
+        """Compute the outputs of a micro-batch, and leave buffers as they are: its forward is made again."""
         control, engine = self._control, self._engine
         control.seed(step, batch.index)
         with engine.accumulate(False, False), control.kernels(step, batch.index):
@@ -295,7 +288,7 @@ class WholeStepPasses(Passes):
         return outputs
 
     def _one(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
-        """The step of a rank with one micro-batch, whose graph is kept."""
+        """Compute the pass of a rank with one micro-batch, whose graph is kept."""
         control, engine = self._control, self._engine
         if self._hooks:
             self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
