@@ -36,6 +36,8 @@ def checked(value: Any) -> int | float | None:
     Returns:
         the number, an int where it is whole; None where it is no finite number from 0 to 2**53.
     """
+    if type(value) is int:  # in few calls: each micro-batch is counted
+        return value if 0 <= value <= _MOST else None
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if math.prod(value.shape) != 1:
             return None

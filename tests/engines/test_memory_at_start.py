@@ -11,6 +11,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.make import engine
 from lockstep.engines.shared.blocks import repeated_layers
 from lockstep.engines.shared.state_dict import first_step, materialise
+from lockstep.errors import DataError
 from lockstep.optim.groups import Rules
 from lockstep.optim.optimizers import adamw, muon
 
@@ -120,3 +121,17 @@ def test_an_optimizer_of_ones_own_makes_one_whole_step():
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     states = [state["before"].data_ptr() for state in optimizer.state.values()]
     assert len(set(states)) == len(before), "each has memory of its own"
+
+
+class Dividing(All):
+    """Divides by the norm of the gradient, which a resume's first step has as zero."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        1.0 / sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
+
+
+def test_an_optimizer_that_cannot_take_gradients_of_zero_is_one_line():
+    optimizer = Dividing(network().parameters())
+    with pytest.raises(DataError, match="Dividing.*ZeroDivisionError.*test_memory_at_start.py"):
+        first_step(optimizer, optimizer.state)

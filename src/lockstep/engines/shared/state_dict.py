@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from lockstep.data.fetch import failure
 from lockstep.engines.shared.closure import step_of, takes_closure
 from lockstep.engines.shared.extra import set_extra
 from lockstep.engines.shared.lbfgs import packed, unpack
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, DataError, LockstepError
 from lockstep.tensors import local_of
 
 __all__ = [
@@ -221,7 +222,15 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     kernel = getattr(optimizer, "optim", optimizer)
     sparse = isinstance(kernel, SparseAdam)
     evaluate()
-    step_of(optimizer, evaluate if takes_closure(kernel) else None)
+    try:
+        step_of(optimizer, evaluate if takes_closure(kernel) else None)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the `step` of the optimizer {type(kernel).__name__} failed with gradients of zero, by which a resume "
+            f"makes its states: {failure(error)}; mend it there"
+        ) from error
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None
         if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer gave it other memory, by `.data =`
