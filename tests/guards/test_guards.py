@@ -82,6 +82,30 @@ def test_what_limits_a_step_is_known_two_steps_before_it():
     assert not at_once.sees(101, at_once.limit(101) * (1 - 1e-9))
 
 
+def test_norms_of_another_trained_set_are_learnt_anew_alike_at_once_and_late():
+    """The norms rise tenfold with what is unfrozen, by step 50, and stay there."""
+    norms = [(1.0 if step < 50 else 10.0) + 0.01 * (step % 7) for step in range(100)]
+    at_once, late, limits = Spike(), Spike(), []
+    for step, norm in enumerate(norms):
+        if step == 50:
+            at_once.forget(step)
+            late.forget(step)
+        limits.append((at_once.limit(step), late.limit(step)))
+        assert not at_once.sees(step, norm)
+        assert not step or not late.sees(step - 1, norms[step - 1])
+        if step in (50, 60):  # as a checkpoint keeps it, which waits for every norm
+            again = Spike()
+            again.load_state_dict(json.loads(json.dumps(at_once.state_dict(), allow_nan=False)))
+            assert again.limit(step + 1) == at_once.limit(step + 1)
+            at_once = again
+    assert all(one == other for one, other in limits)
+    assert [one == math.inf for one, _ in limits] == [step < 33 or 50 <= step < 83 for step in range(100)]
+    late = Spike()
+    assert not any(late.sees(step, 1.0) for step in range(49))
+    late.forget(50)
+    assert late.sees(49, 5.0)  # the step before, told late, has the limit that it was taken under
+
+
 def test_a_spikes_limit_is_the_larger_of_the_two_estimates():
     wide = [1.0 + 0.5 * (step % 5) for step in range(32)]  # median 2, median deviation 0.5
     spike = Spike()

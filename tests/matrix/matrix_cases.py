@@ -155,9 +155,13 @@ def covering(runs: list[Case], size: int, having: Iterable[Case] = (), seed: int
     """
     draw = random.Random(seed)
     those: dict[object, list[Case]] = {}
-    for case in draw.sample(runs, min(6000, len(runs))):  # of so many each tuple has some; a test holds that
-        for each in tuples(case, size):
-            those.setdefault(each, []).append(case)
+    kinds: dict[object, list[Case]] = {}
+    for case in runs:
+        kinds.setdefault((case.model, case.task, case.step), []).append(case)
+    for kind in kinds.values():
+        for case in draw.sample(kind, min(120, len(kind))):  # of so many each tuple has some; a test holds that
+            for each in tuples(case, size):
+                those.setdefault(each, []).append(case)
     had = {each for case in having for each in tuples(case, size)}
     missing, chosen = dict.fromkeys(sorted(those.keys() - had, key=repr)), []
     while missing:

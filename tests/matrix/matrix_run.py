@@ -300,7 +300,8 @@ def _compiles(case: Case) -> bool:
 def _copies(case: Case) -> str:
     """Copies of the weights, where every start can have them: eager with "default", compiled with "plateau"."""
     alone = all(start.engine == "single" for start in starts(case))  # a run keeps them, on whatever engine it resumes
-    return "step" if alone and case.precision == "bf16" and case.task in ("default", "plateau") else "forward"
+    have = case.precision == "bf16" and case.task in ("default", "plateau") and case.step != "closure"
+    return "step" if alone and have else "forward"
 
 
 def _more(case: Case) -> dict[str, object]:

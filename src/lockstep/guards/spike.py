@@ -34,6 +34,7 @@ class Spike:
         self._count = 0
         self._usual = math.inf  # of the last 128 norms, as it was estimated last
         self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the present one, and the next
+        self._first = 0  # the first step that is learnt from
 
     def limit(self, step: int) -> float:
         """Above it the norm of `step` is a spike."""
@@ -46,7 +47,7 @@ class Spike:
         """
         if not norm < self.limit(step):
             return True
-        if norm > 0:
+        if norm > 0 and step >= self._first:
             self._norms.append(norm)
             self._count += 1
             if self._count >= _LEAST:
@@ -55,9 +56,23 @@ class Spike:
                 self._limits.append((step + _LATE, max(self._usual, _RISEN * self._lately())))
         return False
 
+    def forget(self, step: int) -> None:
+        """Learn anew from `step` on, because what the norm is taken over changed: another set is trained.
+
+        Earlier steps, whose norms may still come, keep their limit.
+        """
+        earlier = [pair for pair in self._limits if pair[0] < step]
+        self._limits.clear()
+        self._limits.extend([*earlier[-1:], (step, math.inf)])
+        self._norms.clear()
+        self._count, self._usual, self._first = 0, math.inf, step
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, which JSON keeps to the last bit."""
-        known = {"norms": list(self._norms), "count": self._count, "limits": [list(pair) for pair in self._limits]}
+        """Plain numbers, which JSON keeps to the last bit. Every step before it was seen."""
+        limits: list[list[float]] = []
+        for first, limit in self._limits:
+            limits = [*limits, [first, limit]] if math.isfinite(limit) else []
+        known = {"norms": list(self._norms), "count": self._count, "limits": limits}
         return known if math.isinf(self._usual) else known | {"usual": self._usual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
 from lockstep.run.kernels import kernels_of
+from lockstep.run.trained import trained_digest
 from lockstep.task import looks_at_whole_step
 from lockstep.whole_step import zero_of
 
@@ -65,8 +66,10 @@ class Guards:
         if self._dropped:  # the checkpoint may be older than the list
             built.state["steps_left_out"] = len(self._dropped)
         self._reader, self._spike = Reader(built.world.device), Spike()
+        self._learnt_with = trained_digest(built.state)  # the norms are of these parameters' gradient
         if "spike" in built.state:
             self._spike.load_state_dict(built.state["spike"])
+            self._learnt_with = built.state["spike"].get("trained", self._learnt_with)
         relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
@@ -87,6 +90,9 @@ class Guards:
         """What the norm of `step` must stay below to be applied."""
         if step in self._dropped:
             return -math.inf
+        if self._config.spike != "off" and (trained := trained_digest(self._built.state)) != self._learnt_with:
+            self._spike.forget(step)
+            self._learnt_with = trained
         return self._spike.limit(step) if self._config.spike == "skip" else math.inf
 
     @property
@@ -132,7 +138,7 @@ class Guards:
     def keep(self) -> None:
         """Puts what is known of the steps that were looked at into the run's state."""
         if self._config.spike != "off":
-            self._built.state["spike"] = self._spike.state_dict()
+            self._built.state["spike"] = self._spike.state_dict() | {"trained": self._learnt_with}
 
     def _look(self, step: ReadStep) -> None:
         number = step.record.step

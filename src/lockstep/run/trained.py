@@ -9,6 +9,7 @@ older than the body of the loop after that step, which may change the set: `chec
 bodies changed, by step.
 """
 
+import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from lockstep.engines.shared.unused import listed
 from lockstep.errors import ResumeError
 from lockstep.run.folder import RunFolder
 
-__all__ = ["begin_as_made", "check_held", "known_set", "note", "note_body", "overlay", "train_now"]
+__all__ = ["begin_as_made", "check_held", "known_set", "note", "note_body", "overlay", "train_now", "trained_digest"]
 
 _KEY = "trained"
 
@@ -32,6 +33,12 @@ def known_set(state: Mapping[str, Any]) -> TrainedSet | None:
     """The set of a run's state; None where it never changed."""
     found = state.get(_KEY)
     return TrainedSet(found["made"], found["now"], found["since"]) if found else None
+
+
+def trained_digest(state: Mapping[str, Any]) -> int:
+    """Return a number that tells one trained set from another; 0 where the run's never changed."""
+    found = state.get(_KEY)
+    return zlib.crc32("\n".join(sorted(found["now"])).encode()) if found else 0
 
 
 def note(engine: Engine, state: dict[str, Any]) -> None:
