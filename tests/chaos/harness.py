@@ -169,31 +169,34 @@ def until_step(out, step, process, seconds=60.0):
 
 
 def workers(process):
-    """The pids of the launcher's processes, by rank."""
+    """The pids of the launcher's ranks, by rank: of those that were forked the system knows a name."""
     found = {}
-    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
-    for pid, parent in parents.items():
+    for pid in children(process.pid):
         path = Path("/proc") / str(pid)
         with contextlib.suppress(OSError):
-            if parent == process.pid:
-                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
-            elif parents.get(parent) == process.pid and b"launch.preloaded" in (path / "cmdline").read_bytes():
-                rank = re.match(rb"lockstep (\d+)", (path / "comm").read_bytes())
-            else:
-                continue
+            rank = re.match(rb"lockstep (\d+)", (path / "comm").read_bytes())
+            rank = rank or re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
             if rank:
                 found[int(rank[1])] = pid
     return found
 
 
+def forked(pid):
+    """Whether a rank was forked from the process that is kept ready."""
+    return Path(f"/proc/{pid}/comm").read_bytes().startswith(b"lockstep ")
+
+
 def preloaded(process):
-    """The pids of what the launcher's process that is kept ready has forked; None: it is not there."""
-    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
-    for pid, parent in parents.items():
+    """The pid of the launcher's process that is kept ready to be forked; None: it is not there."""
+    for pid in children(process.pid):
         with contextlib.suppress(OSError):
-            if parent == process.pid and b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return [each for each, own in parents.items() if own == pid]
+            if b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes() and not forked(pid):
+                return pid
     return None
+
+
+def children(pid):
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _parent(path) == pid]
 
 
 def _parent(path):

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch import agent, failure, memory, rendezvous
-from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE
+from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
@@ -47,7 +47,7 @@ def watched(tmp_path, monkeypatch):
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
         mine._losses, mine._ending, mine._names = None, "", {}
-        mine._silenced, mine._spared = set(), set()
+        mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:
@@ -219,7 +219,7 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     seen = {}
 
     class Agent:
-        def __init__(self, asked, folder):
+        def __init__(self, asked, folder, adopts):
             seen.update(os.environ, places=(folder / "places").is_dir(), folder=folder)
 
         def run(self):
@@ -236,7 +236,10 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
         agent.run(job(environment={"MINE": "new", "THEIRS": "new"}))
     assert str(caught.value).startswith(words)
     assert (seen["places"], seen["ended"], seen["folder"].exists()) == (True, True, False)
-    assert (seen[FOLDER_VARIABLE], seen[LAUNCHER_VARIABLE]) == (str(seen["folder"] / "places"), str(os.getpid()))
+    assert (seen[FOLDER_VARIABLE], seen[LAUNCHER_VARIABLE]) == (
+        str(seen["folder"] / "places"),
+        str(seen["folder"] / "launcher"),
+    )
     assert (seen["MINE"], seen["THEIRS"]) == ("new", "before")  # what is set already stays
     os.environ.pop("MINE")
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
+from lockstep.distributed.launcher_watch import end_with_launcher
 from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
@@ -21,7 +22,6 @@ from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
 from lockstep.guards.told import all_do
 from lockstep.launch import failure
-from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.timeline import BODY, ENDING, RECOVERY, START, TRAINING
@@ -83,7 +83,7 @@ def training(session: Session) -> Training:
         LockstepError: the run failed.
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
-    tie()
+    end_with_launcher()
     session.timeline.begin()
     session.member = member_of(session.world)
     joins = session.member is not None and session.member.is_new
