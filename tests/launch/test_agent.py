@@ -13,10 +13,10 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch import agent, failure, memory, rendezvous
-from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (

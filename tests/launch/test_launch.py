@@ -18,8 +18,8 @@ from lockstep.distributed.addresses import listening
 from lockstep.distributed.progress import COMPUTING, Place, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.launch import private_folder as leash
 from lockstep.launch import memory
+from lockstep.launch import private_folder as leash
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
 from lockstep.launch.job import Job
