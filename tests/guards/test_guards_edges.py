@@ -15,13 +15,14 @@ from torch import nn
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
+from lockstep.distributed.stop_signals import leave_terminal
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync, preemption, start
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.loader import RetryingDataset, loading_failures
 from lockstep.guards.nonfinite import origin
-from lockstep.guards.preemption import Preemption, leave_terminal
+from lockstep.guards.preemption import Preemption
 from lockstep.guards.reading import ReadStep
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_weights

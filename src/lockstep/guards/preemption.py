@@ -3,33 +3,15 @@
 with Preemption(exchange): ...
 """
 
-import contextlib
-import os
 import signal
-import stat
 import threading
 from types import FrameType
 from typing import Any, Protocol, Self
 
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END
+from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 
-__all__ = ["STOP_SIGNALS", "Preemption", "heeds_hangup", "leave_terminal"]
-
-# All that ask a run to end; SIGHUP not under nohup.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-
-
-def heeds_hangup() -> bool:
-    """Whether the end of the terminal (SIGHUP) concerns this process: under nohup it does not."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-def leave_terminal() -> None:
-    """Has what is written from now on go nowhere where it went to a terminal, which is gone: a write would raise."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+__all__ = ["Preemption"]
 
 
 class Told(Protocol):

@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from lockstep.distributed.addresses import listening
 from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE, Place, read_end
+from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, UsageError
-from lockstep.guards.preemption import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
 from lockstep.launch.losses import Losses

@@ -26,7 +26,7 @@ from typing import Any
 
 import threadpoolctl
 
-from lockstep.guards.preemption import STOP_SIGNALS
+from lockstep.distributed.stop_signals import STOP_SIGNALS
 
 __all__ = ["Forked", "Preloaded"]
 
@@ -37,7 +37,8 @@ _LENGTH = 8  # bytes that give the length of a request
 _BLAS = "OPENBLAS_NUM_THREADS"
 _ANSWER = 2.0  # seconds in which a fork is made
 _PID = 32  # bytes, more than any takes
-_PR_SET_NAME, _NAME = 15, 15  # of linux/prctl.h; bytes of a name
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
+_NAME = 15  # bytes of a name
 
 
 class Forked:
@@ -160,6 +161,7 @@ def _serve(own: socket.socket) -> list[str]:
     Raises:
         ConnectionError: the launcher is gone.
     """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # of the launcher; a fork is without it
     importlib.import_module("lockstep.commands.train").loaded()
     for module in _LATER:
         importlib.import_module(module)
