@@ -2,7 +2,7 @@
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
 puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17 and R20 to R22 are in bench/chaos_more.py.
+A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R22 and R25: bench/chaos_more.py.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 
-from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22  # noqa: E402
+from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r25  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402
 
 from lockstep import checkpoint  # noqa: E402
@@ -116,10 +116,10 @@ def r2(bench):
 
 
 def r3(bench):
-    """SIGTERM or SIGUSR1 to one rank."""
+    """A scheduler's signals to one rank."""
     lost, worst, codes = 0, 0.0, set()
     for rank in (0, 1):
-        for how in ("term", "usr1"):
+        for how in ("term", "usr1", "usr2"):
             run, _ = bench.timed("--max-steps", "60", faults=[{"rank": rank, "step": 6, "at": BEAT, "do": how}])
             lost += run.steps[-1] - run.state["global_step"]
             worst, codes = max(worst, run.seconds), codes | {run.code}
@@ -249,7 +249,7 @@ def r19(bench):
 ROWS = {
     "R1": (r1, "kill -9 at a random step", "20/20 bitwise, <= 5 redone, detect <= 2 s, recover <= 8 s"),
     "R2": (r2, "kill -9 at every phase of a save", "100% resumable"),
-    "R3": (r3, "SIGTERM or SIGUSR1 to one rank", "0 steps lost, <= 3 s, 75"),
+    "R3": (r3, "SIGTERM, SIGUSR1 or SIGUSR2 to one rank", "0 steps lost, <= 3 s, 75"),
     "R4": (r4, "no space in a save", "earlier ones intact"),
     "R5": (r5, "a checkpoint's files damaged", "0 undetected, named, <= 1 s"),
     "R6": (r6, "a torn save of two ranks", "0 mixed versions"),
@@ -269,6 +269,7 @@ ROWS = {
     "R20": (r20, "a save of 57 MB", "blocked <= 10% of a synchronous save"),
     "R21": (r21, "hostile input", "18/18, canary never made"),
     "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),
+    "R25": (r25, "the process that replacements are forked from is killed", "all go on to the same bits"),
 }
 
 

@@ -1,17 +1,33 @@
 """Rows of bench/chaos.py that need more than one planted fault: root, other nodes, other benchmarks and tests."""
 
 import contextlib
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from harness import BEAT, UNLIKE, arguments, end, finish, in_group, launch, memory_group, start, until_step
+from harness import (
+    BEAT,
+    UNLIKE,
+    arguments,
+    end,
+    finish,
+    in_group,
+    launch,
+    memory_group,
+    preloaded,
+    start,
+    until_step,
+    workers,
+)
 from test_network import cabled, ip, on_node
 
 ROOT = Path(__file__).resolve().parent.parent
+LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
 NEEDS_ROOT = "skipped: needs root"
 HOSTILE = (
     "tests/guards/test_hostile.py",
@@ -171,3 +187,32 @@ def r22(bench):
     whole = len(lasts) - len({line for _, line in short})
     missing = f"; first without {short[0][0]}: {short[0][1][:90]}" if short else ""
     return f"{whole}/{len(lasts)} last lines name rank, step, cause and way out{missing}"
+
+
+def r25(bench):
+    """The process that replacements are forked from is killed: while idle, and while it replaces a rank."""
+    slow = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
+    slow.append({**slow[1], "replaced": 1})
+    flags, delays = ("--max-steps", "400"), (None, 0.0, 0.02, 0.05, 0.1, 0.2)
+    quiet = bench.run(*flags).mark()
+    good = 0
+    for delay in delays:  # seconds from the loss of the rank to that of the process; None: once it has replaced it
+        out, began = bench.out(), time.monotonic()
+        process = start(arguments(bench.data, out, *flags, losses=2), slow)
+        try:
+            until_step(out, 7, process)
+            while preloaded(process) is None:
+                time.sleep(0.1)
+            time.sleep(6.0)  # it says to the launcher alone when it has loaded
+            before = workers(process)
+            os.kill(before[1], signal.SIGKILL)
+            if delay is None:
+                while workers(process).get(1, before[1]) == before[1]:
+                    time.sleep(0.01)
+            time.sleep(1.0 if delay is None else delay)
+            os.kill(preloaded(process), signal.SIGKILL)
+            run = bench.keep(finish(process, out, began))
+        finally:
+            end(process)
+        good += run.code == 0 and run.mark() == quiet and run.state["losses"] == 1
+    return f"{good}/{len(delays)} bitwise, one loss each"

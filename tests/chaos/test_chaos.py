@@ -182,7 +182,7 @@ def test_r2_a_kill_at_each_file_of_a_save(data, tmp_path, whole, processes, call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["term", "usr1"])
+@pytest.mark.parametrize("number", ["term", "usr2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_r3_any_signal_to_any_rank(data, tmp_path, number, rank):
     run = launch(data, tmp_path, *LONG, faults=[{"rank": rank, "step": 6, "at": BEAT, "do": number}])

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
-from lockstep.distributed.stop_signals import leave_terminal
+from lockstep.distributed.stop_signals import STOP_SIGNALS, leave_terminal
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync, preemption, start
@@ -255,16 +255,16 @@ def test_weights_that_rank_0_hands_out_are_not_compared():
 
 
 def test_a_second_ctrl_c_ends_now_whatever_came_between():
-    wishes, before = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    wishes, before = [], [signal.getsignal(number) for number in STOP_SIGNALS]
     with Preemption(SimpleNamespace(stop=wishes.append)) as signals:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.raise_signal(number)
         assert wishes == [SAVE_AND_END, INTERRUPT, SAVE_AND_END, SAVE_AND_END]
         assert not signals.ends_now
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert signals.ends_now
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize("heeded", [True, False], ids=["a terminal", "nohup"])

@@ -77,6 +77,7 @@ _DEEDS = {
     "stop": _own(signal.SIGSTOP),
     "term": _own(signal.SIGTERM),
     "usr1": _own(signal.SIGUSR1),
+    "usr2": _own(signal.SIGUSR2),
     "raise": _raise,
     "flip": _flip,
     "sleep": _wait,
