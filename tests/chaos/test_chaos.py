@@ -216,6 +216,31 @@ def test_r3_a_signal_to_the_launcher(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [((signal.SIGTERM, signal.SIGTERM), 75), ((signal.SIGUSR2, signal.SIGINT), 75), ((signal.SIGINT,) * 2, 130)],
+    ids=["SIGTERM twice", "SIGUSR2, Ctrl-C", "Ctrl-C twice"],
+)
+def test_r3_signals_in_a_save(data, tmp_path, numbers, code):
+    """Whatever comes, no checkpoint is torn; a second Ctrl-C alone does not wait for the save."""
+    slow = [{"rank": rank, "at": WRITE, "do": "sleep", "seconds": 0.5, "always": True} for rank in range(2)]
+    process = start(arguments(data, tmp_path, "--max-steps", "100000", "--checkpoint.mode", "sync"), slow)
+    try:
+        until_step(tmp_path, 4, process)
+        for number in numbers:
+            time.sleep(0.5)
+            process.send_signal(number)
+        run = finish(process, tmp_path, time.monotonic(), 30)
+    finally:
+        end(process)
+    assert run.code == code, run.said
+    steps = checkpoint.list_steps(run.folder)
+    assert bool(steps) == (code == 75)
+    assert all(not checkpoint.verify(checkpoint.path_of(run.folder, step)) for step in steps)
+    assert launch(data, tmp_path, "--max-steps", "100000", "--stop-at", "12").code == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "code"), [([], 75), (["nohup"], 0)], ids=["terminal", "nohup"])
 def test_r3_a_terminal_that_is_closed(data, tmp_path, before, code):
     ours, theirs = pty.openpty()

@@ -230,6 +230,21 @@ def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, secon
     assert bool(watch._reason()) == hangs
 
 
+@pytest.mark.parametrize(("stands", "gone", "hangs"), [(4.9, True, False), (5.1, True, True), (5.1, False, False)])
+def test_a_rank_without_a_launcher_waits_as_long_as_its_steps_take_and_no_longer(
+    tmp_path, monkeypatch, stands, gone, hangs
+):
+    """The longest phase before took two seconds; how long the present one has lasted does not count."""
+    progress = SimpleNamespace(phase=WAITING, since=100.0, step=3)
+    watch, clock = HangWatchdog(World(timeout=600.0), SimpleNamespace(progress=progress), tmp_path), [102.0]
+    monkeypatch.setattr("lockstep.guards.hang_watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert not watch._reason()
+    progress.since, clock[0] = 102.0, 102.0 + stands
+    assert not watch._reason()
+    monkeypatch.setattr("lockstep.guards.hang_watchdog.launcher_is_gone", lambda: gone)
+    assert bool(watch._reason()) == hangs
+
+
 def begun(world, metas, differ):
     """What is said of weights that differ, or not, some ranks' being without memory still."""
     model = nn.Linear(2, 2, device="meta" if world.rank in metas else "cpu")

@@ -124,7 +124,7 @@ class Preloaded:
                     return None
             try:
                 pid = ours.recv(_PID)
-            except TimeoutError:
+            except OSError:
                 pid = b""
             if not pid:
                 return None
@@ -137,7 +137,7 @@ class Preloaded:
         text = json.dumps(request).encode()
         self._socket.settimeout(_ANSWER)
         try:
-            socket.send_fds(self._socket, [len(text).to_bytes(_LENGTH)], [answers])
+            socket.send_fds(self._socket, [len(text).to_bytes(_LENGTH, "big")], [answers])
             self._socket.sendall(text)
         except OSError:  # the rest of a request that was cut off would be read as the next one
             self.end()
@@ -172,7 +172,7 @@ def _serve(own: socket.socket) -> list[str]:
     own.sendall(_READY)
     while True:
         head, descriptors, _, _ = socket.recv_fds(own, _LENGTH, 1, socket.MSG_WAITALL)
-        text = own.recv(int.from_bytes(head), socket.MSG_WAITALL) if head else b""
+        text = own.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL) if head else b""
         if not text:
             return []
         request: dict[str, Any] = json.loads(text)
