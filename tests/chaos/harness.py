@@ -26,10 +26,10 @@ SETTINGS += " --ckpt-freq 5 --exact --model.dropout 0.1 --model-name builtin:nan
 
 # What makes rank 1 start unlike the others, by the word that must be said.
 UNLIKE = {
-    "weights": {"at": "lockstep.run.build:_model", "do": "perturb"},
+    "weights": {"at": "lockstep.run.build:model_of", "do": "perturb"},
     "configuration": {"at": "lockstep.config.options:flat", "do": "result", "value": {"lr": 1.0}},
     "lockstep's code": {"at": "lockstep.guards.start:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.run.build:_size", "do": "result", "value": 500},
+    "samples": {"at": "lockstep.run.datasets:_size", "do": "result", "value": 500},
 }
 
 
