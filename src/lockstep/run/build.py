@@ -45,6 +45,7 @@ from lockstep.run.own_optimizer import own_factor, own_momentum
 from lockstep.run.placing import Groups, engine_of
 from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
 from lockstep.run.plateau import fallen
+from lockstep.run.shared_folder import check_shared
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import TrainingSet, stream_of
 from lockstep.run.task_check import Trial, check_task, recall
@@ -232,6 +233,8 @@ def build(
     if steps:
         config = dataclasses.replace(config, max_steps=steps, stop_at=0)
     folder = RunFolder(config.save_dir, config.experiment_name)
+    if resume:
+        check_shared(folder, world)  # collective
     source, state = _found(folder, world) if resume and not joins else (None, _new_state())
     state |= _glimpsed(folder) if joins else {}
     config = on_device(config, state, world, notify(world))
