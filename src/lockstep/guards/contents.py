@@ -32,7 +32,7 @@ from lockstep.trace.sums import mixed
 __all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
 
 KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # of all that is asked
-_ENOUGH = 1.0  # seconds after which no further sample is asked for
+_ENOUGH = 1.0  # seconds after the first sample; then no further one is asked for
 _DEEP = 12  # containers within containers
 _LONGEST = 1 << 22  # elements; of a longer tensor evenly spread ones count
 _ROUNDING = 1e-4  # of a tensor's norm
@@ -57,15 +57,16 @@ class Contents:
     def __getitem__(self, key: Key) -> tuple[dict[str, Digest | None], float]:
         """({the sample in words: its digest; None where two readings differ}, 0)."""
         found: dict[str, Digest | None] = {}
-        ends = time.monotonic() + _ENOUGH
+        ends = math.inf
         for place in (0.0, 0.5, 1.0):
             for name, dataset in self._sets.items():
                 index = int(place * (len(dataset) - 1))
                 what = f"sample {index} of the {name}"
-                if what in found or (found and time.monotonic() > ends):
+                if what in found or time.monotonic() > ends:
                     continue
                 first, second = self._read(dataset, index), self._read(dataset, index)
                 found[what] = first if alike(first, second) else None
+                ends = min(ends, time.monotonic() + _ENOUGH)  # the first may have opened files
         return found, 0
 
     def _read(self, dataset: RetryingDataset, index: int) -> Digest:
@@ -156,7 +157,10 @@ class _Reader:
             return self._measured("float", torch.tensor([value], dtype=torch.float64))
         if isinstance(value, str | PurePath):  # where a node keeps its files is its own affair
             self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
-        elif value is None or isinstance(value, bool | int | complex | bytes | bytearray):
+        elif isinstance(value, bytes | bytearray):
+            self._mark("bytes", len(value))
+            self.hash.update(value)
+        elif value is None or isinstance(value, bool | int | complex):
             self._mark(type(value).__name__, value)
         elif isinstance(value, Mapping):
             for key in sorted(value, key=repr):
