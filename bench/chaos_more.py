@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness import (
     BEAT,
+    ODD,
     UNLIKE,
     arguments,
     end,
@@ -39,7 +40,7 @@ HOSTILE = (
 PARTS = {
     "rank": r"rank \d",
     "step": r"step \d",
-    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|space|uneven|another|memory|cannot|killed|planted|failed",
+    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|not see|space|uneven|another|memory|cannot|killed|failed",
     "way out": r"; .*(resume|again|raise|lower|give|fix|start|check|repair|look|leave|use|go back|make room|traceback)",
 }
 
@@ -216,3 +217,40 @@ def r25(bench):
             end(process)
         good += run.code == 0 and run.mark() == quiet and run.state["losses"] == 1
     return f"{good}/{len(delays)} bitwise, one loss each"
+
+
+def r27(bench):
+    """Rank 1 has another file system where the run's folder lies: at a start, and at a resume."""
+    good = 0
+    for resumes in (False, True):
+        out, elsewhere = Path(bench.out().name), bench.out()
+        elsewhere.mkdir()
+        fault = {"rank": 1, "at": "lockstep.run.build:_agreed", "do": "chdir", "path": str(elsewhere)}
+        with contextlib.chdir(bench.data):
+            if resumes:
+                bench.keep(launch(bench.data, out, "--stop-at", "5"))
+            run = bench.keep(launch(bench.data, out, faults=[fault]))
+            taken = run.steps if (run.folder / "metrics.jsonl").exists() else []
+        named = f"rank 1 on {socket.gethostname()}" in run.last and str(elsewhere / out) in run.last
+        good += run.code == 2 and named and taken == list(range(1, 6)) * resumes and not list(elsewhere.iterdir())
+    return f"{good}/2 refused before step 1 (start, resume); rank, host and path named"
+
+
+def r28(bench):
+    """One sample of 64 is another one on rank 1; and the same run, whose samples are drawn at random, without that."""
+    file = bench.data / "odd.py"
+    file.write_text(ODD)
+    refused, clean, wanted = 0, 0, ("train", "evaluation", "")
+    for workers in (0, 2):
+        for odd in wanted:
+            out = bench.out()
+            command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--max-losses", "0", "--"]
+            command += ["train", "--task", f"{file}:Odd", "--save-dir", str(out), "--max-steps", "4"]
+            command += ["--batch-size", "8", "--data.workers", str(workers)]
+            run = bench.keep(finish(start(command, ODD=odd), out, time.monotonic()))
+            name = {"train": "sample 63 of the training set", "evaluation": "sample 63 of the evaluation set"}.get(odd)
+            if odd:
+                refused += run.code == 3 and name in run.last and "rank 1" in run.last and not run.folder.exists()
+            else:
+                clean += run.code == 0
+    return f"{refused}/4 refused before step 1, rank and sample named; {2 - clean} false alarms in 2 clean runs"

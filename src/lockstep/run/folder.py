@@ -44,20 +44,27 @@ class RunFolder:
 
     def check_writable(self, least: int) -> None:
         """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
-        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        above = self.nearest()
         try:
             with tempfile.TemporaryFile(dir=above):
                 pass
             free = shutil.disk_usage(above).free
         except OSError as error:
-            raise ConfigError(
-                f"--save-dir: cannot write to {above}: {error.strerror or error}; choose another folder"
-            ) from error
+            raise self.unwritable(above, error) from error
         if free < least:
             raise ConfigError(
                 f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
                 f"{bytes_text(least)}; make room, or choose another folder"
             )
+
+    def nearest(self) -> Path:
+        """Return the folder, or the nearest one above it that is there."""
+        return next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+
+    @staticmethod
+    def unwritable(path: Path, error: OSError) -> ConfigError:
+        """Make the error of a folder that cannot be written to."""
+        return ConfigError(f"--save-dir: cannot write to {path}: {error.strerror or error}; choose another folder")
 
     def claim(self) -> None:
         """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.

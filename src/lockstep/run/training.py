@@ -214,6 +214,8 @@ def _in_folder(session: Session, built: Built) -> Training:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
         count_restarts(built.state)
         _announce(built)
+        for line in built.notes:
+            _LOG.info("%s", line, extra={"only_file": True})
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
         if world.is_main:
             session.sinks = open_sinks(built)

@@ -85,6 +85,7 @@ _DEEDS = {
     "exit": lambda fault, args: os._exit(fault.get("code", 9)),
     "argument": _argument,
     "clock": _clock,
+    "chdir": lambda fault, args: os.chdir(fault["path"]),
     "touch": lambda fault, args: open(fault["path"], "w").close(),
 }
 

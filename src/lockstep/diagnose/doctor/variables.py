@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.diagnose.doctor.addresses import address_of, infiniband, interfaces
 from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+from lockstep.distributed.launcher import unlaunched
 
 __all__ = ["launcher", "numbers", "settings"]
 
@@ -75,7 +76,9 @@ def _launcher(place: Place) -> Iterator[Finding]:
     if wrong:
         return
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        yield from _without_launcher(environ)
+        found = unlaunched(environ)
+        if found:
+            yield fail(_NAME, found.problem, found.remedy)
         return
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
@@ -106,23 +109,6 @@ def _launcher(place: Place) -> Iterator[Finding]:
         if seen is not None:
             mend += f", or let each see all devices: CUDA_VISIBLE_DEVICES is '{seen}'"
         yield fail(_NAME, f"{ranks} processes are on this node, and torch sees {place.devices} CUDA devices here", mend)
-
-
-def _without_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Several processes of a scheduler's that would each train alone."""
-    for name, size, what in (
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
-        ("PMI_RANK", "PMI_SIZE", "mpirun"),
-    ):
-        text = environ.get(size, "1")
-        if name in environ and text.isascii() and text.isdigit() and int(text) > 1:
-            yield fail(
-                _NAME,
-                f"{what} started {text} processes, and RANK and WORLD_SIZE are not set: each would train alone",
-                f"have {what} start one torchrun or `lockstep launch` a node",
-            )
-            return
 
 
 def settings(place: Place) -> Found:
