@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.check import verify
+from lockstep.checkpoint.check import is_marked, verify
 from lockstep.checkpoint.files import printable, refusal, remove
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
@@ -28,6 +28,7 @@ __all__ = [
     "discard",
     "fingerprint",
     "fingerprint_of",
+    "is_marked",
     "list_steps",
     "load",
     "newest",
@@ -81,7 +82,8 @@ def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
 def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
     """Removes all checkpoints but the `last` newest, the `best` and those whose step is a multiple of `every`.
 
-    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind.
+    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind. One with a tensor
+    that is not finite counts for nothing; it stays while it is the newest of all.
 
     Args:
         last: how many of the newest stay, >= 1.
@@ -99,7 +101,12 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
         raise ValueError(f"last ({last}) must be at least 1 and every ({every}) at least 0")
     kept = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
-    removed = [step for step in steps[:-last] if step != kept and not (every and step % every == 0)]
+    stay = {kept, *steps[-1:]}
+    for step in reversed(steps):
+        if last and not is_marked(path_of(folder, step)):
+            stay.add(step)
+            last -= 1
+    removed = [step for step in steps if step not in stay and not (every and step % every == 0)]
     discard(folder, removed)
     return removed
 

@@ -18,6 +18,7 @@ from lockstep.errors import CheckpointError
 from lockstep.run import environment
 from lockstep.run.best import brief
 from lockstep.run.build import Built
+from lockstep.run.finite import note_first
 from lockstep.run.trained import train_now
 from lockstep.run.weights import weights_in
 from lockstep.sinks import Sinks
@@ -97,6 +98,7 @@ def load_state(built: Built) -> None:
     elif built.config.init_from:
         _begin_from(built, Path(built.config.init_from).expanduser())
     train_now(built.model, built.state)
+    note_first(built)  # collective in a new run
 
 
 def _begin_from(built: Built, path: Path) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 from lockstep import checkpoint
+from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import marked
@@ -21,7 +22,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
-from lockstep.errors import PeerError, said
+from lockstep.errors import LockstepError, PeerError, said
 from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
@@ -31,6 +32,7 @@ from lockstep.run.best import JUDGED, brief, judged, out_of_patience, shown, sto
 from lockstep.run.build import Built
 from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
+from lockstep.run.finite import not_finite_now, unjudged, where_not_finite
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
 from lockstep.run.trained import note
@@ -196,7 +198,10 @@ class RunRecorder:
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
         """In the saver's thread, with its own group."""
         folder = self._built.folder
-        checkpoint.write_share(folder.path, done, share, state, world, engine=self._engine_name)  # collective
+        names = unjudged(state, (piece.name for piece in share.pieces))
+        checkpoint.write_share(
+            folder.path, done, share, state, world, engine=self._engine_name, unjudged=names
+        )  # collective
         if world.is_main:
             self._tidy(state)
 
@@ -222,10 +227,13 @@ class RunRecorder:
         Every rank takes part in the sample, since the forward of a split model needs them all.
 
         Raises:
-            LockstepError: the last save failed: what it should have kept is lost.
+            LockstepError: the last save failed: what it should have kept is lost. Or tensors are not finite.
         """
         built = self._built
         self.saver.settle(last=True)  # collective
+        if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
+            line = not_finite_line([*found], where_not_finite(found, built.world))
+            raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too

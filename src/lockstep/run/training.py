@@ -15,7 +15,7 @@ from lockstep.distributed.progress import COMPUTING, IN_BODY
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import LockstepError, PeerError, RankLost, UsageError
+from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
@@ -131,7 +131,9 @@ def _attempts(session: Session) -> Training:
         try:
             with explained(None, world):
                 built = build(session.config, session.given, world, session.kept)
-        except (PeerError, RuntimeError) as error:
+        except (CheckpointError, PeerError, RuntimeError) as error:
+            if isinstance(error, CheckpointError) and session.status != "new":
+                raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)

@@ -1,0 +1,65 @@
+"""Which of a run's tensors must stay finite, and which are not.
+
+    note_first(built)                       # once the run's tensors are loaded
+    saver.write(..., unjudged=unjudged(built.state, tensors))
+    found = not_finite_now(built)           # {"model/0.weight": [1]}: on rank 1
+
+A tensor that held NaN or an infinity when the run began (a mask of -inf, a minimum that begins with inf) may hold them
+for ever, and so may what `run.keep` keeps. Everything else that a checkpoint has must be finite: parameters, buffers,
+optimizer states, averages, the task's own tensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoint.layout import block_of
+from lockstep.distributed.world import World
+from lockstep.run.build import Built
+from lockstep.tensors import local_of, not_finite
+
+__all__ = ["not_finite_now", "note_first", "unjudged", "where_not_finite"]
+
+_KEY = "not_finite_at_start"
+
+
+def note_first(built: Built) -> None:
+    """Note in the run's state which tensors are not finite when it begins, or was first resumed. Collective then."""
+    if _KEY not in built.state:
+        model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
+        built.state[_KEY] = sorted(_found(model | built.own, built.world))  # collective
+
+
+def unjudged(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Of these names those of tensors that need not be finite."""
+    return {*state.get(_KEY, ())} | {name for name in names if name.startswith("kept.")}
+
+
+def not_finite_now(built: Built, *, forward: bool = False) -> dict[str, list[int]]:
+    """Find the tensors that are not finite and should be: name -> the ranks that hold such a part. Collective.
+
+    Args:
+        forward: only those that a forward reads: no optimizer states, no averages.
+    """
+    tensors = built.all_tensors() if forward else built.tensors()
+    skipped = unjudged(built.state, tensors)
+    chosen = (name for name in tensors if name not in skipped)
+    if forward:
+        chosen = (name for name in chosen if name.startswith(("model/", "task/")))
+    return _found({name: tensors[name] for name in chosen}, built.world)  # collective
+
+
+def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
+    """Say on which ranks the first of these tensors is not finite; "" where it is all of them."""
+    ranks = next(iter(found.values()))
+    return "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
+
+
+def _found(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
+    held = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
+    found: dict[str, list[int]] = {}
+    for rank, names in enumerate(world.gather(not_finite(held))):  # collective
+        for name in names:
+            found.setdefault(name, []).append(rank)
+    return dict(sorted(found.items()))
