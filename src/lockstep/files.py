@@ -5,18 +5,29 @@
         file.write(b"...")
     sync(folder)                                            # the names in it outlive a power cut
 
-What is left after a kill in between has a name that begins with a point and has `.tmp-` in it.
+What is left after a kill in between has a name that begins with a point and has `.tmp-` in it: `clean` removes it.
 """
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["created", "replacing", "sync", "write_whole"]
+__all__ = ["clean", "created", "replacing", "sync", "write_whole"]
+
+_LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+
+
+def clean(folder: Path) -> None:
+    """Remove the files that writes which were killed have left in `folder`. Not while one is going on."""
+    with contextlib.suppress(OSError):  # a leftover does no harm
+        for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
 
 
 def created(path: Path, buffering: int = -1) -> BinaryIO:

@@ -140,7 +140,8 @@ class Saver:
             many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "the save"
             _, rank, why = found[0]  # what a rank saw itself comes before what it heard of another
             where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on rank {rank}"
-            raise LockstepError(f"{many} {where}: {why}; start again when that is repaired: it resumes")
+            again = "start again when that is repaired: it goes on from the checkpoint before, if there is one"
+            raise LockstepError(f"{many} {where}: {why}; {again}")
 
     def abandon(self, seconds: float, *, leave: bool = True) -> None:
         """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective.

@@ -14,7 +14,8 @@ from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.distributed.world import on_all_ranks
 from lockstep.engines.shared.average import without_average
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import clean
 from lockstep.run import environment
 from lockstep.run.best import brief
 from lockstep.run.build import Built
@@ -50,9 +51,22 @@ def count_restarts(state: dict[str, Any]) -> None:
 
 
 def open_sinks(built: Built) -> Sinks:
-    """What stands in the folder besides checkpoints, and where records go. On rank 0."""
+    """What stands in the folder besides checkpoints, and where records go. On rank 0.
+
+    Raises:
+        ConfigError: a file of the folder cannot be written or read.
+    """
+    try:
+        return _opened(built)
+    except OSError as error:
+        raise ConfigError(f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}") from error
+
+
+def _opened(built: Built) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
+    for each in (folder.path, folder.checkpoints):
+        clean(each)
     folder.forget_end()
     folder.forget_trained(built.start)
     folder.write("config.toml", options.to_toml(config, own_task=built.own_task))

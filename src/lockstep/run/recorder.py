@@ -7,6 +7,7 @@ books.log(record)               # the window's record, where one ends with this 
 """
 
 import json
+import logging
 import time
 from functools import partial
 from typing import Any, Self
@@ -41,6 +42,7 @@ from lockstep.transforms.eager import eager
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
 
+_LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
 _TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
 
@@ -208,9 +210,16 @@ class RunRecorder:
     def _tidy(self, state: dict[str, Any]) -> None:
         """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
         folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
-        folder.write_state(state)
+        self._write_state(state)
         if self._saves:
             checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
+        try:
+            self._built.folder.write_state(state)
+        except OSError as error:
+            _LOG.warning("%s: %s; the checkpoint has the same", error.filename, error.strerror or error)
 
     def __enter__(self) -> Self:
         return self
@@ -237,7 +246,7 @@ class RunRecorder:
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too
-            built.folder.write_state(built.state)
+            self._write_state(built.state)
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
             with eager():  # an own task's too

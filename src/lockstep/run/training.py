@@ -217,8 +217,8 @@ def _in_folder(session: Session, built: Built) -> Training:
         count_restarts(built.state)
         _announce(built)
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
+        session.sinks = on_all_ranks(world, lambda: open_sinks(built) if world.is_main else Sinks([]))  # collective
         if world.is_main:
-            session.sinks = open_sinks(built)
             session.timeline.open(built.folder.timeline, built.start, world.size)
         load_state(built)
         if session.status == "new":
