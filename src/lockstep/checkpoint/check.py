@@ -13,7 +13,7 @@ from lockstep.checkpoint.files import Seen, damage, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.index import Entry, Header, read_header, read_index
 from lockstep.checkpoint.layout import Block
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, StorageError
 
 __all__ = [
     "Stored",
@@ -73,7 +73,7 @@ def is_marked(path: Path) -> bool:
     """Whether the manifest names tensors that are not finite; False where it cannot be read."""
     try:
         return bool(read_manifest(path).not_finite)
-    except (CheckpointError, OSError):
+    except (CheckpointError, StorageError, OSError):
         return False
 
 

@@ -12,16 +12,16 @@ are for one process, rank 0, that has the run to itself.
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.check import is_marked, verify
-from lockstep.checkpoint.files import printable, refusal, remove
+from lockstep.checkpoint.files import printable, refused, remove
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
-from lockstep.errors import CheckpointError
-from lockstep.files import sync
+from lockstep.files import retry_io, sync
 
 __all__ = [
     "clean",
@@ -50,17 +50,24 @@ def path_of(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """The steps that the run has a checkpoint of, whole or not, ascending. [] for a run without any."""
-    found = [step_of(path.name) for path in _inside(folder) if path.is_dir()]
+    found = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
     return sorted(step for step in found if step is not None)
 
 
 def _inside(folder: Path) -> list[Path]:
     try:
-        return sorted((folder / "checkpoints").iterdir())
+        return sorted(retry_io(lambda: list((folder / "checkpoints").iterdir())))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(refusal(error)) from error
+        raise refused(error) from error
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(retry_io(path.stat).st_mode)
+    except OSError:  # it is gone by now, or a link that leads nowhere
+        return False
 
 
 def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
@@ -122,7 +129,7 @@ def discard(folder: Path, removed: list[int]) -> None:
         if asides:
             sync(folder / "checkpoints")
     except OSError as error:
-        raise CheckpointError(refusal(error)) from error
+        raise refused(error) from error
     for aside in asides:
         remove(aside)
 

@@ -26,7 +26,7 @@ from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.pinned import runs, span
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.files import sync
+from lockstep.files import retry_io, sync
 from lockstep.tensors import not_finite
 from lockstep.units import bytes_text
 
@@ -147,8 +147,8 @@ def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str
     data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
     content = {"format": FORMAT, "tensors": [_entry(piece, data) for piece in pieces], "aliases": share.aliases}
     return {
-        data: write_file(temporary / data, _safetensors(pieces)),
-        index: write_file(temporary / index, [dump(content, indent=None)]),
+        data: retry_io(lambda: write_file(temporary / data, _safetensors(pieces))),
+        index: retry_io(lambda: write_file(temporary / index, [dump(content, indent=None)])),
     }
 
 
@@ -191,11 +191,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     """Rank 0: state and manifest, then the name. Once renamed, the checkpoint is never changed again."""
-    manifest.files[STATE] = write_file(temporary / STATE, [dump(state)])
+    manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:
             raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
-    write_file(temporary / MANIFEST, [manifest.dump()])
+    retry_io(lambda: write_file(temporary / MANIFEST, [manifest.dump()]))
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # until here nobody else could look in
     sync(temporary)
     aside = None

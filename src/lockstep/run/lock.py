@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
+from lockstep.files import retry_io
 
 __all__ = ["RunLock"]
 
@@ -44,7 +45,7 @@ class RunLock:
             OSError: the file cannot be opened, or is a link.
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
-        self._handle = os.open(self._path, flags, 0o644)
+        self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
         _HELD.add(self)
         got, owner, asked = self._locked(self._handle)
         if not got and not asked and not _is_here(owner):

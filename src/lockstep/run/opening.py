@@ -15,7 +15,7 @@ from lockstep.config import options
 from lockstep.distributed.world import on_all_ranks
 from lockstep.engines.shared.average import without_average
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.files import clean
+from lockstep.files import clean, retry_io, storage_error
 from lockstep.run import environment
 from lockstep.run.best import brief
 from lockstep.run.build import Built
@@ -55,11 +55,14 @@ def open_sinks(built: Built) -> Sinks:
 
     Raises:
         ConfigError: a file of the folder cannot be written or read.
+        StorageError: the storage does not answer.
     """
     try:
         return _opened(built)
     except OSError as error:
-        raise ConfigError(f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}") from error
+        raise storage_error(error) or ConfigError(
+            f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}"
+        ) from error
 
 
 def _opened(built: Built) -> Sinks:
@@ -71,8 +74,9 @@ def _opened(built: Built) -> Sinks:
     folder.forget_trained(built.start)
     folder.write("config.toml", options.to_toml(config, own_task=built.own_task))
     environment.write(folder.environment, environment.describe() | {"sources": dict(built.task.sources)})
-    metrics = JsonLines(folder.metrics, built.start, evaluated=not built.state.get("evaluation_due"))
-    earlier = read(folder.metrics) if built.start else []
+    due = built.state.get("evaluation_due")
+    metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=not due))
+    earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_described(built))

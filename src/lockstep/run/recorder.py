@@ -23,7 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
-from lockstep.errors import LockstepError, PeerError, said
+from lockstep.errors import LockstepError, PeerError, StorageError, said
 from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
@@ -218,8 +218,8 @@ class RunRecorder:
         """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
         try:
             self._built.folder.write_state(state)
-        except OSError as error:
-            _LOG.warning("%s: %s; the checkpoint has the same", error.filename, error.strerror or error)
+        except (OSError, StorageError) as error:
+            _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from lockstep.distributed.progress import COMPUTING, IN_BODY
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, UsageError
+from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
@@ -359,7 +359,7 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
     if built.world.is_main:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
-        with suppress(OSError):  # the disk that is full, and why it failed
+        with suppress(OSError, StorageError):  # the disk that is full, and why it failed
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
 
 
