@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, LockstepError, PeerError, StorageError
 from lockstep.files import retry_io
 from lockstep.run.folder import RunFolder
 
+LOOKS = ("stat", "lstat", "listdir")
 SILENT = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT]
 
 
@@ -73,17 +74,16 @@ def saved(folder, *steps):
 
 @pytest.mark.parametrize("number", SILENT)
 @pytest.mark.parametrize(
-    "name", ["step-00000002", "manifest.json", "rank-00000.safetensors", "rank-00000.json", "state.json"]
+    "name", ["checkpoints", "step-00000002", "manifest.json", "rank-00000.safetensors", "rank-00000.json", "state.json"]
 )
 def test_what_cannot_be_read_now_is_no_damage(tmp_path, monkeypatch, number, name):
     saved(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        stands = fail(patch, os, "stat", name, number, times=3)
-        lstat = fail(patch, os, "lstat", name, number, times=3)
+        stands = [fail(patch, os, function, name, number, times=3) for function in LOOKS]
         assert checkpoint.find_resume(tmp_path, World(), pytest.fail)[0] == checkpoint.path_of(tmp_path, 2)
-        assert min(stands.left, lstat.left) == 0
-    fail(monkeypatch, os, "stat", name, number)
-    fail(monkeypatch, os, "lstat", name, number)
+        assert min(each.left for each in stands) == 0
+    for function in LOOKS:
+        fail(monkeypatch, os, function, name, number)
     with pytest.raises(StorageError, match=name) as found:
         checkpoint.find_resume(tmp_path, World(), pytest.fail)
     assert found.value.exit_code == 75
@@ -94,8 +94,8 @@ def finds(world, folder):
     files._PAUSES = (0.0,)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank:
-            fail(patch, os, "stat", "manifest.json")
-            fail(patch, os, "lstat", "manifest.json")
+            for function in LOOKS:
+                fail(patch, os, function, "manifest.json")
         with pytest.raises(StorageError if world.rank else PeerError) as found:
             checkpoint.find_resume(folder, world, pytest.fail)
     return found.value.exit_code

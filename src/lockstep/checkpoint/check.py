@@ -14,6 +14,7 @@ from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_s
 from lockstep.checkpoint.index import Entry, Header, read_header, read_index
 from lockstep.checkpoint.layout import Block
 from lockstep.errors import CheckpointError, StorageError
+from lockstep.files import retry_io
 
 __all__ = [
     "Stored",
@@ -125,7 +126,7 @@ def strangers(path: Path, manifest: Manifest) -> list[str]:
     known = {MANIFEST, *manifest.files}
     return [
         f"{printable(path.name)}/{printable(found.name)} does not belong there"
-        for found in sorted(path.iterdir())
+        for found in sorted(retry_io(lambda: list(path.iterdir())))
         if found.name not in known and not found.name.startswith(_HIDDEN)
     ]
 
