@@ -3,6 +3,7 @@
     note_first(built)                       # once the run's tensors are loaded
     saver.write(..., unjudged=unjudged(built.state, tensors))
     found = not_finite_now(built)           # {"model/0.weight": [1]}: on rank 1
+    found = spoilt_parameters(built)        # the same, of parameters alone
 
 A tensor that held NaN or an infinity when the run began (a mask of -inf, a minimum that begins with inf) may hold them
 for ever, and so may what `run.keep` keeps. Everything else that a checkpoint has must be finite: parameters, buffers,
@@ -19,7 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.run.build import Built
 from lockstep.tensors import local_of, not_finite
 
-__all__ = ["not_finite_now", "note_first", "unjudged", "where_not_finite"]
+__all__ = ["not_finite_now", "note_first", "spoilt_parameters", "unjudged", "where_not_finite"]
 
 _KEY = "not_finite_at_start"
 
@@ -36,18 +37,19 @@ def unjudged(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     return {*state.get(_KEY, ())} | {name for name in names if name.startswith("kept.")}
 
 
-def not_finite_now(built: Built, *, forward: bool = False) -> dict[str, list[int]]:
-    """Find the tensors that are not finite and should be: name -> the ranks that hold such a part. Collective.
+def not_finite_now(built: Built) -> dict[str, list[int]]:
+    """Find the tensors that are not finite and should be: name -> the ranks that hold such a part. Collective."""
+    return _judged(built, built.tensors())  # collective
 
-    Args:
-        forward: only those that a forward reads: no optimizer states, no averages.
-    """
-    tensors = built.all_tensors() if forward else built.tensors()
+
+def spoilt_parameters(built: Built) -> dict[str, list[int]]:
+    """The same of the parameters alone, which only an update or the caller writes: no forward has made them so."""
+    return _judged(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
+
+
+def _judged(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     skipped = unjudged(built.state, tensors)
-    chosen = (name for name in tensors if name not in skipped)
-    if forward:
-        chosen = (name for name in chosen if name.startswith(("model/", "task/")))
-    return _found({name: tensors[name] for name in chosen}, built.world)  # collective
+    return _found({name: each for name, each in tensors.items() if name not in skipped}, built.world)  # collective
 
 
 def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:

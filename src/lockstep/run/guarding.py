@@ -35,7 +35,7 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
-from lockstep.run.finite import not_finite_now, where_not_finite
+from lockstep.run.finite import spoilt_parameters, where_not_finite
 from lockstep.run.kernels import kernels_of
 from lockstep.run.trained import trained_digest
 from lockstep.task import looks_at_whole_step
@@ -161,8 +161,8 @@ class Guards:
 
     def _bad(self, step: ReadStep) -> None:
         built = self._built
-        if found := not_finite_now(built, forward=True):  # collective; waits for the device
-            self._spoilt(step, not_finite_line([*found], where_not_finite(found, built.world)))
+        if spoilt := spoilt_parameters(built):  # collective; waits for the device
+            self._spoilt(step, not_finite_line([*spoilt], where_not_finite(spoilt, built.world)))
             return
         with unmoved(built.own.values()):  # which the loss may move
             told = built.batches.samples, built.world

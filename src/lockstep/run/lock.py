@@ -146,7 +146,7 @@ _OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
 def _is_here(owner: str) -> bool:
     """Whether the process that a lock's line names is, or was, one of this machine."""
     found = _OWNER.fullmatch(owner)
-    return bool(found) and found[2] == socket.gethostname()
+    return found is not None and found[2] == socket.gethostname()
 
 
 def _lives(owner: str) -> bool:
