@@ -34,6 +34,7 @@ from lockstep.run.build import Built
 from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
 from lockstep.run.finite import not_finite_now, unjudged, where_not_finite
+from lockstep.run.folder import RunFolder
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
 from lockstep.run.trained import note
@@ -210,16 +211,9 @@ class RunRecorder:
     def _tidy(self, state: dict[str, Any]) -> None:
         """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
         folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
-        self._write_state(state)
+        _write_state(folder, state)
         if self._saves:
             checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
-
-    def _write_state(self, state: dict[str, Any]) -> None:
-        """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
-        try:
-            self._built.folder.write_state(state)
-        except (OSError, StorageError) as error:
-            _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)
 
     def __enter__(self) -> Self:
         return self
@@ -246,7 +240,7 @@ class RunRecorder:
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too
-            self._write_state(built.state)
+            _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
             with eager():  # an own task's too
@@ -286,3 +280,11 @@ class RunRecorder:
             return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+
+
+def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:
+    """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
+    try:
+        folder.write_state(state)
+    except (OSError, StorageError) as error:
+        _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)
