@@ -53,11 +53,11 @@ def retry_io(action: Callable[[], T]) -> T:
         try:
             return action()
         except OSError as error:
-            lasting = storage_error(error)
-            if lasting is None:
+            silent = storage_error(error)
+            if silent is None:
                 raise
             if pause is None:
-                raise lasting from error
+                raise silent from error
         time.sleep(pause)
     raise AssertionError("the last try returns or raises")
 

@@ -38,16 +38,20 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     Args:
         tensors: this rank's parts, not DTensors; those that are not of numbers with a fraction are passed over.
     """
-    names = sorted(name for name, each in tensors.items() if each.is_floating_point() or each.is_complex())
-    read = [_readable(tensors[name].detach()) for name in names if tensors[name].numel()]
-    names = [name for name in names if tensors[name].numel()]
-    if not names:
-        return []
+    by_device: dict[torch.device, list[str]] = {}
+    for name, each in sorted(tensors.items()):
+        if each.numel() and (each.is_floating_point() or each.is_complex()):
+            by_device.setdefault(each.device, []).append(name)
+    return sorted(name for names in by_device.values() for name in _not_finite_on_one_device(tensors, names))
+
+
+def _not_finite_on_one_device(tensors: Mapping[str, torch.Tensor], names: list[str]) -> list[str]:
     # One call reads them all, at the speed of the memory, and without the interpreter's lock. A norm overflows where
     # values are large, so what it points out is looked at again.
-    norms = [norm.to("cpu", torch.float32) for norm in torch._foreach_norm(read, 2)]  # waits for the device
-    suspects = torch.stack(norms).isfinite().logical_not().nonzero().flatten().tolist()
-    return [names[index] for index in suspects if not bool(read[index].isfinite().all())]  # waits for the device
+    values = [_readable(tensors[name].detach()) for name in names]
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(values, 2)])
+    suspects = norms.isfinite().logical_not().nonzero().flatten().tolist()  # waits for the device
+    return [names[index] for index in suspects if not bool(values[index].isfinite().all())]  # waits for the device
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

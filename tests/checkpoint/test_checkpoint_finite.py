@@ -49,12 +49,12 @@ def test_each_dtype_is_judged(dtype, bad):
     assert not_finite(tensors) == ["d"]
 
 
-def write(world, folder, step, name="", how="plain", unjudged=()):
+def write(world, folder, step, name="", how="plain", exempt=()):
     """A checkpoint in which the tensor `name` is not finite; what the error names."""
     tensors = full()
     tensors |= {name: spoilt(tensors[name])} if name else {}
     try:
-        checkpoint.save(folder, step, sharded(tensors, world, how), {}, world, engine="t", unjudged=unjudged)
+        checkpoint.save(folder, step, sharded(tensors, world, how), {}, world, engine="t", exempt=exempt)
     except LockstepError as error:
         return str(error)
     return ""
@@ -77,7 +77,7 @@ def test_what_one_rank_sees_in_its_part_is_said_on_all(tmp_path, how):
 
 
 def test_what_may_be_infinite_is_no_fault_and_a_good_save_replaces_a_bad_one(tmp_path):
-    assert not write(World(), tmp_path, 1, name=NAMES[0], unjudged=NAMES)
+    assert not write(World(), tmp_path, 1, name=NAMES[0], exempt=NAMES)
     assert write(World(), tmp_path, 2, name=NAMES[0])
     assert not write(World(), tmp_path, 2)
     assert [checkpoint.verify(checkpoint.path_of(tmp_path, step)) for step in (1, 2)] == [[], []]

@@ -26,7 +26,7 @@ __all__ = [
     "parse_json",
     "printable",
     "read_file",
-    "refused",
+    "refusal_error",
     "remove",
     "write_file",
 ]
@@ -48,10 +48,10 @@ def printable(text: str, limit: int = 300) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def refused(error: OSError) -> LockstepError:
+def refusal_error(error: OSError) -> LockstepError:
     """What the file system refused, as the run's error: the file, the reason, the way out."""
-    if lasting := storage_error(error):
-        return lasting
+    if silent := storage_error(error):
+        return silent
     where = printable(str(error.filename)) if error.filename else "the checkpoint's folder"
     return CheckpointError(
         f"{where}: {error.strerror or error}; check the free space and the permissions there, and that every node "
@@ -72,10 +72,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
         OSError: the file exists, or the disk is full; the error's `filename` is set.
     """
     digest = xxhash.xxh3_64()
-    size, begun = 0, False
+    size, exists = 0, False
     try:
         with created(path, buffering=1 << 20) as file:
-            begun = True
+            exists = True
             for chunk in chunks:
                 view = memoryview(chunk)
                 size += view.nbytes
@@ -86,7 +86,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)  # a write's own error does not say which file
-        if begun:
+        if exists:
             with contextlib.suppress(OSError):
                 path.unlink()
         raise

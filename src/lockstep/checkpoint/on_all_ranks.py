@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from lockstep.checkpoint.files import refused
+from lockstep.checkpoint.files import refusal_error
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 
@@ -47,7 +47,7 @@ def on_all_ranks(
     try:
         result = action()
     except OSError as found:
-        error = refused(found)
+        error = refusal_error(found)
         error.__cause__ = found
     except Exception as found:  # a bug on one rank must not leave the others waiting
         error = found

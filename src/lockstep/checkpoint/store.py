@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.check import is_marked, verify
-from lockstep.checkpoint.files import printable, refused, remove
+from lockstep.checkpoint.files import printable, refusal_error, remove
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
@@ -60,7 +60,7 @@ def _inside(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise refused(error) from error
+        raise refusal_error(error) from error
 
 
 def _is_folder(path: Path) -> bool:
@@ -129,7 +129,7 @@ def discard(folder: Path, removed: list[int]) -> None:
         if asides:
             sync(folder / "checkpoints")
     except OSError as error:
-        raise refused(error) from error
+        raise refusal_error(error) from error
     for aside in asides:
         remove(aside)
 

@@ -41,7 +41,7 @@ def save(
     world: World,
     *,
     engine: str,
-    unjudged: Collection[str] = (),
+    exempt: Collection[str] = (),
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`/checkpoints and returns its folder. Collective over all ranks.
 
@@ -54,7 +54,7 @@ def save(
             ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are kept once.
         state: JSON values (numbers, strings, lists, dicts); rank 0's are kept.
         engine: its name, for the reader of the manifest.
-        unjudged: names of tensors that may have values that are not finite.
+        exempt: names of tensors that may have values that are not finite.
 
     Raises:
         CheckpointError: a tensor or state that cannot be kept, or the file system refused. On every rank; what was
@@ -63,7 +63,7 @@ def save(
         PeerError: the same, on a rank other than this one.
     """
     share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
-    return write_share(folder, step, share, state, world, engine=engine, unjudged=unjudged)
+    return write_share(folder, step, share, state, world, engine=engine, exempt=exempt)
 
 
 def write_share(
@@ -74,22 +74,22 @@ def write_share(
     world: World,
     *,
     engine: str,
-    unjudged: Collection[str] = (),
+    exempt: Collection[str] = (),
 ) -> Path:
     """`save` of what was shared out already; each rank gives its own part. See `save`. Collective."""
     world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
-    judged = {piece.name: piece.local for piece in share.pieces if piece.name not in unjudged}
-    told = world.gather([size, not_finite(judged)])  # collective
-    whole, spoilt = sum(size for size, _ in told), sorted({name for _, names in told for name in names})
+    tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
+    shares = world.gather([size, not_finite(tensors)])  # collective
+    whole, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
     begun = on_all_ranks(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
     begun = world.gather(begun)[0]  # collective
     if begun is not None:
-        _write_anew(final, begun, step, share, state, world, engine, spoilt)  # collective
-    if spoilt:  # on every rank
+        _write_anew(final, begun, step, share, state, world, engine, bad)  # collective
+    if bad:  # on every rank
         error = CheckpointError(
-            f"{not_finite_line(spoilt)}: a resume passes over this checkpoint; lower --lr, or look at what updates it"
+            f"{not_finite_line(bad)}: a resume passes over this checkpoint; lower --lr, or look at what updates it"
         )
         world.check(error if world.is_main else None)  # collective
     return final
@@ -103,14 +103,14 @@ def _write_anew(
     state: dict[str, Any],
     world: World,
     engine: str,
-    spoilt: list[str],
+    bad: list[str],
 ) -> None:
     """Write the temporary folder `begun` and give it its name. Collective."""
     temporary = final.parent / begun
     try:
         mine = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
         files = {name: entry for each in world.gather(mine) for name, entry in each.items()}  # collective
-        manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=spoilt)
+        manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
         on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is of no use to anybody
         if world.is_main:

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.files import refused
+from lockstep.checkpoint.files import refusal_error
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.files import retry_io, write_whole
@@ -72,5 +72,5 @@ class Skips:
         try:  # whole or not at all: without it a rollback would meet the step again
             write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
         except OSError as error:
-            return refused(error)
+            return refusal_error(error)
         return None

@@ -70,7 +70,7 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         {"global_step": step, "own_loop": plain},
         world,
         engine="own loop",
-        unjudged=tensors.keys() - _updated(tensors),
+        exempt=tensors.keys() - _updated(tensors),
     )  # collective
     if world.is_main:
         checkpoint.retain(Path(folder), last=keep, best=None, every=0)

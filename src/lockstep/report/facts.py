@@ -266,8 +266,8 @@ def _read_checkpoints(facts: Facts) -> None:
         except (CheckpointError, StorageError, OSError) as error:
             facts.checkpoints.append(Stored(step, "?", "?", 0, shown(str(error)), False))
             continue
-        if spoilt := unusable(path, manifest):
-            facts.checkpoints.append(Stored(step, world, engine, size, shown(spoilt[0]), False))
+        if problems := unusable(path, manifest):
+            facts.checkpoints.append(Stored(step, world, engine, size, shown(problems[0]), False))
             continue
         if size > left:
             text = f"not read here: `lockstep checkpoint inspect --step {step}` says it"

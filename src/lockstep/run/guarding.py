@@ -35,7 +35,7 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
-from lockstep.run.finite import spoilt_parameters, where_not_finite
+from lockstep.run.finite import bad_parameters, where_not_finite
 from lockstep.run.kernels import kernels_of
 from lockstep.run.trained import trained_digest
 from lockstep.task import looks_at_whole_step
@@ -161,8 +161,8 @@ class Guards:
 
     def _bad(self, step: ReadStep) -> None:
         built = self._built
-        if spoilt := spoilt_parameters(built):  # collective; waits for the device
-            self._spoilt(step, not_finite_line([*spoilt], where_not_finite(spoilt, built.world)))
+        if bad := bad_parameters(built):  # collective; waits for the device
+            self._bad_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
             return
         with unmoved(built.own.values()):  # which the loss may move
             told = built.batches.samples, built.world
@@ -170,8 +170,8 @@ class Guards:
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
 
-    def _spoilt(self, step: ReadStep, line: str) -> None:
-        """Ends the run or goes back where the weights themselves are spoilt: no sample is to blame, no step mends it.
+    def _bad_weights(self, step: ReadStep, line: str) -> None:
+        """Ends the run or goes back where the weights themselves are bad: no sample is to blame, no step mends it.
 
         Args:
             line: which tensors are not finite.

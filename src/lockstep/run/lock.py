@@ -47,8 +47,8 @@ class RunLock:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
         self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
         _HELD.add(self)
-        got, owner, asked = self._locked(self._handle)
-        if not got and not asked and not _is_here(owner):
+        got, owner, has_locks = self._locked(self._handle)
+        if not got and not has_locks and not _is_here(owner):
             self.release(mine=False)
             raise ConfigError(
                 f"{self._path.parent} is in use by {owner}, as its lock says; the file system has no locks, so nobody "

@@ -58,14 +58,14 @@ def open_sinks(built: Built) -> Sinks:
         StorageError: the storage does not answer.
     """
     try:
-        return _opened(built)
+        return _make_sinks(built)
     except OSError as error:
         raise storage_error(error) or ConfigError(
             f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}"
         ) from error
 
 
-def _opened(built: Built) -> Sinks:
+def _make_sinks(built: Built) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
     for each in (folder.path, folder.checkpoints):

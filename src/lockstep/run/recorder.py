@@ -33,7 +33,7 @@ from lockstep.run.best import JUDGED, brief, judged, out_of_patience, shown, sto
 from lockstep.run.build import Built
 from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
-from lockstep.run.finite import not_finite_now, unjudged, where_not_finite
+from lockstep.run.finite import exempt_names, not_finite_now, where_not_finite
 from lockstep.run.folder import RunFolder
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
@@ -201,9 +201,9 @@ class RunRecorder:
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
         """In the saver's thread, with its own group."""
         folder = self._built.folder
-        names = unjudged(state, (piece.name for piece in share.pieces))
+        names = exempt_names(state, (piece.name for piece in share.pieces))
         checkpoint.write_share(
-            folder.path, done, share, state, world, engine=self._engine_name, unjudged=names
+            folder.path, done, share, state, world, engine=self._engine_name, exempt=names
         )  # collective
         if world.is_main:
             self._tidy(state)
