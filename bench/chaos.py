@@ -247,6 +247,21 @@ def r19(bench):
     return f"{good}; goodput {quiet.seconds / run.seconds:.0%} ({spent:.0f} s in all)"
 
 
+def r24(bench):
+    """An update makes a weight NaN, with each policy; and the last update does."""
+    weight = "model/blocks.0.attention.inputs.weight"
+    ended = resumed = 0
+    for policy, step in (("stop", 9), ("skip", 9), ("rollback", 9), ("stop", 13)):
+        faults = [{"rank": rank, "step": step, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+        run = bench.run("--guards.nonfinite", policy, faults=faults)
+        right = run.code == 0 if policy == "rollback" else run.code == 1 and weight in run.last
+        newest = checkpoint.read_state(checkpoint.newest(run.folder, say=str))["global_step"]
+        ended += right and newest == (14 if policy == "rollback" else 5 if step == 9 else 10)
+        again = launch(bench.data, run.folder.parent)
+        resumed += again.code == 0 and again.state["global_step"] == 14
+    return f"{ended}/4 end rightly, none is kept as whole; {resumed}/4 go on from a usable checkpoint"
+
+
 ROWS = {
     "R1": (r1, "kill -9 at a random step", "20/20 bitwise, <= 5 redone, detect <= 2 s, recover <= 8 s"),
     "R2": (r2, "kill -9 at every phase of a save", "100% resumable"),
@@ -269,10 +284,11 @@ ROWS = {
     "R19": (r19, "a minute of kills", "bitwise, goodput >= 50%"),
     "R20": (r20, "a save of 57 MB", "blocked <= 10% of a synchronous save"),
     "R21": (r21, "hostile input", "18/18, canary never made"),
+    "R24": (r24, "an update makes a weight NaN", "named, never resumed from, exit 1; a rollback goes further back"),
+    "R25": (r25, "the process that replacements are forked from is killed", "all go on to the same bits"),
     "R27": (r27, "ranks in different folders", "before step 1, rank, host and path named"),
     "R28": (r28, "other sample content on one rank", "before step 1, sample named, 0 false alarms"),
     "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),
-    "R25": (r25, "the process that replacements are forked from is killed", "all go on to the same bits"),
 }
 
 

@@ -241,12 +241,12 @@ def r28(bench):
     file = bench.data / "odd.py"
     file.write_text(ODD)
     refused, clean, wanted = 0, 0, ("train", "evaluation", "")
-    for workers in (0, 2):
+    for loaders in (0, 2):
         for odd in wanted:
             out = bench.out()
             command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--max-losses", "0", "--"]
             command += ["train", "--task", f"{file}:Odd", "--save-dir", str(out), "--max-steps", "4"]
-            command += ["--batch-size", "8", "--data.workers", str(workers)]
+            command += ["--batch-size", "8", "--data.workers", str(loaders)]
             run = bench.keep(finish(start(command, ODD=odd), out, time.monotonic()))
             name = {"train": "sample 63 of the training set", "evaluation": "sample 63 of the evaluation set"}.get(odd)
             if odd:

@@ -133,6 +133,29 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     assert checkpoint.read_state(path)["global_step"] == 5
 
 
+def test_r24_a_weight_that_an_update_spoils_is_named_and_its_checkpoint_is_not_whole(data, tmp_path):
+    """The checkpoint of step 10 is begun between the update and the next step."""
+    faults = [{"rank": rank, "step": 9, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+    run = launch(data, tmp_path, faults=faults)
+    assert run.code == 1, run.said
+    assert "model/blocks.0.attention.inputs.weight" in run.last
+    assert "sample" not in run.last
+    assert checkpoint.list_steps(run.folder) == [5, 10]
+    assert checkpoint.newest(run.folder, say=print) == checkpoint.path_of(run.folder, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "step", "code"), [("skip", 9, 1), ("rollback", 9, 0), ("stop", 13, 1)])
+def test_r24_each_policy_ends_rightly(data, tmp_path, policy, step, code):
+    faults = [{"rank": rank, "step": step, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+    run = launch(data, tmp_path, "--guards.nonfinite", policy, faults=faults)
+    assert run.code == code, run.said
+    assert ("model/blocks.0.attention.inputs.weight" in run.last) == (code == 1)
+    assert (checkpoint.newest(run.folder, say=print) == checkpoint.path_of(run.folder, 14)) == (code == 0)
+    run = launch(data, tmp_path)
+    assert (run.code, run.steps) == (0, list(range(1, 15))), run.said
+
+
 def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
     run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault])

@@ -335,7 +335,7 @@ class _Agent(LocalElasticAgent):
     def error(self) -> LockstepError:
         """The last line on the person's screen."""
         failure = self._failure
-        again = "" if self.told else "; the same command resumes from the newest checkpoint"
+        again = "" if self.told else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._told() + again)
         error.exit_code = failure.code if failure and failure.code > 0 else 1
         return error

@@ -61,7 +61,8 @@ def command(argv: list[str]) -> int:
         return int(code)
     number = asked or signal.SIGTERM
     error = LockstepError(
-        f"ended by {number.name} before the run could save itself; the same command goes on from its newest checkpoint"
+        f"ended by {number.name} before the run could save itself; the same command goes on from its newest "
+        "checkpoint, or begins again where there is none"
     )
     error.exit_code = 128 + number
     raise error

@@ -16,7 +16,7 @@ from lockstep.distributed.progress import COMPUTING, IN_BODY
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import LockstepError, PeerError, RankLost, UsageError
+from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
@@ -131,7 +131,9 @@ def _attempts(session: Session) -> Training:
         try:
             with explained(None, world):
                 built = build(session.config, session.given, world, session.kept)
-        except (PeerError, RuntimeError) as error:
+        except (CheckpointError, PeerError, RuntimeError) as error:
+            if isinstance(error, CheckpointError) and session.status != "new":
+                raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)
@@ -217,8 +219,8 @@ def _in_folder(session: Session, built: Built) -> Training:
         for line in built.notes:
             _LOG.info("%s", line, extra={"only_file": True})
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
+        session.sinks = on_all_ranks(world, lambda: open_sinks(built) if world.is_main else Sinks([]))  # collective
         if world.is_main:
-            session.sinks = open_sinks(built)
             session.timeline.open(built.folder.timeline, built.start, world.size)
         load_state(built)
         if session.status == "new":
@@ -359,7 +361,7 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
     if built.world.is_main:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
-        with suppress(OSError):  # the disk that is full, and why it failed
+        with suppress(OSError, StorageError):  # the disk that is full, and why it failed
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
 
 
