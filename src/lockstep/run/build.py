@@ -27,7 +27,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.shared.gradient_norms import GradientNorms
-from lockstep.errors import DataError, ResumeError, UsageError, said
+from lockstep.errors import DataError, UsageError, said
 from lockstep.guards.loader import RetryingDataset
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
@@ -44,7 +44,8 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
 from lockstep.run.placing import Groups, engine_of
-from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
+from lockstep.run.plan import RunPlan, origin_of, plan_of
+from lockstep.run.plan_check import check_plan
 from lockstep.run.plateau import fallen
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import TrainingSet, stream_of
@@ -268,7 +269,8 @@ def build(
     own_task = given is not None or kind_of(config.task) == OWN
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
-    on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+        notify(world)(line)
     stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
@@ -358,20 +360,6 @@ def _glimpsed(folder: RunFolder) -> dict[str, Any]:
 def _own(task: Task) -> dict[str, Tensor]:
     """What the task's `state_dict()` names, as `task/NAME`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
-
-
-def _check_plan(
-    folder: RunFolder, before: dict[str, Any] | None, now: dict[str, Any], config: Config, world: World
-) -> None:
-    changes = differences(before, now) if before else []
-    if changes and not config.resume_anyway:
-        raise ResumeError(
-            f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
-            "--resume-anyway to go on with the change"
-        )
-    check_epoch(before or now, now, config)
-    for change in changes:
-        notify(world)(f"resuming although the plan differs: {change}")
 
 
 def _datasets(task: Task) -> tuple[Any, dict[str, Any]]:
