@@ -97,7 +97,7 @@ def _held(world):
 
 
 def test_each_stage_counts_what_a_rank_holds():
-    """Stage 1 splits the optimizer's states, 2 gradients too, 3 parameters too. Float32 copies and averages are states."""
+    """Stage 1 splits the optimizer's states, 2 gradients too, 3 parameters too. Float32 copies are states."""
     whole = 4 * (400 * 400 + 400)
     for held in run(_held, 2):
         shares = [[size / whole for size in sizes] for sizes in held]
