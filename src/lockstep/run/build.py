@@ -216,6 +216,7 @@ def build(
     resume: bool = True,
     steps: int = 0,
     joins: bool = False,
+    least: int = 0,
 ) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
@@ -223,6 +224,7 @@ def build(
         kept: what `Built.kept` is.
         resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
         steps: of the plan, in place of those that the config says; 0: as it says.
+        least: steps that the plan has at least, by going on through further epochs.
         joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
 
     Raises:
@@ -256,6 +258,9 @@ def build(
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
+    if run_plan.step_plan.steps < least:
+        longer = dataclasses.replace(config, max_steps=least)
+        run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
     # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.

@@ -130,7 +130,7 @@ def _attempts(session: Session) -> Training:
         assert world is not None
         try:
             with explained(None, world):
-                built = build(session.config, session.given, world, session.kept)
+                built = build(session.config, session.given, world, session.kept, least=session.least_steps)
         except (PeerError, RuntimeError) as error:
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
@@ -160,7 +160,7 @@ def _join(session: Session, member: Member) -> Training:
     """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
     assert session.joined is not None
     with explained(None, session.joined):
-        built = built_to_join(session.config, session.given, session.joined, session.kept, member)
+        built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
     session.note_first(built.own)
