@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import platform
 import tomllib
 
 import pytest
@@ -55,6 +56,7 @@ def test_the_folder_of_a_run(tmp_path):
     assert {key: state[key] for key in wanted} == wanted
     assert "versions" in json.loads((path / "environment.json").read_text())
     log = (path / "logs" / "rank-00000.log").read_text()
+    assert f"rank 0: {platform.node()}, cpu" in log
     assert '"batch_size": 8' in log
     steps = [r for r in records(path / "metrics.jsonl") if "running_loss" in r]
     assert [r["global_step"] for r in steps] == [2, 4, 6, 8, 10, 12]

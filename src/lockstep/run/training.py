@@ -49,6 +49,7 @@ from lockstep.run.defaults import described_loss, described_optimizer, described
 from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
+from lockstep.run.rank_table import log_ranks
 from lockstep.run.recovery import (
     Anew,
     built_to_join,
@@ -362,7 +363,8 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
 
 
 def _announce(built: Built) -> None:
-    """What a step is, what takes it, and what is worth a warning."""
+    """What a step is, what takes it and where, and what is worth a warning. Collective."""
+    log_ranks(built.world)  # collective
     _LOG.info(described_step(built.run_plan, built.world.size))
     if line := described_loss(built.run_plan, built.task):
         _LOG.info(line)
