@@ -34,8 +34,9 @@ def shown(capsys, *flags, train=()):
 
 def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OPENCV_FOR_THREADS_NUM", raising=False)
     words = shown(capsys, "--nproc-per-node", "3", "--max-restarts", "2", train=["--exact", "--lr", "0.1"])
-    assert "OMP_NUM_THREADS=1" in words
+    assert {"OMP_NUM_THREADS=1", "OPENCV_FOR_THREADS_NUM=1"} <= set(words)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
     assert {"--nnodes=1", "--nproc-per-node=3", "--max-restarts=2", "--rdzv-backend=c10d"} <= set(words)
     assert words[-6:] == ["-m", "lockstep", "train", "--exact", "--lr", "0.1"]

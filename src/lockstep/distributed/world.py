@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.addresses import check_reachable, listening
+from lockstep.distributed.handshake import check_store
 from lockstep.distributed.launcher import check_launched, number_of
 from lockstep.distributed.local_device import check_unshared, identity, local_device
 from lockstep.distributed.progress import MEETING_VARIABLE
@@ -357,6 +358,8 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
         mine = rank == 0 and not held
         if mine and "LOCAL_WORLD_SIZE" in os.environ and size > number_of("LOCAL_WORLD_SIZE", 1):
             check_reachable("MASTER_ADDR", host)
+        if not (mine or held):
+            check_store(host, port, wait.total_seconds(), f"MASTER_PORT {port} on {host}")
         listener = listening(host, port) if mine else None
         handle = listener.detach() if listener else None
         most = size if all_ranks else None

@@ -26,7 +26,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.shared.gradient_norms import GradientNorms
-from lockstep.errors import ResumeError, UsageError, said
+from lockstep.errors import UsageError, said
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
@@ -43,7 +43,8 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
 from lockstep.run.placing import Groups, engine_of
-from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
+from lockstep.run.plan import RunPlan, origin_of, plan_of
+from lockstep.run.plan_check import check_plan
 from lockstep.run.plateau import fallen
 from lockstep.run.shared_folder import check_shared
 from lockstep.run.sharing import check_cut
@@ -217,6 +218,7 @@ def build(
     resume: bool = True,
     steps: int = 0,
     joins: bool = False,
+    least: int = 0,
 ) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
@@ -224,6 +226,7 @@ def build(
         kept: what `Built.kept` is.
         resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
         steps: of the plan, in place of those that the config says; 0: as it says.
+        least: steps that the plan has at least, by going on through further epochs.
         joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
 
     Raises:
@@ -258,6 +261,9 @@ def build(
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
+    if run_plan.step_plan.steps < least:
+        longer = dataclasses.replace(config, max_steps=least)
+        run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
     # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
@@ -271,7 +277,8 @@ def build(
     own_task = given is not None or kind_of(config.task) == OWN
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
-    on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+        notify(world)(line)
     stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
     notes = check_samples(config, plain, evaluation, world)  # collective
@@ -357,20 +364,6 @@ def _glimpsed(folder: RunFolder) -> dict[str, Any]:
 def _own(task: Task) -> dict[str, Tensor]:
     """What the task's `state_dict()` names, as `task/NAME`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
-
-
-def _check_plan(
-    folder: RunFolder, before: dict[str, Any] | None, now: dict[str, Any], config: Config, world: World
-) -> None:
-    changes = differences(before, now) if before else []
-    if changes and not config.resume_anyway:
-        raise ResumeError(
-            f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
-            "--resume-anyway to go on with the change"
-        )
-    check_epoch(before or now, now, config)
-    for change in changes:
-        notify(world)(f"resuming although the plan differs: {change}")
 
 
 def notify(world: World) -> Callable[[str], None]:

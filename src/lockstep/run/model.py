@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.config.config import Config
 from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import NOTHING
 from lockstep.engines.make import check_copies, model_init, name_of
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.errors import ConfigError
@@ -52,6 +53,8 @@ def model_of(
     def make() -> nn.Module:
         with where:
             made: nn.Module = task.model()
+        if where is NOTHING and not planned:
+            check_valued(made)
         return made
 
     with watch_new_modules() as new:
@@ -98,6 +101,21 @@ def check_initialised(model: nn.Module) -> None:
         raise ConfigError(
             f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: make one forward in `model()`, "
             "such as made(torch.zeros(1, 8)), and return it then"
+        )
+
+
+def check_valued(model: nn.Module) -> None:
+    """Refuse a parameter or buffer on the meta device, which has a shape and no values.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    name = next((name for name, tensor in named if tensor.is_meta), None)
+    if name is not None:
+        raise ConfigError(
+            f"the task's `model` returned '{name}' on the meta device, without values: make it on a real device, or "
+            "call model.to_empty(device='cpu') and draw or load every value in `model()`"
         )
 
 

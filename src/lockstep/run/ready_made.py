@@ -53,7 +53,8 @@ def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
         return 0
     held = _held(model, {id(module) for module in new})
     mine = {
-        name: [str(t.dtype), list(t.shape), xxhash.xxh3_64_hexdigest(_bytes(t).numpy())] for name, t in held.items()
+        name: [str(t.dtype), list(t.shape), xxhash.xxh3_64_hexdigest(_bytes(t).numpy().data)]
+        for name, t in held.items()
     }
     ranks = world.gather(mine)  # collective
     if any([each.get(name, [])[:2] for name in ranks[0]] != [kind[:2] for kind in ranks[0].values()] for each in ranks):

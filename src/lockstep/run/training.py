@@ -49,6 +49,7 @@ from lockstep.run.defaults import described_loss, described_optimizer, described
 from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
+from lockstep.run.rank_table import log_ranks
 from lockstep.run.recovery import (
     Anew,
     built_to_join,
@@ -130,7 +131,7 @@ def _attempts(session: Session) -> Training:
         assert world is not None
         try:
             with explained(None, world):
-                built = build(session.config, session.given, world, session.kept)
+                built = build(session.config, session.given, world, session.kept, least=session.least_steps)
         except (CheckpointError, PeerError, RuntimeError) as error:
             if isinstance(error, CheckpointError) and session.status != "new":
                 raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
@@ -162,7 +163,7 @@ def _join(session: Session, member: Member) -> Training:
     """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
     assert session.joined is not None
     with explained(None, session.joined):
-        built = built_to_join(session.config, session.given, session.joined, session.kept, member)
+        built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
     session.note_first(built.own)
@@ -366,7 +367,8 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
 
 
 def _announce(built: Built) -> None:
-    """What a step is, what takes it, and what is worth a warning."""
+    """What a step is, what takes it and where, and what is worth a warning. Collective."""
+    log_ranks(built.world)  # collective
     _LOG.info(described_step(built.run_plan, built.world.size))
     if line := described_loss(built.run_plan, built.task):
         _LOG.info(line)
