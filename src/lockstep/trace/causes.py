@@ -196,6 +196,12 @@ CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "the gradient is not the mean over all ranks",
         {"": "look at what happens between backward and the update"},
     ),
+    "gradient": (
+        "the gradient is another one, although weights, samples and loss agree",
+        {
+            "": "look at what happens between backward and the update: gradients that are left over, hooks, a second loss"
+        },
+    ),
     "clip-before-reduce": (
         "gradients are clipped before they are reduced: each rank by the norm of its own",
         {

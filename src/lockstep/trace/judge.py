@@ -235,7 +235,11 @@ def _computed(step: Step, verdict: Verdict) -> Finding | None:
     if found is not None:
         return found
     found = gradient_difference(step)
-    return (kept_gradient(step) or found) if found.stage == "reduction" and unequal is None else found
+    if found.stage != "reduction" or unequal is not None:
+        return found
+    if found.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
+        found = step.finding("gradient", "gradient", found.text, found.where)  # of one process nothing is reduced
+    return kept_gradient(step) or found
 
 
 def _flagged(step: Step) -> list[str]:
