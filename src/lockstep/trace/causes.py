@@ -198,9 +198,7 @@ CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
     "gradient": (
         "the gradient is another one, although weights, samples and loss agree",
-        {
-            "": "look at what happens between backward and the update: gradients that are left over, hooks, a second loss"
-        },
+        {"": "look at what happens between backward and the update: gradients left over, hooks, a second loss"},
     ),
     "clip-before-reduce": (
         "gradients are clipped before they are reduced: each rank by the norm of its own",

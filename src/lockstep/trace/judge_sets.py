@@ -34,9 +34,9 @@ def parameter_sets(step: Step) -> Finding | None:
         if found is not None:
             return found
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
-        only = sorted((spot.part.names(spot.at, "frozen") - _trained(spot)) & _trained(other))
-        if only:
-            return step.finding("parameters", "frozen", f"{name} does not train {_listed(only)}", only[0])
+        frozen = sorted((spot.part.names(spot.at, "frozen") - _trained(spot)) & _trained(other))
+        if frozen:
+            return step.finding("parameters", "frozen", f"{name} does not train {_listed(frozen)}", frozen[0])
     return None
 
 

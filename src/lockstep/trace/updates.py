@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.trace.journal import Journal, quiet
 from lockstep.trace.names import WHOLE, Entry, Names, piece
@@ -34,7 +34,7 @@ class _Trained:
     key: list[int]
     entries: list[Entry]
     parameters: list[Tensor]
-    others: list[tuple[str, Tensor]]
+    others: list[tuple[str, nn.Parameter]]
     plain: bool
 
 
