@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.trace.coverage import every
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import distance, floats, words
 from lockstep.trace.step import FIRST, SECOND, Step, share
@@ -68,7 +69,7 @@ def _clipped_apart(step: Step) -> Finding | None:
             continue
         first = known[min(known)]
         wrong = next((rank for rank, norm in known.items() if abs(norm - first) > _ALIKE * max(norm, first)), None)
-        same = all(
+        same = every(
             whole.other is None or whole.other[1] <= _ALIKE * whole.norm for whole in spot.tensors("grad").values()
         )
         if wrong is not None and same:
@@ -191,7 +192,7 @@ def _total(losses: dict[int, list[float]]) -> float:
 
 def _normalisation(step: Step) -> Finding | None:
     losses = [_losses(spot) for spot in (step.one, step.two)]
-    if not all(losses) or not all(any(each.values()) for each in losses):
+    if not every(any(each.values()) for each in losses):
         return None
     mine, theirs = _total(losses[0]), _total(losses[1])
     least = max(1e-5, step.limit)
