@@ -40,8 +40,10 @@ _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimize
 _KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # --optim.name -> of torch.optim
 _HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16")
 # What is not served, and may be there switched off: sections by their "enabled", numbers by DeepSpeed's default.
-_OFF_SECTIONS: tuple[str, ...] = ("amp", "tensorboard", "wandb", "comet", "csv_monitor", "elasticity", "autotuning", "eigenvalue")
-_OFF_SECTIONS += ("progressive_layer_drop", "curriculum_learning", "data_efficiency", "hybrid_engine")
+_OFF_SECTIONS = (
+    *("amp", "tensorboard", "wandb", "comet", "csv_monitor", "elasticity", "autotuning", "eigenvalue"),
+    *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "hybrid_engine"),
+)
 _OFF_VALUES = {"prescale_gradients": False, "sparse_gradients": False, "gradient_predivide_factor": 1.0}
 _KNOWN = (*_PASSED, *_HELD, *_OFF_SECTIONS, *_OFF_VALUES)
 
