@@ -21,6 +21,7 @@ from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
 from lockstep.run.adapters import adapt, injected
+from lockstep.run.ready_made import align, watch_new_modules
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.transforms import Chosen, prepare
@@ -33,7 +34,9 @@ Say = Callable[[str], None]
 def model_of(
     config: Config, task: Task, world: World, state: dict[str, Any], say: Say, planned: bool = False
 ) -> nn.Module:
-    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world.
+    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world. Collective.
+
+    Those of a model that was made before the run are rank 0's.
 
     Args:
         state: of the checkpoint whose weights it is to take; of adapters it says for which base, see `adapt`. What
@@ -51,8 +54,13 @@ def model_of(
             made: nn.Module = task.model()
         return made
 
-    model = on_all_ranks(world, make)
+    with watch_new_modules() as new:
+        model = on_all_ranks(world, make)
     check_initialised(model)
+    differed = 0 if planned else align(model, new, world)  # collective
+    if differed and "global_step" not in state:
+        more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
+        say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
     _check_residual(config, model)
