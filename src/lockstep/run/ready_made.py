@@ -52,18 +52,16 @@ def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
     if world.size == 1:
         return 0
     held = _held(model, {id(module) for module in new})
-    mine = {
-        name: [str(t.dtype), list(t.shape), xxhash.xxh3_64_hexdigest(_bytes(t).numpy().data)]
-        for name, t in held.items()
-    }
+    mine = {name: [f"{t.dtype} {list(t.shape)}", _hash(t)] for name, t in held.items()}
     ranks = world.gather(mine)  # collective
-    if any([each.get(name, [])[:2] for name in ranks[0]] != [kind[:2] for kind in ranks[0].values()] for each in ranks):
+    kinds = [{name: kind for name, (kind, _) in each.items()} for each in ranks]
+    if any(each != kinds[0] for each in kinds):
         return 0
     odd = [name for name, value in ranks[0].items() if any(each[name] != value for each in ranks)]
     for name in odd:
-        sent = _bytes(held[name]).clone()
-        dist.broadcast(sent, src=0, group=world.control)  # collective
         tensor = held[name]
+        sent = _bytes(tensor).clone()
+        dist.broadcast(sent, src=0, group=world.control)  # collective
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
     return len(odd)
 
@@ -83,3 +81,7 @@ def _held(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
 def _bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes in host memory, row by row. uint8 [n]"""
     return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)  # waits for the device
+
+
+def _hash(tensor: Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(_bytes(tensor).numpy().data)
