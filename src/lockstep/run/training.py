@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
+from lockstep.distributed.lost_peers import typed_errors
 from lockstep.distributed.members import Member
-from lockstep.distributed.progress import COMPUTING, IN_BODY
+from lockstep.distributed.progress import COMPUTING, IN_BODY, under_way
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
@@ -91,7 +92,8 @@ def training(session: Session) -> Training:
     session.joined = session.world or join(session.config.device, session.config.timeout)
     session.is_main = session.joined.is_main and not joins
     try:
-        yield from _attempts(session)
+        with under_way():
+            yield from _attempts(session)
     except GeneratorExit as left:
         traceback.clear_frames(left.__traceback__)  # they hold the engine too
         _drop(session)
@@ -129,9 +131,9 @@ def _attempts(session: Session) -> Training:
         world = session.joined
         assert world is not None
         try:
-            with explained(None, world):
+            with explained(None, world), typed_errors():
                 built = build(session.config, session.given, world, session.kept)
-        except (PeerError, RuntimeError) as error:
+        except PeerError as error:
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)
@@ -159,7 +161,7 @@ def _attempts(session: Session) -> Training:
 def _join(session: Session, member: Member) -> Training:
     """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
     assert session.joined is not None
-    with explained(None, session.joined):
+    with explained(None, session.joined), typed_errors():
         built = built_to_join(session.config, session.given, session.joined, session.kept, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
@@ -185,7 +187,7 @@ def _going_on(session: Session, built: Built) -> Training:
                 if not session.member.is_new:
                     yield from _follow(session, built)
                     return
-            except (PeerError, RuntimeError) as error:
+            except PeerError as error:
                 if not is_lost(error):
                     raise
                 note_lost(session, error)
@@ -236,13 +238,14 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
     except BaseException as error:
         left = error
         session.sinks.close(None)
-        if not isinstance(error, Rollback | Anew):
-            _note_left(session, built, error)
         if isinstance(error, Rollback | Anew):
             _LOG.warning("%s", error)
-        elif isinstance(error, Exception):
+        else:
+            _note_left(session, built, error)
+        if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
             once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
-            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
+            line = failure.described(error)
+            _LOG.error("%s", line, exc_info=not isinstance(error, LockstepError), extra=once)
         raise
     finally:
         session.timeline.close(_ended(session, left))
@@ -261,7 +264,8 @@ def _follow(session: Session, built: Built) -> Training:
     signals = Preemption(exchange)
     kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiling, frozen = ongoing.profiling, Frozen()
-    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explained(built.engine, world):
+    explaining, typing = explained(built.engine, world), typed_errors()
+    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
         exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
