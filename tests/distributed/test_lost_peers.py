@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import lost_peers
 from lockstep.distributed.lost_peers import is_lost_peer, typed_errors
+from lockstep.distributed.world import World
+from lockstep.engines.shared.oom import explained
 from lockstep.errors import LockstepError
 
 WORDS = ("connection", "Connection closed by peer", "socket", "Socket Timeout", "timed out", "NCCL", "gloo", "reset")
@@ -130,6 +132,14 @@ def test_a_collective_of_torchs_whose_peer_is_gone_or_late_raises_a_typed_error(
     assert left["wrong_argument"] in ("RuntimeError", "ValueError")
     lost = dict.fromkeys(("late", "reducer", *COLLECTIVES), "PeerError")
     assert first == third == own | lost
+
+
+def test_only_torchs_own_allocator_is_out_of_host_memory():
+    text = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"
+    with pytest.raises(RuntimeError, match="alloc_cpu"), explained(None, World()):
+        raise RuntimeError(text)
+    with pytest.raises(LockstepError, match="ran out of memory"), explained(None, World()):
+        torch.empty(1 << 50)
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 1), (None, 1), (3, 3), ("no device", 1)])

@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -73,8 +73,12 @@ def read_end(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def under_way() -> Iterator[None]:
-    """Have `lockstep launch` count an end of this process within it as a loss, whatever the exit code."""
+def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Have `lockstep launch` count an end of this process within it as a loss, whatever the exit code.
+
+    Args:
+        stays: asked at the end: whether an end of the process is a loss from then on too.
+    """
     folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK")
     mark = Path(folder) / f"{rank}{_UNDER_WAY}" if folder and rank else None
     _PRESENT.clear()
@@ -86,7 +90,7 @@ def under_way() -> Iterator[None]:
         _PRESENT.clear()  # an error that comes now is of no step
     finally:
         with contextlib.suppress(OSError):
-            if mark:
+            if mark and not stays():
                 mark.unlink()
 
 

@@ -13,20 +13,23 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
 from lockstep.errors import LockstepError, PeerError, UsageError
 
-__all__ = ["Failure", "described", "first", "note"]
+__all__ = ["Failure", "described", "first", "note", "note_uncaught"]
 
 _LIMIT = 1 << 20  # bytes of a note that are believed
+_HOOKED: list[Any] = []  # what showed the errors of this program that nobody caught
 _NOTED: list[BaseException] = []  # the error of this process that was noted
 
 
@@ -91,9 +94,8 @@ class Failure:
         if self.code < 0:
             return f"rank {self.rank} was ended first, by {_signal(-self.code)}, {at}"
         if self.code == 0:
-            return (
-                f"rank {self.rank} ended with code 0 before the run's end, {at}: its program, or a library, called exit"
-            )
+            early = f"rank {self.rank} ended with code 0 before the run's end, {at}"
+            return f"{early}: its code, or a library, called exit, or it left its loop alone"
         return f"rank {self.rank} ended first, with code {self.code} and no word, {at}"
 
 
@@ -148,6 +150,24 @@ def note(error: BaseException) -> bool:
         _NOTED[:] = [error]
         return told_already
     return False
+
+
+def note_uncaught() -> None:
+    """Leave word of an error that leaves the program, too; one that another rank caused is one line, no traceback."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or _HOOKED:
+        return
+    before = sys.excepthook
+    _HOOKED.append(before)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            note(error)
+        if isinstance(error, PeerError):
+            print(f"lockstep: error: {error}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _signal(number: int) -> str:

@@ -144,7 +144,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
                 report = report._replace(taken=_EMPTY)  # part of it is another's by now
     session.is_main = built.world.is_main
     if built.world.is_main:
-        _say(found._replace(lost=lost), built, time.monotonic() - began)
+        _say(found._replace(lost=lost), session.lost, built, time.monotonic() - began)
 
 
 def regroup_to_build(session: Session, member: Member) -> None:
@@ -318,8 +318,10 @@ def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> Non
     on_all_ranks(built.world, lead)  # collective
 
 
-def _say(found: Generation, built: Built, seconds: float) -> None:
+def _say(found: Generation, reason: str, built: Built, seconds: float) -> None:
     for line in found.lost:
         _LOG.warning("%s; the others go on", line)
+    if not found.lost and not found.fresh:
+        _LOG.warning("the ranks lost each other though all live, and go on: %s", reason)
     joined = f", {len(found.fresh)} of them new" if found.fresh else ""
     _LOG.info("%d ranks go on from step %d%s (after %.2f s)", len(found.members), built.start, joined, seconds)

@@ -43,7 +43,7 @@ from lockstep.run.after_step import (
     tell_evaluated,
     works,
 )
-from lockstep.run.best import out_of_patience, shown
+from lockstep.run.best import out_of_patience
 from lockstep.run.build import Built, build, notify
 from lockstep.run.course import RunCourse
 from lockstep.run.defaults import described_loss, described_optimizer, described_step, warnings
@@ -61,7 +61,7 @@ from lockstep.run.recovery import (
     regroup_to_build,
     why_not,
 )
-from lockstep.run.reporting import write_report
+from lockstep.run.reporting import nothing_left, write_report
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
@@ -85,6 +85,7 @@ def training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
     tie()
+    failure.note_uncaught()
     session.timeline.begin()
     session.member = member_of(session.world)
     joins = session.member is not None and session.member.is_new
@@ -92,7 +93,7 @@ def training(session: Session) -> Training:
     session.joined = session.world or join(session.config.device, session.config.timeout)
     session.is_main = session.joined.is_main and not joins
     try:
-        with under_way():
+        with under_way(stays=lambda: session.status == "failed"):  # the loop was left on this rank alone
             yield from _attempts(session)
     except GeneratorExit as left:
         traceback.clear_frames(left.__traceback__)  # they hold the engine too
@@ -149,7 +150,7 @@ def _attempts(session: Session) -> Training:
         over = built.start >= built.last or out_of_patience(built.config, built.state)
         if over and not built.state.get("evaluation_due"):
             load_state(built)  # collective
-            notify(world)(_finished(built))
+            notify(world)(nothing_left(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
         else:
@@ -380,21 +381,3 @@ def _announce(built: Built) -> None:
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
-
-
-def _finished(built: Built) -> str:
-    """What a person reads who starts again what has nothing left to do."""
-    path, whole = built.folder.path, built.run_plan.step_plan.steps
-    if built.start < built.last:
-        return (
-            f"{path} stopped early at step {built.start} of {whole}: the best was {shown(built.state)}; a larger "
-            "--patience goes on"
-        )
-    if built.start < whole:
-        return (
-            f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"
-        )
-    return (
-        f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
-        f"--experiment-name with --init-from {path}"
-    )
