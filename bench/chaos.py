@@ -2,8 +2,8 @@
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
 puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R22, R25, R27 and R28
-are in bench/chaos_more.py.
+A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R28 are in
+bench/chaos_more.py.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 
-from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r25, r27, r28  # noqa: E402
+from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r23, r25, r26, r27, r28  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402
 
 from lockstep import checkpoint  # noqa: E402
@@ -284,8 +284,10 @@ ROWS = {
     "R19": (r19, "a minute of kills", "bitwise, goodput >= 50%"),
     "R20": (r20, "a save of 57 MB", "blocked <= 10% of a synchronous save"),
     "R21": (r21, "hostile input", "18/18, canary never made"),
+    "R23": (r23, "an error of the program with the words of a lost connection", "shown as that rank's own: 100%"),
     "R24": (r24, "an update makes a weight NaN", "named, never resumed from, exit 1; a rollback goes further back"),
     "R25": (r25, "the process that replacements are forked from is killed", "all go on to the same bits"),
+    "R26": (r26, "a rank exits with 0 in the middle", "named, recovered or not 0"),
     "R27": (r27, "ranks in different folders", "before step 1, rank, host and path named"),
     "R28": (r28, "other sample content on one rank", "before step 1, sample named, 0 false alarms"),
     "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),

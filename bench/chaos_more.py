@@ -1,6 +1,7 @@
 """Rows of bench/chaos.py that need more than one planted fault: root, other nodes, other benchmarks and tests."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -175,6 +176,45 @@ def r21(bench):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", *HOSTILE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return f"{done.stdout.strip().splitlines()[-1].strip('= ')} (the table below names the test of each input)"
+
+
+TEXTS = [
+    "SkipConnection: expected 8 channels",
+    "Connection closed by peer",
+    "socket timeout",
+    "NCCL and gloo are installed",
+    "reset by peer: timed out",
+]
+
+
+def r23(bench):
+    """An error of the program, with the words of a lost connection, on any rank, engine and launcher."""
+    right, cases = (
+        0,
+        [(rank, engine, losses) for rank in (0, 1) for engine in ("ddp", "zero", "fsdp") for losses in (0, 8)],
+    )
+    for (rank, engine, losses), text in zip(cases, itertools.cycle(TEXTS)):
+        fault = {"step": 7, "at": LOSS, "do": "raise", "text": text}
+        faults = [{**fault, "rank": rank}, {**fault, "rank": 1 - rank, "call": 2}]  # when it computes what was left
+        run = bench.run("--engine", engine, faults=faults[: 1 + bool(losses)], losses=losses)
+        first = rank if engine != "ddp" or not losses else 1 - rank
+        own = f"rank {first} failed first at step 7" in run.last and f"RuntimeError: {text}" in run.last
+        absorbed = engine != "ddp" or not losses or f"RuntimeError: {text}" in run.said.partition("the others go on")[0]
+        right += run.code == 1 and own and absorbed and f"rank {1 - first} did not" not in run.last
+    return f"{right}/{len(cases)} shown as that rank's own, with step, class and text"
+
+
+def r26(bench):
+    """A rank that ends with code 0 in the middle of the run."""
+    fault = {"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}
+    line, good = "rank 1 ended with code 0 before the run's end, at step 7", 0
+    ended = bench.run(faults=[fault])
+    good += ended.code == 1 and line in ended.last
+    absorbed = bench.run(faults=[fault], losses=8)
+    good += absorbed.code == 0 and line in absorbed.said and absorbed.mark()[0] == bench.whole[0]
+    again = bench.run(faults=[fault], restarts=1)
+    good += again.code == 0 and line in again.said and again.mark() == bench.whole
+    return f"{good}/3 named; ended with 1, or recovered to the same bits"
 
 
 def r22(bench):

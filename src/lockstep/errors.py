@@ -108,7 +108,13 @@ class StorageError(LockstepError):
 
 
 class PeerError(LockstepError):
-    """Another rank failed, or did not answer within the timeout."""
+    """Another rank failed, or did not answer within the timeout.
+
+    Attributes:
+        names_nobody: it does not say which rank that is.
+    """
+
+    names_nobody = False
 
 
 class RankLost(PeerError):

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed.lost_peers import typed_errors
 from lockstep.distributed.shares import Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
-from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.numbers import number_of
 from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
 from lockstep.records import Number
@@ -148,7 +149,7 @@ class WholeStep:
         # Bytes, in one collective whatever the dtypes, which a backend need not know.
         rows = [column.detach().resolve_conj().contiguous() for column in columns]
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
-        try:
+        with typed_errors():
             dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
             sizes = [int(count) for count in counts]
             sent = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
@@ -157,8 +158,6 @@ class WholeStep:
                 sent[:size] = torch.cat([row.view(torch.uint8) for row in flat], dim=1)
             received = [torch.empty_like(sent) for _ in sizes]
             dist.all_gather(received, sent)  # collective
-        except RuntimeError as error:
-            raise self._lost(error) from error
         packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
         parts = packed.split_with_sizes(widths, dim=1)
         whole = [
@@ -228,12 +227,10 @@ class WholeStep:
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
-        try:
+        with typed_errors():
             piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
             total = like.new_empty(padded)
             dist.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
-        except RuntimeError as error:
-            raise self._lost(error) from error
         return total[:length]
 
     def _tree(self, tensors: list[Tensor]) -> Any:
@@ -242,13 +239,6 @@ class WholeStep:
     def _known(self) -> _Form:
         assert self._form is not None
         return self._form
-
-    def _lost(self, error: Exception) -> PeerError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(
-            f"rank {self._world.rank} lost the other ranks while the outputs of a step were gathered: {reason}; the "
-            "first error is in the log of the rank that failed"
-        )
 
 
 class WholeStepPasses(Passes):

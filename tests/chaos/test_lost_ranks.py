@@ -14,7 +14,20 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import BEAT, Run, arguments, end, forked, launch, preloaded, start, until_step, workers
+from harness import (
+    BEAT,
+    Run,
+    arguments,
+    end,
+    finish,
+    forked,
+    launch,
+    preloaded,
+    start,
+    torchrun,
+    until_step,
+    workers,
+)
 
 from lockstep.report.goodput import goodput
 
@@ -149,7 +162,7 @@ def test_wherever_a_rank_is_lost_no_sample_is(data, tmp_path, whole, rank, fault
 def test_one_of_the_others_has_made_the_update_and_another_has_not(data, tmp_path, whole, behind, more):
     """Rank 3 is lost with its sum handed out; another hears of it before its update, the rest after it."""
     faults = [
-        {"rank": behind, "step": 7, "at": UPDATE, "do": "raise", "text": "gloo: Connection closed by peer"},
+        {"rank": behind, "step": 7, "at": UPDATE, "do": "raise", "error": "lockstep.errors:PeerError"},
         {"rank": 3, "step": 7, "at": UPDATE, "do": "kill"},
     ]
     run = survived(data, tmp_path, whole, faults, *more, processes=4)
@@ -244,10 +257,45 @@ def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
     assert "it said nothing while the others waited for it, and was ended; the others go on" in run.said
 
 
+TEXT = "SkipConnection: the socket's peer was reset, NCCL timeout"
+
+
+def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_again(data, tmp_path):
+    """Rank 0 meets it when it computes what rank 1 left, with a text that could be of a lost connection."""
+    fault = {"step": 7, "at": LOSS, "do": "raise", "text": TEXT}
+    faults = [{**fault, "rank": 1}, {**fault, "rank": 0, "call": 3}]  # of two micro-batches
+    run = launch(data, tmp_path, *FOUR, faults=faults, processes=2, losses=8)
+    assert run.code == 1, run.said
+    (absorbed,) = (line for line in run.said.splitlines() if line.endswith("the others go on"))
+    assert absorbed.startswith(f"warning: rank 1 failed first at step 7 (loading or computing): RuntimeError: {TEXT}")
+    assert run.last.startswith(
+        f"lockstep: error: rank 0 failed first at step 7 (loading or computing): RuntimeError: {TEXT}"
+    )
+    assert run.said.count("Traceback (most recent call last)") == 2  # one of each
+    assert run.steps == list(range(1, 8))
+
+
+def test_r26_a_rank_that_exits_with_0_in_the_middle_is_lost_and_the_others_go_on(data, tmp_path, whole):
+    run = survived(data, tmp_path, whole, [{"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}], processes=2)
+    assert "warning: rank 1 ended with code 0 before the run's end, at step 7" in run.said
+    assert run.state["losses"] == 1
+
+
 @pytest.mark.slow
-def test_an_error_of_one_rank_is_its_own(data, tmp_path, whole):
-    run = survived(data, tmp_path, whole, [{"rank": 1, "step": 7, "at": BEAT, "do": "raise"}])
-    assert "RuntimeError: planted" in run.said
+@pytest.mark.parametrize("engine", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("start_by", ["launch", "torchrun"])
+def test_r23_an_error_is_that_of_its_rank_on_any_engine_under_any_launcher(data, tmp_path, engine, rank, start_by):
+    fault = {"rank": rank, "step": 7, "at": LOSS, "do": "raise", "text": TEXT}
+    started = torchrun if start_by == "torchrun" else arguments
+    process = start(started(data, tmp_path, *FOUR, "--engine", engine), [fault])
+    run = finish(process, tmp_path, time.monotonic())
+    assert run.code == 1, run.said
+    told = [line for line in run.said.splitlines() if f"RuntimeError: {TEXT}" in line][-1]
+    assert f"rank {rank} " in told
+    assert "step 7 (loading or computing)" in told
+    assert (told == run.last) == (start_by == "launch")  # torchrun ends with a line of its own
+    assert run.said.count("raise kind(") == 1
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ def watched(tmp_path, monkeypatch):
         mine = object.__new__(agent._Agent)
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
-        mine._losses, mine._ending, mine._names = None, "", {}
+        mine._losses, mine._ending = None, ""
+        mine._names = {local: str(4 + local) for local in range(len(commands))}
         mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
@@ -55,8 +56,9 @@ def watched(tmp_path, monkeypatch):
             processes[local].wait()
         files = {local: str(tmp_path / f"note-{local}") for local in range(len(commands))}
         for local, text in dict(notes).items():
-            told = {"lockstep": {"line": text, "when": 1.0 + local, "follows": text.startswith("lost"), "code": 1}}
-            (tmp_path / f"note-{local}").write_text(json.dumps(told))
+            told = {"line": text, "when": 1.0 + local, "follows": text.startswith("lost"), "code": 1}
+            told["names_nobody"] = text.startswith("lost the other")
+            (tmp_path / f"note-{local}").write_text(json.dumps({"lockstep": told}))
         handlers = {local: SimpleNamespace(proc=process) for local, process in enumerate(processes)}
         mine._pcontext = SimpleNamespace(error_files=files, subprocess_handlers=handlers)
         group = SimpleNamespace(workers=[SimpleNamespace(global_rank=4 + local) for local in range(len(commands))])
@@ -99,6 +101,19 @@ def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace
     mine._explain(processes, group)
     assert mine._failure.rank == 5
     assert all(process.returncode is not None for process in processes.values())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_process_that_exits_with_0_is_lost_where_its_run_is_under_way(watched, tmp_path, early):
+    if early:
+        (tmp_path / "5.under-way").touch()
+    mine, processes, group = watched(BAD, GOOD, notes={0: "lost rank 5"}, ended=[0, 1])
+    assert mine._has_failed(1, 0) == early
+    assert not mine._has_failed(1, None)
+    mine._explain(processes, group)
+    assert mine._failure.rank == (5 if early else 4)
+    assert mine.error().exit_code == 1
+    assert ("with code 0 before the run's end" in str(mine.error())) == early
 
 
 def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not(watched):

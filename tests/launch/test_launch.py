@@ -14,6 +14,7 @@ import time
 import pytest
 
 from lockstep import cli
+from lockstep.distributed import progress
 from lockstep.distributed.addresses import listening
 from lockstep.distributed.progress import COMPUTING, Place, Progress
 from lockstep.distributed.world import World
@@ -171,13 +172,14 @@ def test_the_first_failure_is_not_the_one_that_followed():
 
 def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     path = tmp_path / "error.json"
+    monkeypatch.setattr(progress, "_PRESENT", [])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("MY_TOKEN", "tr0ub4dor-and-3")
     note(LockstepError("no access with tr0ub4dor-and-3"))
     assert "tr0ub4dor" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
     assert (
-        json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == "no access with ***"
+        json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == "rank 0: no access with ***"
     )  # torchrun's end
     assert json.loads(path.read_text())["message"]["message"] == "no access with ***"
     failure = Failure.read(4, 1, path, None, 0.0)

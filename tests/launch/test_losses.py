@@ -7,6 +7,7 @@ import time
 import pytest
 
 from lockstep.distributed.members import Generation, Member, Report
+from lockstep.distributed.progress import Place
 from lockstep.errors import PeerError
 from lockstep.launch.failure import Failure
 from lockstep.launch.losses import Losses
@@ -54,9 +55,9 @@ class Run:
         for name in self.living:
             self.store.set(f"{KEYS}/ready/{name}", "yes")
 
-    def lose(self, name, code=-9, message=""):
+    def lose(self, name, code=-9, message="", **more):
         self.living.discard(name)
-        self.ended[name] = Failure(int(name.partition(".")[0]), code, message)
+        self.ended[name] = Failure(int(name.partition(".")[0]), code, message, **more)
         return self.look()
 
     def look(self):
@@ -204,12 +205,18 @@ def test_losses_of_more_than_an_hour_ago_are_forgotten():
     assert run.lose("2") == ""
 
 
-def test_the_same_error_on_another_rank_is_no_accident():
+@pytest.mark.parametrize(
+    ("origin", "step", "ends"),
+    [("KeyError a.py:7", 4, True), ("KeyError a.py:7", 5, False), ("KeyError b.py:7", 4, False), ("", 4, False)],
+)
+def test_an_error_ends_the_run_where_the_same_line_raises_it_in_the_same_step_again(origin, step, ends):
     run = Run(3)
-    assert run.lose("1", 1, "ValueError: sample 7") == ""
+    first = {"origin": "KeyError a.py:7", "place": Place(4, "saving", 1.0)}
+    assert run.lose("1", 1, "KeyError: 1", **first) == ""
     run.report("0")
     run.report("2")
-    assert run.lose("2", 1, "ValueError: sample 7") == "another process ended with the same error"
+    place = Place(step, "loading or computing", 2.0)
+    assert bool(run.lose("2", 1, "KeyError: 2", origin=origin, place=place)) == ends
 
 
 def test_two_that_said_nothing_are_two_accidents():

@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -30,8 +31,10 @@ __all__ = [
     "WAITING",
     "Place",
     "Progress",
+    "is_under_way",
     "note_end",
     "read_end",
+    "under_way",
 ]
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
@@ -49,7 +52,8 @@ _PHASES = (
     "in the body of the caller's loop",
     "reading the loss of a step, which every rank has to do",
 )
-_END = "ended"
+_END, _UNDER_WAY = "ended", ".under-way"
+_PRESENT: "list[Progress]" = []  # of this process, the last that was made
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 
 
@@ -66,6 +70,42 @@ def read_end(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / _END).read_text(encoding="ascii"))
     return 0
+
+
+@contextlib.contextmanager
+def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Have `lockstep launch` count an end of this process within it as a loss, whatever the exit code.
+
+    Args:
+        stays: asked at the end: whether an end of the process is a loss from then on too.
+    """
+    folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK")
+    mark = Path(folder) / f"{rank}{_UNDER_WAY}" if folder and rank else None
+    _PRESENT.clear()
+    with contextlib.suppress(OSError):
+        if mark:
+            mark.touch()
+    try:
+        yield
+        _PRESENT.clear()  # an error that comes now is of no step
+    finally:
+        with contextlib.suppress(OSError):
+            if mark and not stays():
+                mark.unlink()
+
+
+def is_under_way(folder: Path, rank: int | str, *, forget: bool = False) -> bool:
+    """Whether a process of `folder` that has ended did so in the middle of a run.
+
+    Args:
+        rank: that the launcher gave it.
+        forget: the mark is taken away, since a new process begins in its place.
+    """
+    mark = folder / f"{rank}{_UNDER_WAY}"
+    found = mark.exists()
+    if forget:
+        mark.unlink(missing_ok=True)
+    return found
 
 
 class Place(NamedTuple):
@@ -102,6 +142,12 @@ class Progress:
         self._memory = bytearray(_LAYOUT.size) if memory is None else memory
         self._pack, self._time = _LAYOUT.pack_into, time.time
         self.at(0, STARTING)
+        _PRESENT[:] = [self]
+
+    @staticmethod
+    def present() -> "Place | None":
+        """Where the run of this process stands, or stood last; None before its steps."""
+        return _PRESENT[-1].place if _PRESENT else None
 
     @classmethod
     def of(cls, rank: int) -> Self:

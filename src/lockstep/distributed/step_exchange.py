@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.counts import Exact, number, parts
+from lockstep.distributed.lost_peers import lost_peers
 from lockstep.distributed.progress import COMPUTING, WAITING, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
@@ -204,7 +205,7 @@ class StepExchange:
         try:
             dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
         except RuntimeError as error:
-            raise self._lost("at a record", error) from error
+            raise lost_peers(self._world.rank, error, "at a record") from error
         return [row.tolist() for row in rows]
 
     def _issue(self, due: int, length: int) -> "_Flight":
@@ -252,7 +253,7 @@ class StepExchange:
         try:
             flight.work.wait()
         except RuntimeError as error:
-            raise self._lost(f"before step {flight.due}", error) from error
+            raise lost_peers(self._world.rank, error, f"before step {flight.due}") from error
         self.waited += time.perf_counter() - began
         rows = [row.tolist() for row in flight.rows]
         self._stop_agreed = int(max(row[0] for row in rows))
@@ -282,13 +283,6 @@ class StepExchange:
 
     def _buffers(self, length: int) -> list[Tensor]:
         return [torch.empty(length, dtype=torch.float64) for _ in range(self._world.size)]
-
-    def _lost(self, when: str, error: Exception) -> PeerError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(
-            f"rank {self._world.rank} lost the other ranks {when}: {reason}; the first error is in the log of the rank "
-            "that failed; for slow steps or data raise --timeout"
-        )
 
 
 def _check_even(lasts: list[int], step: int) -> None:

@@ -34,6 +34,7 @@ from lockstep.distributed.addresses import check_reachable, listening
 from lockstep.distributed.handshake import check_store
 from lockstep.distributed.launcher import check_launched, number_of
 from lockstep.distributed.local_device import check_unshared, identity, local_device
+from lockstep.distributed.lost_peers import lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
@@ -239,7 +240,7 @@ class World:
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(received, padded, group=self.control)  # collective
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise lost_peers(self.rank, error) from error
         return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
 
     def barrier(self) -> None:
@@ -248,14 +249,7 @@ class World:
             try:
                 dist.barrier(group=self.control)  # collective
             except RuntimeError as error:
-                raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> PeerError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(
-            f"rank {self.rank} lost the other ranks: {reason}; the rank that failed first says why in its own log; "
-            "where one is only slow, raise --timeout"
-        )
+                raise lost_peers(self.rank, error) from error
 
     def check(self, error: Exception | None) -> None:
         """Raises on every rank if any rank holds an error: its own, or a PeerError naming the first rank that failed.

@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from lockstep.distributed.launcher_watch import launcher_is_gone
 from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, WAITING
@@ -31,7 +29,7 @@ from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.inquiry import Inquiry
 from lockstep.guards.told import Told, read_alone
 
-__all__ = ["HangWatchdog", "of_a_peer"]
+__all__ = ["HangWatchdog"]
 
 _LOG = logging.getLogger("lockstep")
 
@@ -42,11 +40,9 @@ _TELL = 1.0  # seconds between two words to the others, in a small world
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
 _HEARING = 5.0  # seconds beyond `--timeout` until a wait for a rank that is lost must have ended
 _ORPHAN = 1.0  # seconds beyond two of its longest phases that a rank without a launcher may stand still
+_MISSED = "another rank misses one of us"
 _ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
 _ORPHANED = "the launcher is gone, and this rank waits for something that does not come; start the command again"
-
-# What torch's errors say when a peer is gone or late; the classes alone do not tell.
-_PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
 
 
 class HangWatchdog:
@@ -84,22 +80,18 @@ class HangWatchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        named = self._named(error) if isinstance(error, Exception) else None
+        named = self._named(error) if isinstance(error, PeerError) else None
         self._ended.set()
         self._thread.join()
         if named:
             raise named from error
 
-    def _named(self, error: Exception) -> PeerError | None:
-        """For an error that only says that a rank is gone the one that names it; else None."""
-        ours = isinstance(error, LockstepError)
-        peer = isinstance(error, PeerError) and not error.relayed
-        if self._world.size == 1 or self._member or (ours and not peer) or not (peer or of_a_peer(error)):
+    def _named(self, error: PeerError) -> PeerError | None:
+        """The error that names the lost rank; None where `error` does, or another way is taken."""
+        if self._world.size == 1 or self._member or error.relayed:
             return None
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(
-            f"{self._inquiry.verdict(f'lost the other ranks: {line}')}; its own log says why, if it could still tell"
-        )
+        verdict = self._inquiry.verdict(f"lost the other ranks: {error}")
+        return PeerError(f"{verdict}; its own log says why, if it could still tell")
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK):
@@ -114,8 +106,8 @@ class HangWatchdog:
                 os.lstat(self._folder / "STOP")
                 self._exchange.stop(SAVE_AND_END)
 
-    def _reason(self) -> str:
-        """Why this process has to end; "" while all is well."""
+    def _reason(self) -> str | LockstepError:
+        """Return why this process has to end, or the error itself; "" while all is well."""
         progress, now = self._exchange.progress, time.monotonic()
         stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
         if progress.since != self._present[0]:
@@ -129,7 +121,7 @@ class HangWatchdog:
             where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
             _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
         if progress.phase in watched and stands > limit:
-            return _ORPHANED if launcher_is_gone() else f"no progress for {limit:g} s"
+            return LockstepError(_ORPHANED) if launcher_is_gone() else f"no progress for {limit:g} s"
         told = self._inquiry.told
         if told is None:
             return ""
@@ -137,13 +129,13 @@ class HangWatchdog:
             with contextlib.suppress(RuntimeError):
                 others = told.passed(progress.step)
                 if others:
-                    return read_alone(self._world.rank, progress.step + 1, others)
+                    return LockstepError(read_alone(self._world.rank, progress.step + 1, others))
         if self._member:
             return ""
         self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
         if self._failed_since and now - self._failed_since > _GIVE:
             return "an exchange failed"
-        return "another rank misses one of us" if self._inquiry.called else ""
+        return _MISSED if self._inquiry.called else ""
 
     def _tell(self, told: Told) -> None:
         while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
@@ -157,14 +149,13 @@ class HangWatchdog:
                 if member.is_wished(store):
                     self._exchange.stop(REGROUP)
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str | LockstepError) -> None:
         """Ends this process, whatever its main thread does."""
-        error: LockstepError
-        if reason == _ORPHANED or "the loss was read" in reason:
-            error = LockstepError(reason)
+        if isinstance(reason, LockstepError):
+            error = reason
         else:
             verdict = self._inquiry.verdict(reason)
-            if self._ended.wait(_GIVE if "misses" in reason else 0.0):
+            if self._ended.wait(_GIVE if reason == _MISSED else 0.0):
                 return  # the main thread found out by itself
             error = PeerError(
                 f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
@@ -183,10 +174,3 @@ class HangWatchdog:
     def connect(self) -> Told | None:
         """A connection of one's own to the ranks' meeting point; None where there is none."""
         return self._inquiry.connect()
-
-
-def of_a_peer(error: BaseException) -> bool:
-    """Whether an error of torch's only says that another rank is gone, or late."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_WORDS)
-    )

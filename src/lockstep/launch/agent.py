@@ -30,7 +30,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.distributed.addresses import listening
 from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE, Place, read_end
+from lockstep.distributed.progress import (
+    FOLDER_VARIABLE,
+    MEETING_VARIABLE,
+    MEMBER_VARIABLE,
+    Place,
+    is_under_way,
+    read_end,
+)
 from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch.failure import Failure, first
@@ -187,10 +194,16 @@ class _Agent(LocalElasticAgent):
         if self._losses and self._go_on(self._losses, worker_group):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
-        if any(process.poll() for process in processes.values()):
+        lost = any(self._has_failed(local, process.poll()) for local, process in processes.items())
+        if lost:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return RunResult(state=WorkerState.FAILED) if lost and not result.is_failed() else result
+
+    def _has_failed(self, local: int, code: int | None) -> bool:
+        """Whether a process ended with an error, or with code 0 in the middle of its run."""
+        slot = self._names[local].partition(".")[0]
+        return code is not None and (code != 0 or is_under_way(self._folder, slot))
 
     def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
         """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
@@ -199,12 +212,12 @@ class _Agent(LocalElasticAgent):
             self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
-        if losses.number and all(codes[local] == 0 for local, name in self._names.items() if name in losses.members):
+        lost = {local for local, code in codes.items() if self._has_failed(local, code)}
+        members = {local for local, name in self._names.items() if name in losses.members}
+        if losses.number and all(codes[local] == 0 for local in members) and not lost & members:
             self._spare([local for local, name in self._names.items() if name in living])  # it is too late to join
             return False
-        failed = {
-            self._names[local]: self._failed(local, code, time.time(), group) for local, code in codes.items() if code
-        }
+        failed = {self._names[local]: self._failed(local, codes[local] or 0, time.time(), group) for local in lost}
         if UsageError.exit_code in (failure.code for failure in failed.values()) or not living:
             return False
         self._ending = losses.look(living, failed)
@@ -240,6 +253,7 @@ class _Agent(LocalElasticAgent):
         with contextlib.suppress(OSError):  # what the one before noted has been read
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
+        is_under_way(self._folder, slot, forget=True)
         context.subprocess_handlers[local] = _Handler(
             self._preloaded,
             entrypoint=context.entrypoint,
@@ -264,8 +278,8 @@ class _Agent(LocalElasticAgent):
         began = time.monotonic()
         while True:
             for local, process in processes.items():
-                if code := process.poll():
-                    seen.setdefault(local, (code, time.time()))
+                if self._has_failed(local, code := process.poll()):
+                    seen.setdefault(local, (code or 0, time.time()))
             running = [process for process in processes.values() if process.poll() is None]
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             if all(_is_stopped(process.pid) for process in running):
@@ -282,7 +296,7 @@ class _Agent(LocalElasticAgent):
         os.environ[ENDED_VARIABLE] = str(min(when for _, when in seen.values()))  # for the timeline, after a restart
         if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
-        if silent and self._failure.follows and "lost the other ranks" in self._failure.message:
+        if silent and self._failure.names_nobody:
             self._failure = dataclasses.replace(self._failure, message=self._missing(silent, group))
         if UsageError.exit_code in (failure.code for failure in found):
             self._remaining_restarts = 0  # bad input stays bad

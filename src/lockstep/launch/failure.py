@@ -13,20 +13,23 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lockstep.config.secrets import mask, printable
-from lockstep.distributed.progress import FOLDER_VARIABLE, Place
+from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
 from lockstep.errors import LockstepError, PeerError, UsageError
 
-__all__ = ["Failure", "first", "note"]
+__all__ = ["Failure", "described", "first", "note", "note_uncaught"]
 
 _LIMIT = 1 << 20  # bytes of a note that are believed
+_HOOKED: list[Any] = []  # what showed the errors of this program that nobody caught
 _NOTED: list[BaseException] = []  # the error of this process that was noted
 
 
@@ -42,6 +45,8 @@ class Failure:
         when: seconds since 1970.
         place: where it last stood.
         shared: all ranks found the same together.
+        origin: the class of its error and the line of code that raised it; "" where it could not say.
+        names_nobody: it lost the others and does not say which.
     """
 
     rank: int
@@ -51,6 +56,8 @@ class Failure:
     when: float = 0.0
     place: Place | None = None
     shared: bool = False
+    origin: str = ""
+    names_nobody: bool = False
 
     @classmethod
     def read(cls, rank: int, code: int, path: Path, place: Place | None, seen: float) -> "Failure":
@@ -62,7 +69,21 @@ class Failure:
         follows = bool(note.get("follows"))
         if code < 0 and isinstance(note.get("code"), int):  # it had said why, and crashed or was ended on its way out
             code = note["code"]
-        return cls(rank, code, printable(message), follows, when if isinstance(when, float) else seen, place)
+        return cls(
+            rank,
+            code,
+            printable(message),
+            follows,
+            when if isinstance(when, float) else seen,
+            place,
+            origin=str(note.get("origin", "")) or ("exit" if code == 0 else ""),
+            names_nobody=bool(note.get("names_nobody")),
+        )
+
+    def repeats(self, other: "Failure") -> bool:
+        """Whether the same line of code raised both in the same step: another try would end alike."""
+        step, before = (each.place.step if each.place else None for each in (self, other))
+        return bool(self.origin) and (self.origin, step) == (other.origin, before)
 
     def __str__(self) -> str:
         at = f"at {self.place}" if self.place else "before step 0"  # where it never told its place
@@ -72,12 +93,22 @@ class Failure:
             return f"rank {self.rank} failed first {at}: {self.message}"
         if self.code < 0:
             return f"rank {self.rank} was ended first, by {_signal(-self.code)}, {at}"
+        if self.code == 0:
+            early = f"rank {self.rank} ended with code 0 before the run's end, {at}"
+            return f"{early}: its code, or a library, called exit, or it left its loop alone"
         return f"rank {self.rank} ended first, with code {self.code} and no word, {at}"
 
 
 def first(failures: Iterable[Failure]) -> Failure:
     """The failure from which the others followed: the earliest that is not itself the loss of another rank."""
     return min(failures, key=lambda failure: (failure.follows, failure.when))
+
+
+def described(error: BaseException) -> str:
+    """Describe an error on its own rank: one of lockstep's by its line, any other by place, class and text."""
+    if isinstance(error, LockstepError):
+        return str(error)
+    return f"at {Progress.present() or 'the start'}: {type(error).__name__}: {error}"
 
 
 def note(error: BaseException) -> bool:
@@ -95,13 +126,23 @@ def note(error: BaseException) -> bool:
     ours = isinstance(error, LockstepError)
     bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
     line = mask(str(error) if ours else bug).replace("\n", " ")
-    text = line if ours else mask("".join(traceback.format_exception(error)))  # what ends torchrun's own report
+    place = Progress.present()
+    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's own report
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    origin = " ".join([type(error).__qualname__, *(f"{frame.filename}:{frame.lineno}" for frame in raised)])
     now, code, follows = time.time(), getattr(error, "exit_code", 1), isinstance(error, PeerError)
     # torchrun calls the earliest the cause, in whole seconds, and of equal ones the lowest rank's
     told = {"py_callstack": text, "timestamp": str(int(now) + follows)}
     content = {
         "message": {"message": line, "extraInfo": told},
-        "lockstep": {"line": line, "when": now, "follows": follows, "code": code},
+        "lockstep": {
+            "line": line,
+            "when": now,
+            "follows": follows,
+            "code": code,
+            "origin": origin,
+            "names_nobody": isinstance(error, PeerError) and error.names_nobody,
+        },
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
@@ -109,6 +150,24 @@ def note(error: BaseException) -> bool:
         _NOTED[:] = [error]
         return told_already
     return False
+
+
+def note_uncaught() -> None:
+    """Leave word of an error that leaves the program, too; one that another rank caused is one line, no traceback."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or _HOOKED:
+        return
+    before = sys.excepthook
+    _HOOKED.append(before)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            note(error)
+        if isinstance(error, PeerError):
+            print(f"lockstep: error: {error}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _signal(number: int) -> str:

@@ -120,7 +120,7 @@ class Losses:
             ready = self._value(f"ready/{name}")
             if ready != "yes":
                 return ready or "-"
-        again = failure.code > 0 and any(cause.message == failure.message != "" for cause in self._causes)
+        again = any(failure.repeats(cause) for cause in self._causes)
         self._times = [when for when in self._times if now - when < _HOUR] + [now]
         self._causes.append(failure)
         if name in self.members:
@@ -133,7 +133,7 @@ class Losses:
             return f"{len(left)} of {len(self.members)} processes are left, and --min-ranks is {self._least}"
         if len(self._times) > self._most:
             return f"that is loss {len(self._times)} within an hour, and --max-losses is {self._most}"
-        return "another process ended with the same error" if again else ""
+        return "the same line of code failed in the same step again" if again else ""
 
     def _tell(self, reason: str) -> None:
         """Members that wait for the next generation end with the reason."""

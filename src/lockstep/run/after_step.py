@@ -274,7 +274,7 @@ def handed_on(works: Works) -> Iterator[None]:
     except Rollback:
         works.exchange.close()
         raise
-    except (PeerError, RuntimeError):
+    except PeerError:
         works.guards.keep()
         raise
 

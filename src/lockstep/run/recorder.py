@@ -24,7 +24,6 @@ from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
 from lockstep.errors import LockstepError, PeerError, StorageError, said
-from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
 from lockstep.report.timeline import EVALUATION, SAVES, Timeline
@@ -220,7 +219,7 @@ class RunRecorder:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
-        gone = isinstance(error, PeerError) or (error is not None and of_a_peer(error))
+        gone = isinstance(error, PeerError)
         seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
         self.saver.abandon(seconds, leave=not (gone and self._outlives))
 

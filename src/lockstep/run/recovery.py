@@ -23,12 +23,12 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import options
+from lockstep.distributed.lost_peers import typed_errors
 from lockstep.distributed.members import Generation, Member, Report
 from lockstep.distributed.step_exchange import REGROUP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.make import name_of, outliving, undo_step
 from lockstep.errors import PeerError, RankLost
-from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.start import program
 from lockstep.run.build import Built, build, notify
 from lockstep.run.evaluation_sets import batches_of
@@ -57,6 +57,7 @@ __all__ = [
 _LOG = logging.getLogger("lockstep")
 _BEGUN: list[bool] = []  # whether this process has begun a run
 _LONGEST, _SLACK = 2, 30.0  # that many times `--timeout`, and seconds, to wait for who goes on
+_WAITED = 0.9  # of `--timeout`: a rank that stood as long where it lost the others has waited for them
 _TOGETHER = 64 << 20  # bytes that are sent together
 _BUILDING, _EMPTY = -1, -2  # in place of the steps taken: all of it is being built anew; it has no state yet
 
@@ -130,10 +131,11 @@ def regroup(session: Session, built: Built, member: Member) -> None:
             built.world = session.joined = built.world.regrouped(rank, len(found.members), found.number, tries)
             if best is None:
                 raise Anew("another rank was lost while the run went back to its newest checkpoint")
-            _place(session, built, found, best, state)
-            _take_over(session, built, *before)
+            with typed_errors():
+                _place(session, built, found, best, state)
+                _take_over(session, built, *before)
             break
-        except (PeerError, RuntimeError) as error:
+        except PeerError as error:
             if not is_lost(error):
                 raise
             note_lost(session, error)
@@ -141,7 +143,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
                 report = report._replace(taken=_EMPTY)  # part of it is another's by now
     session.is_main = built.world.is_main
     if built.world.is_main:
-        _say(found._replace(lost=lost), built, time.monotonic() - began)
+        _say(found._replace(lost=lost), session.lost, built, time.monotonic() - began)
 
 
 def regroup_to_build(session: Session, member: Member) -> None:
@@ -166,16 +168,16 @@ def regroup_to_build(session: Session, member: Member) -> None:
             note_lost(session, error)
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost(error: PeerError) -> bool:
     """Whether the error says no more than that another rank is gone."""
-    if isinstance(error, PeerError):
-        return not error.relayed and not isinstance(error, Anew)
-    return of_a_peer(error)
+    return not error.relayed and not isinstance(error, Anew)
 
 
-def note_lost(session: Session, lost: BaseException) -> None:
+def note_lost(session: Session, lost: PeerError) -> None:
     """Keeps the words of an error that `is_lost`, and lets go of what its frames hold: engines and groups."""
-    session.lost = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
+    session.lost = str(lost)
+    stood = time.monotonic() - session.exchange.progress.since if session.exchange else 0.0
+    session.waited = session.joined is not None and stood > _WAITED * session.joined.timeout
     _LOG.warning("left the other ranks: %s", session.lost, extra={"only_file": True})
     error: BaseException | None = lost
     seen = set[int]()
@@ -186,8 +188,7 @@ def note_lost(session: Session, lost: BaseException) -> None:
 
 
 def _report_of(session: Session, world: World, taken: int) -> Report:
-    waited = any(word in session.lost for word in ("imed out", "imeout"))
-    return Report(taken, session.evaluated, session.digest, waited, world.timeout)
+    return Report(taken, session.evaluated, session.digest, session.waited, world.timeout)
 
 
 def _furthest(found: Generation) -> str | None:
@@ -316,8 +317,10 @@ def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> Non
     on_all_ranks(built.world, lead)  # collective
 
 
-def _say(found: Generation, built: Built, seconds: float) -> None:
+def _say(found: Generation, reason: str, built: Built, seconds: float) -> None:
     for line in found.lost:
         _LOG.warning("%s; the others go on", line)
+    if not found.lost and not found.fresh:
+        _LOG.warning("the ranks lost each other though all live, and go on: %s", reason)
     joined = f", {len(found.fresh)} of them new" if found.fresh else ""
     _LOG.info("%d ranks go on from step %d%s (after %.2f s)", len(found.members), built.start, joined, seconds)

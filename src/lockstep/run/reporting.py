@@ -1,4 +1,4 @@
-"""The page about the run, at its end: on rank 0, and never a reason for a run to fail.
+"""The page about the run, at its end: on rank 0, and never a reason for a run to fail. What is said in its place.
 
 write_report(session, built, left)          # once the sinks and the timeline are closed
 """
@@ -6,10 +6,11 @@ write_report(session, built, left)          # once the sinks and the timeline ar
 import logging
 
 from lockstep.report.page import write
+from lockstep.run.best import shown
 from lockstep.run.build import Built
 from lockstep.run.session import Session
 
-__all__ = ["write_report"]
+__all__ = ["nothing_left", "write_report"]
 
 _LOG = logging.getLogger("lockstep")
 
@@ -32,3 +33,21 @@ def write_report(session: Session, built: Built, left: BaseException | None) -> 
         write([built.folder.path], built.folder.path / "report.html")
     except Exception as error:
         _LOG.warning("report.html was not written: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])
+
+
+def nothing_left(built: Built) -> str:
+    """Describe a run that is started again and has nothing left to do."""
+    path, whole = built.folder.path, built.run_plan.step_plan.steps
+    if built.start < built.last:
+        return (
+            f"{path} stopped early at step {built.start} of {whole}: the best was {shown(built.state)}; a larger "
+            "--patience goes on"
+        )
+    if built.start < whole:
+        return (
+            f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"
+        )
+    return (
+        f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
+        f"--experiment-name with --init-from {path}"
+    )

@@ -49,7 +49,7 @@ class Session:
         joined: the present world.
         member: this process as a member of a run that outlives the loss of a rank; None: a loss ends the run.
         exchange, saver: those of the present ranks, while there are any.
-        lost: the last error that said that a rank is gone.
+        lost: the last error that said that a rank is gone; waited: the others had all of `--timeout` to come.
         digest: of what must be the same on all members.
         wishes: what signals ask for while there is no exchange.
         evaluated: the step after which the last evaluation was made.
@@ -83,6 +83,7 @@ class Session:
     exchange: StepExchange | None = None
     saver: Saver | None = None
     lost: str = ""
+    waited: bool = False
     digest: str = ""
     wishes: Wishes = field(default_factory=Wishes)
     evaluated: int = -1

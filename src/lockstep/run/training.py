@@ -11,8 +11,9 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from lockstep.distributed.launcher_watch import end_with_launcher
+from lockstep.distributed.lost_peers import typed_errors
 from lockstep.distributed.members import Member
-from lockstep.distributed.progress import COMPUTING, IN_BODY
+from lockstep.distributed.progress import COMPUTING, IN_BODY, under_way
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
@@ -42,7 +43,7 @@ from lockstep.run.after_step import (
     tell_evaluated,
     works,
 )
-from lockstep.run.best import out_of_patience, shown
+from lockstep.run.best import out_of_patience
 from lockstep.run.build import Built, build, notify
 from lockstep.run.course import RunCourse
 from lockstep.run.defaults import described_loss, described_optimizer, described_step, warnings
@@ -61,7 +62,7 @@ from lockstep.run.recovery import (
     regroup_to_build,
     why_not,
 )
-from lockstep.run.reporting import write_report
+from lockstep.run.reporting import nothing_left, write_report
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
@@ -85,6 +86,7 @@ def training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
     end_with_launcher()
+    failure.note_uncaught()
     session.timeline.begin()
     session.member = member_of(session.world)
     joins = session.member is not None and session.member.is_new
@@ -92,7 +94,8 @@ def training(session: Session) -> Training:
     session.joined = session.world or join(session.config.device, session.config.timeout)
     session.is_main = session.joined.is_main and not joins
     try:
-        yield from _attempts(session)
+        with under_way(stays=lambda: session.status == "failed"):  # the loop was left on this rank alone
+            yield from _attempts(session)
     except GeneratorExit as left:
         traceback.clear_frames(left.__traceback__)  # they hold the engine too
         _drop(session)
@@ -130,11 +133,13 @@ def _attempts(session: Session) -> Training:
         world = session.joined
         assert world is not None
         try:
-            with explained(None, world):
+            with explained(None, world), typed_errors():
                 built = build(session.config, session.given, world, session.kept, least=session.least_steps)
-        except (CheckpointError, PeerError, RuntimeError) as error:
-            if isinstance(error, CheckpointError) and session.status != "new":
-                raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
+        except CheckpointError as error:
+            if session.status == "new":
+                raise
+            raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
+        except PeerError as error:
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)
@@ -150,7 +155,7 @@ def _attempts(session: Session) -> Training:
         over = built.start >= built.last or out_of_patience(built.config, built.state)
         if over and not built.state.get("evaluation_due"):
             load_state(built)  # collective
-            notify(world)(_finished(built))
+            notify(world)(nothing_left(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
         else:
@@ -162,7 +167,7 @@ def _attempts(session: Session) -> Training:
 def _join(session: Session, member: Member) -> Training:
     """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
     assert session.joined is not None
-    with explained(None, session.joined):
+    with explained(None, session.joined), typed_errors():
         built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
@@ -188,7 +193,7 @@ def _going_on(session: Session, built: Built) -> Training:
                 if not session.member.is_new:
                     yield from _follow(session, built)
                     return
-            except (PeerError, RuntimeError) as error:
+            except PeerError as error:
                 if not is_lost(error):
                     raise
                 note_lost(session, error)
@@ -241,13 +246,14 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
     except BaseException as error:
         left = error
         session.sinks.close(None)
-        if not isinstance(error, Rollback | Anew):
-            _note_left(session, built, error)
         if isinstance(error, Rollback | Anew):
             _LOG.warning("%s", error)
-        elif isinstance(error, Exception):
+        else:
+            _note_left(session, built, error)
+        if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
             once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
-            _LOG.error("%s", error, exc_info=not isinstance(error, LockstepError), extra=once)
+            line = failure.described(error)
+            _LOG.error("%s", line, exc_info=not isinstance(error, LockstepError), extra=once)
         raise
     finally:
         session.timeline.close(_ended(session, left))
@@ -266,7 +272,8 @@ def _follow(session: Session, built: Built) -> Training:
     signals = Preemption(exchange)
     kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiling, frozen = ongoing.profiling, Frozen()
-    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explained(built.engine, world):
+    explaining, typing = explained(built.engine, world), typed_errors()
+    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
         exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
@@ -382,21 +389,3 @@ def _announce(built: Built) -> None:
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
-
-
-def _finished(built: Built) -> str:
-    """What a person reads who starts again what has nothing left to do."""
-    path, whole = built.folder.path, built.run_plan.step_plan.steps
-    if built.start < built.last:
-        return (
-            f"{path} stopped early at step {built.start} of {whole}: the best was {shown(built.state)}; a larger "
-            "--patience goes on"
-        )
-    if built.start < whole:
-        return (
-            f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"
-        )
-    return (
-        f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
-        f"--experiment-name with --init-from {path}"
-    )

@@ -7,7 +7,7 @@ that it happens at the entry of; call: the how manieth of its calls counts from 
 starts. What can be done is `_DEEDS`. The product knows nothing of this.
 """
 
-import builtins
+import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -25,7 +25,8 @@ def _own(number):
 
 
 def _raise(fault, args):
-    kind = getattr(builtins, fault.get("error", "RuntimeError"))
+    module, _, name = fault.get("error", "RuntimeError").rpartition(":")
+    kind = getattr(importlib.import_module(module or "builtins"), name)
     raise kind(fault["errno"], os.strerror(fault["errno"])) if "errno" in fault else kind(fault.get("text", "planted"))
 
 

@@ -6,6 +6,7 @@
 The memory is a GPU's, or the host's where the model trains there.
 """
 
+import dis
 import os
 import re
 import resource
@@ -25,6 +26,7 @@ from lockstep.units import bytes_text as shown
 
 __all__ = ["Device", "explained", "out_of_memory"]
 
+_RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`
 _STRAY = 0.05  # share of a device that others may hold (its driver, a desktop) without being named
 
 
@@ -52,10 +54,18 @@ def explained(engine: Engine | None, world: World) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
-        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not known and "DefaultCPUAllocator" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _is_of_host_allocator(error):
             raise
         raise out_of_memory(error, engine, world, Device.of(world.device)) from error
+
+
+def _is_of_host_allocator(error: Exception) -> bool:
+    """Whether torch could not get host memory: it has no class for that, but no `raise` statement makes it either."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    stated = trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISES
+    return not stated and type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
 
 
 def out_of_memory(error: Exception, engine: Engine | None, world: World, device: Device) -> LockstepError:
