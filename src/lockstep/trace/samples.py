@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.trace.sums import mixed
 
-__all__ = ["Batch", "Digests", "digested", "leaves", "outcomes", "outputs"]
+__all__ = ["Batch", "Digests", "digested", "leaves", "lengths", "outcomes", "outputs", "trained_output"]
 
 _WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
 _OUT = 4096  # elements of a sample's output that count
@@ -139,6 +139,21 @@ def outcomes(rows: list[Tensor]) -> Tensor:
     parts = [(flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double() for flat in rows]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1)
+
+
+def trained_output(output: Any, size: int) -> Tensor | None:
+    """The first tensor of an output that has a row for each sample and takes a gradient."""
+    for _, value in leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad and not hasattr(value, "placements"):
+            if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta:
+                return value
+    return None
+
+
+def lengths(gradient: Tensor) -> Tensor:
+    """The 2-norm of each sample's part of a gradient, which zeros behind it do not change. float64 [n]"""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide).double()
 
 
 def _length(value: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.trace.reading import Part, Rank, words
 
-__all__ = ["Sample", "Use", "counted", "evaluated", "readers", "trained", "used"]
+__all__ = ["Sample", "Use", "computed", "counted", "evaluated", "readers", "trained", "used"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,21 @@ class Use:
         samples: from the loaders' batches, where every forward was matched with one.
         inputs: what the model was given.
         loads: the batches.
-        forwards: the model's forwards.
+        forwards: the model's forwards; sources: of each the batch that it computes.
     """
 
     samples: list[Sample] = field(default_factory=list)
     inputs: list[Sample] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     forwards: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[dict[str, Any] | None] = field(default_factory=list)
     matched: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether each forward computes one batch as it was loaded."""
+        pairs = zip(self.sources, self.forwards, strict=True)
+        return len(self.loads) == len(self.forwards) and all(load and load["n"] == each["n"] for load, each in pairs)
 
 
 def used(rank: Rank) -> list[tuple[Use, Use]]:
@@ -64,6 +71,7 @@ def used(rank: Rank) -> list[tuple[Use, Use]]:
             use.forwards.append(event)
             use.inputs += [Sample(content) for content in words(event.get("s"))]
             load = _match(event, waiting, seen, kinds)
+            use.sources.append(load)
             if load is None:
                 use.matched = False
             elif not any(load is known for known in use.loads):
@@ -128,6 +136,16 @@ def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list
 
 
 evaluated = trained
+
+
+def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
+    """Of each side: rank -> the contents of the samples of each forward, as both sides can tell them."""
+    by_load = all(use.whole for use in (*one.values(), *two.values()))
+    for side in (one, two):
+        yield {
+            rank: [words(each.get("s")) for each in (use.sources if by_load else use.forwards) if each is not None]
+            for rank, use in side.items()
+        }
 
 
 def readers(samples: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
