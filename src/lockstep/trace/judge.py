@@ -56,6 +56,8 @@ def judged(one: Run, two: Run) -> Verdict:
             verdict.finding = found
             return verdict
         verdict.judged += 1
+        if not verdict.unproven:
+            verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
         state.trained.look(step.two)
         if not verdict.unproven:
             state.follow(step, verdict)

@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 from lockstep.trace.judge_normalisation import normalisation_difference
+from lockstep.trace.limits import outputs_of
 from lockstep.trace.pairing import Spot
-from lockstep.trace.reading import distance, floats, words
+from lockstep.trace.reading import distance, words
 from lockstep.trace.step import FIRST, SECOND, Step, share
 from lockstep.trace.verdict import Finding
 
@@ -116,7 +117,7 @@ def _unreduced(step: Step) -> Finding | None:
 
 def _forward(step: Step) -> Finding | None:
     """A sample for which the model computes another output."""
-    outputs = [_outputs(spot) for spot in (step.one, step.two)]
+    outputs = [outputs_of(spot) for spot in (step.one, step.two)]
     least = max(_OUTPUT, 4 * step.limit)
     off: dict[int, int] = {}
     shown = ""
@@ -143,23 +144,6 @@ def _forward(step: Step) -> Finding | None:
     if statistics and sizes[0] != sizes[1]:
         return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)
-
-
-def _outputs(spot: Spot) -> dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]]:
-    """(root, digest of the sample, elements, how many of it before) -> (rank, signed sum and square of its output)."""
-    found: dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]] = {}
-    for rank, record in _records(spot).items():
-        for forward in record["fwd"]:
-            values = floats(forward.get("out"))
-            samples = words(forward.get("s"))
-            if not forward["train"] or len(values) != 2 * len(samples):
-                continue
-            for place, sample in enumerate(samples):
-                count = 0
-                while (forward["m"], sample, forward["w"], count) in found:
-                    count += 1
-                found[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
-    return found
 
 
 def first_module(step: Step) -> str:

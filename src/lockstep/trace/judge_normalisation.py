@@ -18,7 +18,7 @@ from lockstep.trace.samples_used import Use, computed
 from lockstep.trace.step import GROWTH, Step
 from lockstep.trace.verdict import Finding
 
-__all__ = ["items_unequal", "normalisation_difference"]
+__all__ = ["items_unequal", "normalisation_difference", "same_effect"]
 
 _LEAST = 1e-4  # share by which factors may differ that are one factor
 _ROUNDINGS = 2.0  # of the coarsest dtype, which they may be off by
@@ -31,12 +31,18 @@ Forward = tuple[int, int]  # rank, number of its forward in the step
 
 @dataclass(frozen=True)
 class _Factor:
-    """How much more the samples of one forward of each run count in the second, as a logarithm; and its error."""
+    """How much more the samples that one forward of each run has in common count in the second.
+
+    Attributes:
+        mean: as a logarithm; error: its standard error; apart: how far one sample is from it at most.
+    """
 
     one: Forward
     two: Forward
     mean: float
     error: float
+    samples: int
+    apart: float
 
 
 def items_unequal(step: Step) -> Finding | None:
@@ -57,6 +63,12 @@ def items_unequal(step: Step) -> Finding | None:
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, against the first"
     )
     return step.finding("normalisation", "loss", f"in the second run {text}", "items", high.two[0])
+
+
+def same_effect(step: Step) -> bool:
+    """Whether each sample moves the loss as much in both runs, but for what its forward's loss is divided by."""
+    factors = _factors(step)
+    return any(each.samples > 1 for each in factors) and all(each.apart <= _tolerance(step) for each in factors)
 
 
 def _named(step: Step, times: float, counts: list[Counts], ways: tuple[str, ...]) -> Finding:
@@ -97,7 +109,13 @@ def _factors(step: Step) -> list[_Factor]:
     off = sum(w * (value - means[key]) ** 2 for key, each in groups.items() for value, w in each)
     spread = math.sqrt(off / total * count / (count - len(groups))) if count > len(groups) else 0.0
     return [
-        _Factor(*key, means[key], spread * math.sqrt(sum(w * w for _, w in each)) / sum(w for _, w in each))
+        _Factor(
+            *key,
+            means[key],
+            spread * math.sqrt(sum(w * w for _, w in each)) / sum(w for _, w in each),
+            len(each),
+            max(abs(value - means[key]) for value, _ in each),
+        )
         for key, each in groups.items()
     ]
 
@@ -107,7 +125,7 @@ def _weighted_mean(values: list[tuple[float, float]]) -> float:
 
 
 def _lengths(step: Step) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
-    """Of each side: (content of a sample, how many of it before) -> its forward, length of its output's gradient."""
+    """Of each side: (a sample, how many of it before) -> its forward, length of its output's gradient."""
     uses = _uses(step)
     found: list[dict[tuple[int, int], tuple[Forward, float]]] = []
     for use, contents in zip(uses, computed(*uses), strict=True):

@@ -139,13 +139,16 @@ evaluated = trained
 
 
 def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
-    """Of each side: rank -> the contents of the samples of each forward, as both sides can tell them."""
-    by_load = all(use.whole for use in (*one.values(), *two.values()))
+    """Of each side: rank -> what names the samples of each forward, as both sides can: their indices, else contents."""
+    uses = [*one.values(), *two.values()]
+    by_load = all(use.whole for use in uses)
+    by_index = by_load and all(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
     for side in (one, two):
-        yield {
-            rank: [words(each.get("s")) for each in (use.sources if by_load else use.forwards) if each is not None]
-            for rank, use in side.items()
-        }
+        found: dict[int, list[list[int]]] = {}
+        for rank, use in side.items():
+            batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
+            found[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
+        yield found
 
 
 def readers(samples: dict[int, list[Sample]]) -> dict[int, list[Sample]]:

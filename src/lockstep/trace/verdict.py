@@ -50,6 +50,7 @@ class Verdict:
         bits: steps, from the first on, whose weights have the same bits in both.
         judged: steps that were compared.
         largest: the largest relative distance of the weights of a step that was judged.
+        hidden: share of a gradient below which a difference would not have shown: in the first step, and in any.
         unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
         notes: what else the person should know.
     """
@@ -60,6 +61,7 @@ class Verdict:
     bits: int = 0
     judged: int = 0
     largest: float = 0.0
+    hidden: tuple[float, float] = (0.0, 0.0)
     unproven: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -86,7 +88,14 @@ class Verdict:
                 + "at most"
                 + (f"; the same bits to step {self.bits - 1}" if self.bits else "")
             )
+            lines.append(f"  {self._hidden}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    @property
+    def _hidden(self) -> str:
+        first, most = (f"{each:.2g}" if each < 1e-4 else f"{each:.2%}" for each in self.hidden)
+        later = f" ({most} in later steps)" if most != first else ""
+        return f"a difference under {first} of a gradient{later} would not show"
 
     def plain(self) -> dict[str, Any]:
         """For `--json`."""
@@ -100,6 +109,7 @@ class Verdict:
             "steps_with_the_same_bits": self.bits,
             "steps": self.judged,
             "largest_relative_difference": self.largest,
+            "hidden_below": self.hidden[1] if self.bits < self.judged else 0.0,
             "unproven": self.unproven,
             "notes": self.notes,
         }
