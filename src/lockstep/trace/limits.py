@@ -20,8 +20,8 @@ def gradient_limit(step: Step) -> float:
     """Share of the whole gradient's norm by which a tensor of it may be off.
 
     A gradient in float32 is held to what adding it up in another order makes of it. Where a coarser dtype is rounded
-    to, four roundings are allowed; more only where the outputs of the same samples, in the first step, are further apart
-    than that, and never more than 16.
+    to, four roundings are allowed; more only where the outputs of the same samples are further apart in the first step,
+    and never more than 16.
     """
     unit, inner = _unit(step), coarsest(step)
     count = 0
