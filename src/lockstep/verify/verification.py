@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import Executor, executor_for
-from lockstep.verify.fault import fault
+from lockstep.verify.fault import Fault, fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.processes import RankFailed
 from lockstep.verify.recorder import TENSORS
@@ -30,7 +30,7 @@ from lockstep.verify.table import Difference, Row, Table
 from lockstep.verify.tolerance import FINE, Tolerance, tolerance_of
 from lockstep.verify.worker import read_trace
 
-__all__ = ["Verification", "prove", "repeats"]
+__all__ = ["Verification", "measured_rounding", "prove", "repeats"]
 
 
 def prove(request: Request, against: dict[str, Any] | None = None) -> Table:
@@ -69,7 +69,7 @@ class Verification:
         self._run_reference(compiled=any(one.compiled for one in combinations))
         self._refuse(combinations)  # again, now that the micro-batch is known
         table = Table(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
-        self._measured = self._rounding()
+        self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
         if again.difference:  # whatever another combination showed, it could not be told from this
@@ -130,19 +130,6 @@ class Verification:
         size = request.config.batch_size // self._reference["micro_batches"]  # which the model may have decided
         config = dataclasses.replace(request.config, micro_batch_size=size)
         self._request = dataclasses.replace(request, config=config)
-
-    def _rounding(self) -> tuple[float, ...]:
-        """How far the gradient of each step moves where sums are rounded otherwise; () where it cannot matter."""
-        request = self._request
-        plain = tolerance_of(request.config, 2, self._reference["coarsest"], other_kernels=False)
-        if plain.bound(request.steps - 1) <= FINE:
-            return ()
-        spec = disturbed_spec(request, self._executor.folder, self._fault)
-        try:
-            self._executor.run([spec])
-        except RankFailed as error:
-            raise LockstepError(f"the single process failed when its rounding was measured: {error}") from error
-        return _moved(self._reference, self._trace(spec.key))
 
     def _trace(self, key: str) -> dict[str, Any]:
         traces = read_trace(self._executor.folder, key, 1)
@@ -216,6 +203,29 @@ class Verification:
             step = moment[self._fault.moment]
             notes.append(f"planted from step {step}: {self._fault.text}; to be found as: {self._fault.stage}")
         return notes
+
+
+def measured_rounding(
+    request: Request, executor: Executor, planted: Fault, reference: dict[str, Any]
+) -> tuple[float, ...]:
+    """How far the gradient of each step moves where its sums are rounded otherwise; () where that cannot matter.
+
+    Args:
+        reference: the single process's trace.
+
+    Raises:
+        LockstepError: the single process failed.
+    """
+    plain = tolerance_of(request.config, 2, reference["coarsest"], other_kernels=False)
+    if plain.bound(request.steps - 1) <= FINE:
+        return ()
+    spec = disturbed_spec(request, executor.folder, planted)
+    try:
+        executor.run([spec])
+    except RankFailed as error:
+        raise LockstepError(f"the single process failed when its rounding was measured: {error}") from error
+    traces = read_trace(executor.folder, spec.key, 1)
+    return _moved(reference, traces[0]) if traces else ()
 
 
 def _undetermined(found: Difference) -> Difference:
