@@ -102,3 +102,12 @@ def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
                 for forward in rank.steps[0]["fwd"]:
                     forward["out"] = packed("d", [1.0 + off, 1.0] * forward["n"])
         assert gradient_limit(stepped(*runs)) == pytest.approx(limit + order)
+
+
+def test_a_few_samples_that_no_whole_number_explains_say_nothing():
+    """One sample a forward: a loss that is nearly 0 may be off by any share of itself."""
+    one, two = [[[0], [3]]], [[[0]], [[3]]]
+    runs = side(one, "all"), side(two, "all", lengths={**dict.fromkeys(LABELS, 4.0), 0: 1.3})
+    assert items_unequal(stepped(*runs)) is None
+    found = items_unequal(stepped(side(one, "all"), side(two, "rank")))
+    assert (found.cause, found.where) == ("rank-average", "items 5 and 6")

@@ -253,7 +253,7 @@ def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
     assert dataclasses.replace(measured, measured=(0.0, 0.0)).relative(1) == 0.25  # nothing moved: it says nothing
     few = Tolerance(2, 2.0**-24, 2.0**-8, measured=(1e-7, 1e-7))  # of elements that turn over none did
     assert few.relative(0) == few.bound(0) < 1e-5
-    assert few.relative(1) == pytest.approx(1e-4 + 2.0**-8)
+    assert few.relative(1) == pytest.approx(1e-4 + 4 * 2.0**-8)
     row = Row(Combination("ddp", 2), "close", (1e-3, "a"), hidden=measured.relative(1))
     assert "2.00%" in row.text
 

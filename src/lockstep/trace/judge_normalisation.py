@@ -23,6 +23,7 @@ __all__ = ["items_unequal", "normalisation_difference", "same_effect"]
 _LEAST = 1e-4  # share by which factors may differ that are one factor
 _ROUNDINGS = 2.0  # of the coarsest dtype, which they may be off by
 _SURE = 6.0  # standard errors of a mean factor
+_FREEDOM = 4  # samples beyond one a forward, from which on the error of a mean is known
 _RATIO = 1e-3  # share by which a ratio may miss a whole number
 
 Counts = dict[int, list[int]]  # rank -> items of each of its losses
@@ -59,6 +60,8 @@ def items_unequal(step: Step) -> Finding | None:
         for ways in product(("all", "rank", "forward"), repeat=2):
             if _explained(factors, counts, ways, least):
                 return _named(step, times, counts, ways)
+    if sum(each.samples - 1 for each in factors) < _FREEDOM:
+        return None  # too few samples to know how far such lengths are off by themselves
     text = (
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, against the first"
     )

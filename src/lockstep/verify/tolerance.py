@@ -20,6 +20,7 @@ __all__ = ["EXACT", "FINE", "Scales", "Tolerance", "tolerance_of", "unit_roundof
 SAFETY = 32.0  # growth of an error by the model and the optimizer from step to step: the one assumption
 INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
 CEILING = 0.25  # a larger difference is never rounding
+LEAST = 4.0  # roundings in the model that are allowed, once its weights differ, whatever was measured
 MEASURED = 4.0  # times what was measured: another order rounds otherwise
 FINE = 1e-4  # share of a gradient below which nothing is measured: an activation that changes its side may move as much
 _SPREAD = 4.0  # share of the norm in which an element may be off whatever its tensor's size: cancelled gradients
@@ -55,8 +56,9 @@ class Tolerance:
         """Largest 2-norm of a gradient's error after `step` updates, as a share of the gradient's norm."""
         most = max(self.measured[: step + 1], default=0.0)
         if most > 0.0:
-            # Of a few elements whose rounding turns over one run may show some and another none.
-            return min(self.bound(step), max(MEASURED * most, FINE + (self.inner if step else 0.0)))
+            # Of the few elements whose rounding turns over, and that Adam may move by a whole update, one run may show
+            # some and another none.
+            return min(self.bound(step), max(MEASURED * most, FINE + (LEAST * self.inner if step else 0.0)))
         return self.bound(step)
 
     def bound(self, step: int) -> float:
