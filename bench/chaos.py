@@ -2,7 +2,8 @@
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
 puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17 and R20 to R22 are in bench/chaos_more.py.
+A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R22, R25, R27 and R28
+are in bench/chaos_more.py.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 
-from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22  # noqa: E402
+from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r25, r27, r28  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402
 
 from lockstep import checkpoint  # noqa: E402
@@ -116,10 +117,10 @@ def r2(bench):
 
 
 def r3(bench):
-    """SIGTERM or SIGUSR1 to one rank."""
+    """A scheduler's signals to one rank."""
     lost, worst, codes = 0, 0.0, set()
     for rank in (0, 1):
-        for how in ("term", "usr1"):
+        for how in ("term", "usr1", "usr2"):
             run, _ = bench.timed("--max-steps", "60", faults=[{"rank": rank, "step": 6, "at": BEAT, "do": how}])
             lost += run.steps[-1] - run.state["global_step"]
             worst, codes = max(worst, run.seconds), codes | {run.code}
@@ -246,10 +247,25 @@ def r19(bench):
     return f"{good}; goodput {quiet.seconds / run.seconds:.0%} ({spent:.0f} s in all)"
 
 
+def r24(bench):
+    """An update makes a weight NaN, with each policy; and the last update does."""
+    weight = "model/blocks.0.attention.inputs.weight"
+    ended = resumed = 0
+    for policy, step in (("stop", 9), ("skip", 9), ("rollback", 9), ("stop", 13)):
+        faults = [{"rank": rank, "step": step, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+        run = bench.run("--guards.nonfinite", policy, faults=faults)
+        right = run.code == 0 if policy == "rollback" else run.code == 1 and weight in run.last
+        newest = checkpoint.read_state(checkpoint.newest(run.folder, say=str))["global_step"]
+        ended += right and newest == (14 if policy == "rollback" else 5 if step == 9 else 10)
+        again = launch(bench.data, run.folder.parent)
+        resumed += again.code == 0 and again.state["global_step"] == 14
+    return f"{ended}/4 end rightly, none is kept as whole; {resumed}/4 go on from a usable checkpoint"
+
+
 ROWS = {
     "R1": (r1, "kill -9 at a random step", "20/20 bitwise, <= 5 redone, detect <= 2 s, recover <= 8 s"),
     "R2": (r2, "kill -9 at every phase of a save", "100% resumable"),
-    "R3": (r3, "SIGTERM or SIGUSR1 to one rank", "0 steps lost, <= 3 s, 75"),
+    "R3": (r3, "SIGTERM, SIGUSR1 or SIGUSR2 to one rank", "0 steps lost, <= 3 s, 75"),
     "R4": (r4, "no space in a save", "earlier ones intact"),
     "R5": (r5, "a checkpoint's files damaged", "0 undetected, named, <= 1 s"),
     "R6": (r6, "a torn save of two ranks", "0 mixed versions"),
@@ -268,6 +284,10 @@ ROWS = {
     "R19": (r19, "a minute of kills", "bitwise, goodput >= 50%"),
     "R20": (r20, "a save of 57 MB", "blocked <= 10% of a synchronous save"),
     "R21": (r21, "hostile input", "18/18, canary never made"),
+    "R24": (r24, "an update makes a weight NaN", "named, never resumed from, exit 1; a rollback goes further back"),
+    "R25": (r25, "the process that replacements are forked from is killed", "all go on to the same bits"),
+    "R27": (r27, "ranks in different folders", "before step 1, rank, host and path named"),
+    "R28": (r28, "other sample content on one rank", "before step 1, sample named, 0 false alarms"),
     "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),
 }
 

@@ -1,17 +1,34 @@
 """Rows of bench/chaos.py that need more than one planted fault: root, other nodes, other benchmarks and tests."""
 
 import contextlib
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from harness import BEAT, UNLIKE, arguments, end, finish, in_group, launch, memory_group, start, until_step
+from harness import (
+    BEAT,
+    ODD,
+    UNLIKE,
+    arguments,
+    end,
+    finish,
+    in_group,
+    launch,
+    memory_group,
+    preloaded,
+    start,
+    until_step,
+    workers,
+)
 from test_network import cabled, ip, on_node
 
 ROOT = Path(__file__).resolve().parent.parent
+LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
 NEEDS_ROOT = "skipped: needs root"
 HOSTILE = (
     "tests/guards/test_hostile.py",
@@ -23,7 +40,7 @@ HOSTILE = (
 PARTS = {
     "rank": r"rank \d",
     "step": r"step \d",
-    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|space|uneven|another|memory|cannot|killed|planted|failed",
+    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|not see|space|uneven|another|memory|cannot|killed|failed",
     "way out": r"; .*(resume|again|raise|lower|give|fix|start|check|repair|look|leave|use|go back|make room|traceback)",
 }
 
@@ -171,3 +188,69 @@ def r22(bench):
     whole = len(lasts) - len({line for _, line in short})
     missing = f"; first without {short[0][0]}: {short[0][1][:90]}" if short else ""
     return f"{whole}/{len(lasts)} last lines name rank, step, cause and way out{missing}"
+
+
+def r25(bench):
+    """The process that replacements are forked from is killed: while idle, and while it replaces a rank."""
+    slow = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
+    slow.append({**slow[1], "replaced": 1})
+    flags, delays = ("--max-steps", "400"), (None, 0.0, 0.02, 0.05, 0.1, 0.2)
+    quiet = bench.run(*flags).mark()
+    good = 0
+    for delay in delays:  # seconds from the loss of the rank to that of the process; None: once it has replaced it
+        out, began = bench.out(), time.monotonic()
+        process = start(arguments(bench.data, out, *flags, losses=2), slow)
+        try:
+            until_step(out, 7, process)
+            while preloaded(process) is None:
+                time.sleep(0.1)
+            time.sleep(6.0)  # it says to the launcher alone when it has loaded
+            before = workers(process)
+            os.kill(before[1], signal.SIGKILL)
+            if delay is None:
+                while workers(process).get(1, before[1]) == before[1]:
+                    time.sleep(0.01)
+            time.sleep(1.0 if delay is None else delay)
+            os.kill(preloaded(process), signal.SIGKILL)
+            run = bench.keep(finish(process, out, began))
+        finally:
+            end(process)
+        good += run.code == 0 and run.mark() == quiet and run.state["losses"] == 1
+    return f"{good}/{len(delays)} bitwise, one loss each"
+
+
+def r27(bench):
+    """Rank 1 has another file system where the run's folder lies: at a start, and at a resume."""
+    good = 0
+    for resumes in (False, True):
+        out, elsewhere = Path(bench.out().name), bench.out()
+        elsewhere.mkdir()
+        fault = {"rank": 1, "at": "lockstep.run.build:_agreed", "do": "chdir", "path": str(elsewhere)}
+        with contextlib.chdir(bench.data):
+            if resumes:
+                bench.keep(launch(bench.data, out, "--stop-at", "5"))
+            run = bench.keep(launch(bench.data, out, faults=[fault]))
+            taken = run.steps if (run.folder / "metrics.jsonl").exists() else []
+        named = f"rank 1 on {socket.gethostname()}" in run.last and str(elsewhere / out) in run.last
+        good += run.code == 2 and named and taken == list(range(1, 6)) * resumes and not list(elsewhere.iterdir())
+    return f"{good}/2 refused before step 1 (start, resume); rank, host and path named"
+
+
+def r28(bench):
+    """One sample of 64 is another one on rank 1; and the same run, whose samples are drawn at random, without that."""
+    file = bench.data / "odd.py"
+    file.write_text(ODD)
+    refused, clean, wanted = 0, 0, ("train", "evaluation", "")
+    for loaders in (0, 2):
+        for odd in wanted:
+            out = bench.out()
+            command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--max-losses", "0", "--"]
+            command += ["train", "--task", f"{file}:Odd", "--save-dir", str(out), "--max-steps", "4"]
+            command += ["--batch-size", "8", "--data.workers", str(loaders)]
+            run = bench.keep(finish(start(command, ODD=odd), out, time.monotonic()))
+            name = {"train": "sample 63 of the training set", "evaluation": "sample 63 of the evaluation set"}.get(odd)
+            if odd:
+                refused += run.code == 3 and name in run.last and "rank 1" in run.last and not run.folder.exists()
+            else:
+                clean += run.code == 0
+    return f"{refused}/4 refused before step 1, rank and sample named; {2 - clean} false alarms in 2 clean runs"

@@ -1,6 +1,8 @@
 """What the documents show is what runs."""
 
+import contextlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep import cli
+from lockstep.config.options import option_list
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,6 +77,43 @@ def test_the_program_of_what_changes_while_it_trains_runs(here):
     assert flags == [True] * 4
     with pytest.raises(lockstep.errors.ConfigError, match="task/seen"):
         lockstep.train(lockstep.Config(experiment_name="exact", max_steps=4, exact=True), names["Remembering"]())
+
+
+def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
+    """The task trains, lint finds what is said, and each command has the flags."""
+    task, script = blocks("docs/wrong.md")
+    names = {}
+    exec(task, names)
+    run = lockstep.train(lockstep.Config(experiment_name="wrong", max_steps=2, device="cpu"), names["Mine"]())
+    assert run.status == "finished"
+    (tmp_path / "train.py").write_text(script)
+    capsys.readouterr()
+    assert cli.dispatch(["lint", "train.py"]) == 1
+    text = (ROOT / "docs" / "wrong.md").read_text(encoding="utf-8")
+    found = set(re.findall(r"LS\d{3}", capsys.readouterr().out))
+    assert found == set(
+        re.findall(r"LS\d{3}", text.partition("`lockstep lint train.py` finds")[2].partition(", each")[0])
+    )
+    assert all((ROOT / "docs" / "lint" / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
+    for line in re.findall(r"^    lockstep (.*)$|`lockstep ([^`]*)`", text, re.MULTILINE):
+        for words in shown_commands("".join(line)):
+            with contextlib.suppress(SystemExit):
+                cli.dispatch([words[0], "--help"])
+            known = set(re.findall(r"(?<![\w-])--?[a-z][\w.-]*", capsys.readouterr().out)) | set(TRAIN)
+            assert [word for word in words[1:] if word.startswith("-") and word not in known] == [], words
+
+
+def shown_commands(line):
+    """Each of lockstep's commands in a line, with its flags: `launch -- train` has two."""
+    words = shlex.split(line)
+    foreign = words[0] == "trace"  # of a program of the user's
+    head, _, rest = (" ".join(words)).partition(" -- ")
+    yield head.split()
+    if rest and not foreign:
+        yield rest.split() if not rest.startswith("-") else ["train", *rest.split()]
+
+
+TRAIN = [f"--{name.split()[0].replace('_', '-')}" for name in option_list()]
 
 
 def test_the_documents_name_every_method_and_number():

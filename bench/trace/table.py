@@ -102,6 +102,23 @@ _OWN = {
     ("accelerate", "double-division"): (
         *((0,), ("normalisation",), ("0\\.5|half|accumul|divided",), ("--accumulate", "2"), "weights", False),
     ),
+    ("ddp", "no-zero-grad"): ((1,), ("gradient",), ("zero_grad",), (), "weights", False),
+    ("accelerate", "no-zero-grad"): ((1,), ("gradient",), ("zero_grad",), ("--clip", "0.3"), "weights", False),
+    ("hf", "frozen"): ((0,), ("parameters",), ("frozen",), (), "weights", False),
+    ("kinds", "gan-no-zero-grad"): ((2,), ("gradient",), ("zero_grad",), ("--kind", "gan"), "weights", False),
+    ("kinds", "unrestored"): (
+        *((5,), ("weights",), ("average of weights|other than the optimizer",), ("--kind", "ema"), "weights", False),
+    ),
+    ("kinds", "uneven-average"): (
+        *((0,), ("normalisation",), ("per rank|average",), ("--kind", "uneven"), "weights", False),
+    ),
+    ("kinds", "stale-optimizer"): (
+        *((0,), ("parameters",), ("other tensors than the model",), ("--kind", "fsdp2"), "weights", False),
+    ),
+    ("kinds", "frozen"): ((0,), ("parameters",), ("frozen",), ("--kind", "fsdp2"), "weights", False),
+    ("kinds", "no-restore"): (
+        *((0,), ("weights",), ("perturbation|not taken back",), ("--kind", "sam"), "weights", False),
+    ),
     ("lightning", "no-set-epoch"): ((5,), ("data",), ("set_epoch",), (), "weights", False),
     ("lightning", "clip-before-reduction"): (
         *((0,), ("clipping", "reduction"), ("clip",)),
@@ -207,4 +224,13 @@ def _pairs(script: str) -> list[Healthy]:
     ]
 
 
+def _kind(kind: str) -> list[Healthy]:
+    flags = ("--kind", kind)
+    return [
+        Healthy("kinds", kind, (1, flags), (2, flags), "rounding"),
+        Healthy("kinds", f"{kind} repeated", (2, (*flags, "--ragged")), (2, (*flags, "--ragged")), "bits"),
+    ]
+
+
 HEALTHY = [pair for script in SCRIPTS for pair in _pairs(script)]
+HEALTHY += [pair for kind in ("gan", "ema", "uneven", "fsdp2", "sam") for pair in _kind(kind)]

@@ -26,8 +26,10 @@ PADDING = 0.5
 Batch = dict[str, Tensor]
 
 
-def arguments(mistakes: tuple[str, ...], *switches: str) -> argparse.Namespace:
-    """The flags that all four scripts have; `mistakes` are what `--mistake` takes, `switches` further flags."""
+def arguments(
+    mistakes: tuple[str, ...], *switches: str, choices: dict[str, tuple[str, ...]] | None = None
+) -> argparse.Namespace:
+    """The flags that all scripts have; `mistakes` are what `--mistake` takes, the others further flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mistake", default="", choices=["", *mistakes])
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of each process in a step")
@@ -49,6 +51,8 @@ def arguments(mistakes: tuple[str, ...], *switches: str) -> argparse.Namespace:
     parser.add_argument("--out", default="", help="write the journal here, with the rank behind the name")
     for switch in switches:
         parser.add_argument(f"--{switch}", action="store_true")
+    for name, values in (choices or {}).items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
     return parser.parse_args()
 
 

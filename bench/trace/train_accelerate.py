@@ -34,6 +34,7 @@ MISTAKES = (
     *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
     *("padded-evaluation", "swapped-state", "scheduler-twice", "split-batches", "double-division"),
+    "no-zero-grad",
 )
 SCALE = 2.0**8
 
@@ -94,7 +95,8 @@ def main() -> None:
             if wrong == "extra-step" and done == MOMENT and last:
                 optimizer.step()
             schedule.step()
-            optimizer.zero_grad()
+            if wrong != "no-zero-grad":
+                optimizer.zero_grad()
             done += 1
             if args.save and done == args.save_at:
                 accelerator.save_state(args.save)

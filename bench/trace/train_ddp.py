@@ -32,7 +32,7 @@ from toy import (
 MISTAKES = (
     *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
-    *("padded-evaluation", "swapped-state", "no-set-epoch", "clip-before-reduction"),
+    *("padded-evaluation", "swapped-state", "no-set-epoch", "clip-before-reduction", "no-zero-grad"),
 )
 
 
@@ -105,7 +105,8 @@ def main() -> None:
                 update(args, ddp, optimizer, scaler, group, world)
                 if wrong == "extra-step" and done == MOMENT and last:
                     optimizer.step()
-                optimizer.zero_grad()
+                if wrong != "no-zero-grad":
+                    optimizer.zero_grad()
                 schedule.step()
                 done, group = done + 1, []
                 if args.save and done == args.save_at and rank == 0:

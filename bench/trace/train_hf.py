@@ -29,6 +29,7 @@ MISTAKES = (
     *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
     *("padded-evaluation", "swapped-state", "tokens-per-device", "batch-per-device", "ignored-data-skip"),
+    "frozen",
 )
 SCALE = 2.0**8
 
@@ -173,6 +174,8 @@ def main() -> None:
         model = Model(args, seed_of_mask=100 + settings.process_index if wrong == "rank-dropout" else None)
         if wrong != "per-rank-weights":
             model.load_state_dict(pretrained(model))
+        if wrong == "frozen":
+            model.block.requires_grad_(False)
         train, valid = datasets(args)
         journal = Journal(model, args.out)
         OwnTrainer.mistake = wrong

@@ -9,6 +9,7 @@ import gc
 import importlib
 import sys
 
+from lockstep.distributed.launcher_watch import end_with_launcher
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch import failure
 
@@ -53,6 +54,7 @@ On several processes: lockstep launch --nproc-per-node 4 -- train [flags]"""
 def main(argv: list[str] | None = None) -> None:
     """Runs the command that `argv` (default: the process's arguments) names, and exits with its code."""
     atexit.register(gc.freeze)  # or Python looks through all of torch's objects once more, half a second long
+    end_with_launcher()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:

@@ -7,6 +7,7 @@ LockstepError                   exit 1   a failed run
 │   ├── ResumeError                      the run in this folder was started differently
 │   └── CheckpointError                  no checkpoint, or none that is whole
 ├── DifferenceError             exit 3   a check found a difference
+├── StorageError                exit 75  a disk or a network file system does not answer: the same command goes on
 └── PeerError                   exit 1   another rank failed or did not answer in time
     └── RankLost                         the same, in a run that goes on with the other ranks
 
@@ -27,6 +28,7 @@ __all__ = [
     "PeerError",
     "RankLost",
     "ResumeError",
+    "StorageError",
     "UsageError",
     "said",
 ]
@@ -97,6 +99,12 @@ class DifferenceError(LockstepError):
     """A check found a difference."""
 
     exit_code = 3
+
+
+class StorageError(LockstepError):
+    """A disk or a network file system does not answer. No file is damaged by what is known: start again later."""
+
+    exit_code = 75
 
 
 class PeerError(LockstepError):

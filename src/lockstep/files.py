@@ -4,19 +4,70 @@
     with replacing(folder / "metrics.jsonl") as file:       # the same, for what is written piece by piece
         file.write(b"...")
     sync(folder)                                            # the names in it outlive a power cut
+    text = retry_io(lambda: path.read_text())               # again, where the storage fails for a moment
 
-What is left after a kill in between has a name that begins with a point and has `.tmp-` in it.
+What is left after a kill in between has a name that begins with a point and has `.tmp-` in it: `clean` removes it.
 """
 
 import contextlib
+import errno
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-__all__ = ["created", "replacing", "sync", "write_whole"]
+from lockstep.errors import StorageError
+
+__all__ = ["clean", "created", "replacing", "retry_io", "storage_error", "sync", "write_whole"]
+
+T = TypeVar("T")
+
+_PAUSES = (0.5, 2.0, 5.0)  # seconds before a file system is asked again
+_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # they say nothing of what is in a file
+_LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+
+
+def storage_error(error: OSError) -> StorageError | None:
+    """The error of a storage that does not answer; None for any other, as by its number."""
+    if error.errno not in _TRANSIENT:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return StorageError(f"{where}{error.strerror}: the storage does not answer; start again when it does")
+
+
+def retry_io(action: Callable[[], T]) -> T:
+    """Read or write, and once more after a pause where the storage does not answer.
+
+    Args:
+        action: can be repeated after an error.
+
+    Raises:
+        StorageError: it did not answer each time.
+        OSError: any other, at once.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return action()
+        except OSError as error:
+            silent = storage_error(error)
+            if silent is None:
+                raise
+            if pause is None:
+                raise silent from error
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def clean(folder: Path) -> None:
+    """Remove the files that writes which were killed have left in `folder`. Not while one is going on."""
+    with contextlib.suppress(OSError):  # a leftover does no harm
+        for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
 
 
 def created(path: Path, buffering: int = -1) -> BinaryIO:

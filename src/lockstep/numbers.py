@@ -150,8 +150,10 @@ class Gathered:
         """
         if not self._agreed:
             self._agree(step)
+        if not self._names:
+            return {}
         parts, self._parts = self._parts, {}
-        return {name: parts.get(name, []) for name in self._names or ()}
+        return {name: parts.get(name, []) for name in self._names}
 
     def _agree(self, step: int) -> None:
         own = None if self._names is None else list(self._names)

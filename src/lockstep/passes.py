@@ -196,7 +196,7 @@ class Passes:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Evaluation:
     """The loss of one step, computed when it is asked for; see `lockstep.engines.base.Evaluate`."""
 

@@ -24,12 +24,40 @@ TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {
 SETTINGS = "--seq-len 32 --batch-size 4 --micro-batch-size 2 --data.vocab-size 300 --log-freq 1 --max-steps 14"
 SETTINGS += " --ckpt-freq 5 --exact --model.dropout 0.1 --model-name builtin:nano"
 
+# A task whose samples draw random numbers, and are others on rank 1 in the split that ODD names.
+ODD = """
+import os
+import torch
+from torch import nn
+import lockstep
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, split):
+        self.odd = split == os.environ.get("ODD") and os.environ["RANK"] == "1"
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.rand(8) + index % 2 + 0.5 * self.odd * (index == 63), index % 2
+
+class Odd(lockstep.Task):
+    def model(self):
+        return nn.Linear(8, 2)
+
+    def dataset(self, split):
+        return Numbers(split)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
 # What makes rank 1 start unlike the others, by the word that must be said.
 UNLIKE = {
-    "weights": {"at": "lockstep.run.build:_model", "do": "perturb"},
+    "weights": {"at": "lockstep.run.build:model_of", "do": "perturb"},
     "configuration": {"at": "lockstep.config.options:flat", "do": "result", "value": {"lr": 1.0}},
     "lockstep's code": {"at": "lockstep.guards.start:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.run.build:_size", "do": "result", "value": 500},
+    "samples": {"at": "lockstep.run.datasets:_size", "do": "result", "value": 500},
 }
 
 
@@ -169,31 +197,34 @@ def until_step(out, step, process, seconds=60.0):
 
 
 def workers(process):
-    """The pids of the launcher's processes, by rank."""
+    """The pids of the launcher's ranks, by rank: of those that were forked the system knows a name."""
     found = {}
-    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
-    for pid, parent in parents.items():
+    for pid in children(process.pid):
         path = Path("/proc") / str(pid)
         with contextlib.suppress(OSError):
-            if parent == process.pid:
-                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
-            elif parents.get(parent) == process.pid and b"launch.preloaded" in (path / "cmdline").read_bytes():
-                rank = re.match(rb"lockstep (\d+)", (path / "comm").read_bytes())
-            else:
-                continue
+            rank = re.match(rb"lockstep (\d+)", (path / "comm").read_bytes())
+            rank = rank or re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
             if rank:
                 found[int(rank[1])] = pid
     return found
 
 
+def forked(pid):
+    """Whether a rank was forked from the process that is kept ready."""
+    return Path(f"/proc/{pid}/comm").read_bytes().startswith(b"lockstep ")
+
+
 def preloaded(process):
-    """The pids of what the launcher's process that is kept ready has forked; None: it is not there."""
-    parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
-    for pid, parent in parents.items():
+    """The pid of the launcher's process that is kept ready to be forked; None: it is not there."""
+    for pid in children(process.pid):
         with contextlib.suppress(OSError):
-            if parent == process.pid and b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return [each for each, own in parents.items() if own == pid]
+            if b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes() and not forked(pid):
+                return pid
     return None
+
+
+def children(pid):
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _parent(path) == pid]
 
 
 def _parent(path):

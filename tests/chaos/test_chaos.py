@@ -133,6 +133,29 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     assert checkpoint.read_state(path)["global_step"] == 5
 
 
+def test_r24_a_weight_that_an_update_spoils_is_named_and_its_checkpoint_is_not_whole(data, tmp_path):
+    """The checkpoint of step 10 is begun between the update and the next step."""
+    faults = [{"rank": rank, "step": 9, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+    run = launch(data, tmp_path, faults=faults)
+    assert run.code == 1, run.said
+    assert "model/blocks.0.attention.inputs.weight" in run.last
+    assert "sample" not in run.last
+    assert checkpoint.list_steps(run.folder) == [5, 10]
+    assert checkpoint.newest(run.folder, say=print) == checkpoint.path_of(run.folder, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "step", "code"), [("skip", 9, 1), ("rollback", 9, 0), ("stop", 13, 1)])
+def test_r24_each_policy_ends_rightly(data, tmp_path, policy, step, code):
+    faults = [{"rank": rank, "step": step, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
+    run = launch(data, tmp_path, "--guards.nonfinite", policy, faults=faults)
+    assert run.code == code, run.said
+    assert ("model/blocks.0.attention.inputs.weight" in run.last) == (code == 1)
+    assert (checkpoint.newest(run.folder, say=print) == checkpoint.path_of(run.folder, 14)) == (code == 0)
+    run = launch(data, tmp_path)
+    assert (run.code, run.steps) == (0, list(range(1, 15))), run.said
+
+
 def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
     run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault])
@@ -182,7 +205,7 @@ def test_r2_a_kill_at_each_file_of_a_save(data, tmp_path, whole, processes, call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["term", "usr1"])
+@pytest.mark.parametrize("number", ["term", "usr2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_r3_any_signal_to_any_rank(data, tmp_path, number, rank):
     run = launch(data, tmp_path, *LONG, faults=[{"rank": rank, "step": 6, "at": BEAT, "do": number}])
@@ -213,6 +236,31 @@ def test_r3_a_signal_to_the_launcher(data, tmp_path):
     finally:
         end(process)
     assert run.code == 75, run.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [((signal.SIGTERM, signal.SIGTERM), 75), ((signal.SIGUSR2, signal.SIGINT), 75), ((signal.SIGINT,) * 2, 130)],
+    ids=["SIGTERM twice", "SIGUSR2, Ctrl-C", "Ctrl-C twice"],
+)
+def test_r3_signals_in_a_save(data, tmp_path, numbers, code):
+    """Whatever comes, no checkpoint is torn; a second Ctrl-C alone does not wait for the save."""
+    slow = [{"rank": rank, "at": WRITE, "do": "sleep", "seconds": 0.5, "always": True} for rank in range(2)]
+    process = start(arguments(data, tmp_path, "--max-steps", "100000", "--checkpoint.mode", "sync"), slow)
+    try:
+        until_step(tmp_path, 4, process)
+        for number in numbers:
+            time.sleep(0.5)
+            process.send_signal(number)
+        run = finish(process, tmp_path, time.monotonic(), 30)
+    finally:
+        end(process)
+    assert run.code == code, run.said
+    steps = checkpoint.list_steps(run.folder)
+    assert bool(steps) == (code == 75)
+    assert all(not checkpoint.verify(checkpoint.path_of(run.folder, step)) for step in steps)
+    assert launch(data, tmp_path, "--max-steps", "100000", "--stop-at", "12").code == 0
 
 
 @pytest.mark.slow
@@ -412,7 +460,7 @@ def test_r4_the_last_save_fails(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
-    fault = {"rank": 1, "at": "lockstep.run.build:_model", "do": "stop"}
+    fault = {"rank": 1, "at": "lockstep.run.build:model_of", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
     assert "rank 1 did not arrive: it stood in its start, before step 0" in run.last

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import BEAT, Run, arguments, end, launch, preloaded, start, until_step, workers
+from harness import BEAT, Run, arguments, end, forked, launch, preloaded, start, until_step, workers
 
 from lockstep.report.goodput import goodput
 
@@ -85,7 +85,7 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     assert 0 <= spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
 
 
-def test_the_new_process_is_forked_from_one_that_has_loaded_everything(data, tmp_path):
+def test_the_new_process_is_forked_from_one_that_has_loaded_everything_and_outlives_it(data, tmp_path):
     long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
     flags, slow = (*FOUR, "--max-steps", "400"), [*long, {**long[1], "replaced": 1}]
     process = start(arguments(data, tmp_path / "lost", *flags, processes=2, losses=2), slow)
@@ -98,8 +98,12 @@ def test_the_new_process_is_forked_from_one_that_has_loaded_everything(data, tmp
         os.kill(workers(process)[1], signal.SIGKILL)
         while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
-        assert workers(process)[1] in preloaded(process)
-        process.send_signal(signal.SIGTERM)
+        ranks = workers(process)
+        assert forked(ranks[1])
+        os.kill(preloaded(process), signal.SIGKILL)
+        time.sleep(1.0)
+        assert (workers(process), preloaded(process), process.poll()) == (ranks, None, None)
+        process.send_signal(signal.SIGUSR2)
         said = process.communicate(timeout=60)[0]
     finally:
         end(process)

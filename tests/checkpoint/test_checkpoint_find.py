@@ -145,9 +145,9 @@ def fails_late(world, folder):
     def action():
         time.sleep(2.5 * IMPATIENT * world.rank)
         if world.rank:
-            raise OSError(5, "Input/output error", str(folder / "file"))
+            raise OSError(13, "Permission denied", str(folder / "file"))
 
-    with pytest.raises(CheckpointError if world.rank else PeerError, match=r"file: Input/output error") as found:
+    with pytest.raises(CheckpointError if world.rank else PeerError, match=r"file: Permission denied") as found:
         on_all_ranks(world, action)
     assert found.value.exit_code == 2
     return time.monotonic() - began

@@ -41,7 +41,8 @@ def test_two_processes_are_profiled_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "waits.py").write_text(TASK)
     (tmp_path / "outputs" / "mine").mkdir(parents=True)
     lockstep = [sys.executable, "-m", "lockstep"]
-    flags = ["--task", "waits.py:Waits", "--experiment-name", "mine", "--batch-size", "8", "--num-epochs", "4"]
+    flags = ["--task", "waits.py:Waits", "--experiment-name", "mine", "--batch-size", "8"]
+    flags += ["--limit-train-batches", "2"]  # an epoch is shorter than what is traced
     done = subprocess.run(
         [*lockstep, "launch", "--nproc-per-node", "2", "--", "profile", *flags, "--steps", "4", "--warmup", "2"],
         cwd=tmp_path,
@@ -59,6 +60,10 @@ def test_two_processes_are_profiled_in_a_folder_of_their_own(tmp_path):
     assert verdict["steps"] == [3, 6]
     assert verdict["world_size"] == len(read_all(folder / "profile" / "3-6")) == 2
     assert verdict["bottleneck"] == "data"
+    first = verdict["operations"][0]
+    assert first["name"] in done.stderr
+    assert first["calls"] >= 1
+    assert first["share"] == pytest.approx(first["ms"] / verdict["step_ms"], abs=1e-3)
     assert verdict["sentence"] in done.stdout
     assert done.stderr.count(f"{folder.name}/profile/3-6\n") == 1
 

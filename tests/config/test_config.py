@@ -194,6 +194,7 @@ def test_a_section_is_a_dict_of_its_fields():
         ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7: use micro"),
         ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir: use letters"),
         ({"experiment_name": "{lr}"}, None),
+        *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("s3://bucket/runs", "gs:/a", "hdfs:", "file:///x")],
     ],
 )
 def test_who_writes_python_is_told_the_fields_name(fields, line):
@@ -449,3 +450,13 @@ def test_a_scripts_own_defaults_stand_below_its_flags():
     assert Config.from_args([], optim=Optim(clip=0.5)) == Config(optim=Optim(clip=0.5))
     with pytest.raises(ConfigError, match="Config has no 'batchsize': did you mean batch_size"):
         Config.from_args([], batchsize=3)
+
+
+def test_a_url_is_no_folder_whoever_names_it(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('save_dir = "s3://bucket/runs"\n')
+    for flags in (["--save-dir", "s3://bucket/runs"], ["--config", str(file)]):
+        with pytest.raises(ConfigError, match="s3://bucket/runs"):
+            parse(flags)
+    for folder in ("outputs", "C:/runs", "a/s3://b", "~/runs", "/data/a:b"):
+        assert Config(save_dir=folder).save_dir == folder

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -275,7 +276,8 @@ class Threads(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         pools = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
-        return [torch.get_num_threads(), *pools, sys.modules["cv2"].threads]
+        variable = int(os.environ["OPENCV_FOR_THREADS_NUM"])  # which OpenCV reads when it is imported
+        return {"torch": [torch.get_num_threads(), *pools], "cv2": [sys.modules["cv2"].threads, variable]}
 
 
 class OpenCV:
@@ -285,7 +287,13 @@ class OpenCV:
         self.threads = max(count, 1)
 
 
-def test_loader_processes_compute_with_one_thread(monkeypatch):
+@pytest.mark.parametrize(("own", "opencv"), [(None, [1, 1]), ("1", [1, 1]), ("3", [8, 3])])
+def test_loader_processes_compute_with_one_thread(monkeypatch, own, opencv):
+    """OpenCV too, whether it is loaded before or after; but by a variable of the user's own."""
+    monkeypatch.delenv("OPENCV_FOR_THREADS_NUM", raising=False)
+    if own:
+        monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", own)
+
     class Plain(Task):
         def collate(self, samples):
             return samples
@@ -297,7 +305,8 @@ def test_loader_processes_compute_with_one_thread(monkeypatch):
     found = batches(4, StepPlan(2, 2, 4), workers=1, task=Plain(), dataset=Threads())
     seen = [sample for _, micro in found.from_step(0) for b in micro for sample in b.data]
     assert len(seen) == 4
-    assert {threads for sample in seen for threads in sample} == {1}
+    assert {threads for sample in seen for threads in sample["torch"]} == {1}
+    assert [sample["cv2"] for sample in seen] == [opencv] * 4
 
 
 def test_a_position_a_trillion_samples_in_is_found_at_once():

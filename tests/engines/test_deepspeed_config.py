@@ -121,7 +121,9 @@ def test_offload():
     [
         ({"amp": {"enabled": True}}, "take out 'amp': .*--precision bf16 or fp16"),
         ({"zero_optimisation": {}}, "'zero_optimisation' is unknown to this engine: did you mean 'zero_optimization'"),
-        ({"curriculum_learning": {}}, "'curriculum_learning' is unknown to this engine"),
+        ({"curriculum_learning": {"enabled": True}}, "'curriculum_learning' is not served"),
+        ({"prescale_gradients": True}, "'prescale_gradients' is not served"),
+        ({"sparse_attention": {}}, "'sparse_attention' is unknown to this engine"),
         ("{", "is not a JSON file"),
         ("[" * 100_000, "is not a JSON file"),
         ("[]", "holds no object"),
@@ -131,6 +133,27 @@ def test_files_that_do_not_hold(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_config(written(tmp_path, content))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"amp": {"enabled": False, "opt_level": "O1"}, "prescale_gradients": False, "gradient_predivide_factor": 1.0},
+        {"amp": {"enabled": "auto", "opt_level": "auto"}, "tensorboard": {"enabled": False}, "elasticity": {}},
+        {
+            "amp": {},
+            "bf16": {"enabled": False, "immediate_grad_update": True},
+            "fp16": {"enabled": False, "loss_scale": 8},
+        },
+        {"zero_optimization": {"stage": 0}, "sparse_gradients": False, "curriculum_learning": {"enabled": False}},
+    ],
+)
+def test_what_is_switched_off_may_stay_in_the_file(tmp_path, content):
+    config = parsed(tmp_path, content)
+    made = merged(read_config(config.engine_options.config), wanted(stage=config.engine_options.zero_stage))
+    assert not made.keys() & {"amp", "tensorboard", "elasticity", "curriculum_learning", "fp16"}
+    assert made["bf16"] == {"enabled": False}
+    assert made["zero_optimization"]["stage"] == content.get("zero_optimization", {"stage": 2})["stage"]
 
 
 def test_a_missing_file():

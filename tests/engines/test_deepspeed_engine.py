@@ -19,6 +19,7 @@ from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.make import engine
 from lockstep.engines.options import EngineOptions
+from lockstep.engines.shared.memory import footprint
 from lockstep.errors import ConfigError
 from lockstep.transforms import autocast
 
@@ -78,6 +79,30 @@ def test_stages_train_what_a_single_process_does_and_resume():
         for found in ranks:
             close(found[0], losses)
             close(found[1], norms)
+
+
+def _held(world):
+    """Bytes of parameters, gradients and optimizer states at each stage of ZeRO."""
+    warnings.simplefilter("ignore")  # the package's own
+    adamw = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731
+    found = []
+    for stage in range(4):
+        options = EngineOptions(zero_stage=stage)
+        made = engine("deepspeed", torch.nn.Linear(400, 400), adamw, world, options=options, ema=0.5)
+        with made.accumulate(last=True):
+            made.backward(made.model(torch.ones(1, 400)).square().sum())
+        made.step()
+        found.append(tuple(footprint(made)))
+    return found
+
+
+def test_each_stage_counts_what_a_rank_holds():
+    """Stage 1 splits the optimizer's states, 2 gradients too, 3 parameters too. Float32 copies are states."""
+    whole = 4 * (400 * 400 + 400)
+    for held in run(_held, 2):
+        shares = [[size / whole for size in sizes] for sizes in held]
+        for found, wanted in zip(shares, [(1, 1, 3), (1, 1, 2), (1, 0.5, 2), (0.5, 0.5, 2)], strict=True):
+            assert found == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.slow

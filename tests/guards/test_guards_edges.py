@@ -15,13 +15,14 @@ from torch import nn
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
+from lockstep.distributed.stop_signals import STOP_SIGNALS, leave_terminal
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync, preemption, start
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.loader import RetryingDataset, loading_failures
 from lockstep.guards.nonfinite import origin
-from lockstep.guards.preemption import Preemption, leave_terminal
+from lockstep.guards.preemption import Preemption
 from lockstep.guards.reading import ReadStep
 from lockstep.guards.spike import Spike
 from lockstep.guards.start import check_weights
@@ -229,6 +230,21 @@ def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, secon
     assert bool(watch._reason()) == hangs
 
 
+@pytest.mark.parametrize(("stands", "gone", "hangs"), [(4.9, True, False), (5.1, True, True), (5.1, False, False)])
+def test_a_rank_without_a_launcher_waits_as_long_as_its_steps_take_and_no_longer(
+    tmp_path, monkeypatch, stands, gone, hangs
+):
+    """The longest phase before took two seconds; how long the present one has lasted does not count."""
+    progress = SimpleNamespace(phase=WAITING, since=100.0, step=3)
+    watch, clock = HangWatchdog(World(timeout=600.0), SimpleNamespace(progress=progress), tmp_path), [102.0]
+    monkeypatch.setattr("lockstep.guards.hang_watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert not watch._reason()
+    progress.since, clock[0] = 102.0, 102.0 + stands
+    assert not watch._reason()
+    monkeypatch.setattr("lockstep.guards.hang_watchdog.launcher_is_gone", lambda: gone)
+    assert bool(watch._reason()) == hangs
+
+
 def begun(world, metas, differ):
     """What is said of weights that differ, or not, some ranks' being without memory still."""
     model = nn.Linear(2, 2, device="meta" if world.rank in metas else "cpu")
@@ -254,16 +270,16 @@ def test_weights_that_rank_0_hands_out_are_not_compared():
 
 
 def test_a_second_ctrl_c_ends_now_whatever_came_between():
-    wishes, before = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    wishes, before = [], [signal.getsignal(number) for number in STOP_SIGNALS]
     with Preemption(SimpleNamespace(stop=wishes.append)) as signals:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.raise_signal(number)
         assert wishes == [SAVE_AND_END, INTERRUPT, SAVE_AND_END, SAVE_AND_END]
         assert not signals.ends_now
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert signals.ends_now
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize("heeded", [True, False], ids=["a terminal", "nohup"])

@@ -45,7 +45,7 @@ def evaluations(folder):
     return [(record["global_step"], record["evaluation/loss"]) for record in records]
 
 
-@pytest.mark.parametrize(("number", "lag"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(("number", "lag"), [(signal.SIGUSR1, 0), (signal.SIGUSR2, 0), (signal.SIGTERM, 1)])
 def test_a_signal_ends_the_run_after_the_present_step_and_before_its_evaluation(tmp_path, monkeypatch, number, lag):
     monkeypatch.setattr(Reader, "lag", lag)
     task = Signalled(dtype=torch.float32)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,10 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch import agent, failure, memory, rendezvous
-from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE
+from lockstep.launch import agent, failure, memory, orphans, rendezvous
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
@@ -47,7 +48,7 @@ def watched(tmp_path, monkeypatch):
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
         mine._losses, mine._ending, mine._names = None, "", {}
-        mine._silenced, mine._spared = set(), set()
+        mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:
@@ -195,6 +196,23 @@ def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monk
     assert runs.sent[-2:] == [signal.SIGINT, signal.SIGKILL]  # a second Ctrl-C ends them at once
 
 
+def test_orphans_are_collected_and_the_loss_of_the_idle_process_is_told_once(watched, capfd):
+    mine, processes, _ = watched(BAD, "exit 7")
+    with orphans.orphans_adopted() as adopted:
+        assert adopted
+        made = subprocess.run(["sh", "-c", "sleep 0.1 & echo $!"], stdout=subprocess.PIPE, check=True)
+        pid = int(made.stdout)
+        mine._forks, mine._preloaded = True, SimpleNamespace(process=processes[1])
+        until = time.monotonic() + 10
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+            mine._reap()
+            time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert [processes[local].wait() for local in (0, 1)] == [1, 7]
+    mine._reap()
+    assert (mine._forks, capfd.readouterr().err.count("lockstep: ")) == (False, 1)
+
+
 def test_who_was_stopped_is_known_from_who_runs_or_is_gone():
     assert not agent._is_stopped(os.getpid())
     assert not agent._is_stopped(2**30)
@@ -219,7 +237,7 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     seen = {}
 
     class Agent:
-        def __init__(self, asked, folder):
+        def __init__(self, asked, folder, adopts):
             seen.update(os.environ, places=(folder / "places").is_dir(), folder=folder)
 
         def run(self):
@@ -235,8 +253,12 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     with pytest.raises(LockstepError) as caught:
         agent.run(job(environment={"MINE": "new", "THEIRS": "new"}))
     assert str(caught.value).startswith(words)
+    assert caught.value.exit_code == (143 if isinstance(error, SignalException) else 1)
     assert (seen["places"], seen["ended"], seen["folder"].exists()) == (True, True, False)
-    assert (seen[FOLDER_VARIABLE], seen[LAUNCHER_VARIABLE]) == (str(seen["folder"] / "places"), str(os.getpid()))
+    assert (seen[FOLDER_VARIABLE], seen[LAUNCHER_VARIABLE]) == (
+        str(seen["folder"] / "places"),
+        str(seen["folder"] / "launcher"),
+    )
     assert (seen["MINE"], seen["THEIRS"]) == ("new", "before")  # what is set already stays
     os.environ.pop("MINE")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -17,8 +18,8 @@ from lockstep.distributed.addresses import listening
 from lockstep.distributed.progress import COMPUTING, Place, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.launch import exit_with_launcher as leash
 from lockstep.launch import memory
+from lockstep.launch import private_folder as leash
 from lockstep.launch.command import command
 from lockstep.launch.failure import Failure, first, note
 from lockstep.launch.job import Job
@@ -33,8 +34,9 @@ def shown(capsys, *flags, train=()):
 
 def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OPENCV_FOR_THREADS_NUM", raising=False)
     words = shown(capsys, "--nproc-per-node", "3", "--max-restarts", "2", train=["--exact", "--lr", "0.1"])
-    assert "OMP_NUM_THREADS=1" in words
+    assert {"OMP_NUM_THREADS=1", "OPENCV_FOR_THREADS_NUM=1"} <= set(words)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
     assert {"--nnodes=1", "--nproc-per-node=3", "--max-restarts=2", "--rdzv-backend=c10d"} <= set(words)
     assert words[-6:] == ["-m", "lockstep", "train", "--exact", "--lr", "0.1"]
@@ -310,16 +312,24 @@ def test_restarts_add_up_over_all_starts(monkeypatch):
         assert state["restarts"] == total
 
 
-def test_a_process_ends_when_its_launcher_is_killed(tmp_path):
-    child = "from lockstep.launch.exit_with_launcher import tie; import time"
-    child += "; tie(); print('tied', flush=True); time.sleep(60)"
-    parent = "import os, subprocess, sys; os.environ['LOCKSTEP_LAUNCHER'] = str(os.getpid())"
-    parent += "; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE) as launcher:
+@pytest.mark.parametrize("stopped", [False, True], ids=["at once", "after a stop"])
+def test_a_process_ends_when_its_launcher_is_killed_and_not_when_that_is_stopped(tmp_path, stopped):
+    """Whoever its parent is, and whatever it forked itself."""
+    child = "from lockstep.distributed.launcher_watch import end_with_launcher; import os, time; end_with_launcher()"
+    child += "; pid = os.fork(); pid and print('tied', flush=True); time.sleep(30 * bool(pid))"
+    between = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); os._exit(0)"
+    parent = "import os, subprocess, sys, time; from pathlib import Path; from lockstep.launch.private_folder import "
+    parent += f"life_pipe; os.environ['LOCKSTEP_LAUNCHER'] = str(life_pipe(Path({str(tmp_path)!r})))"
+    parent += "; subprocess.run([sys.executable, '-c', *sys.argv[1:]]); time.sleep(30)"
+    command = [sys.executable, "-c", parent, between, child]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout.readline() == b"tied\n"
+        launcher.send_signal(signal.SIGSTOP if stopped else 0)
+        ended_early = stopped and select.select([launcher.stdout], [], [], 0.5)[0]
         launcher.kill()
         began = time.monotonic()
         assert launcher.stdout.read() == b""  # the pipe closes when the child is gone too
+    assert not ended_early
     assert time.monotonic() - began < 20
 
 

@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.orphans import orphans_adopted, reap_orphans
 from lockstep.launch.preloaded import Preloaded
 
 
 @pytest.fixture(scope="module")
 def ready():
-    made = Preloaded()
-    try:
-        until = time.monotonic() + 60
-        while not made._ready and time.monotonic() < until:
-            made._hear()
-            time.sleep(0.05)
-        assert made._ready
-        yield made
-    finally:
-        made.end()
+    with orphans_adopted() as adopted:
+        assert adopted
+        made = Preloaded()
+        try:
+            until = time.monotonic() + 60
+            while not made.is_ready() and time.monotonic() < until:
+                time.sleep(0.05)
+            assert made.is_ready()
+            yield made
+        finally:
+            made.end()
 
 
 def started(ready, *command, **environment):
@@ -78,24 +80,19 @@ def test_one_that_is_forked_too_late_never_begins(ready, tmp_path, monkeypatch):
     script = tmp_path / "late.py"
     script.write_text(f"import os\nopen({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w')\n")
     command = ["-m", "lockstep", "train", "--task", f"{script}:T", "--save-dir", str(tmp_path)]
-    before = set(ready._codes)
-    monkeypatch.setattr("lockstep.launch.preloaded._ANSWER", -1.0)
+    monkeypatch.setattr("lockstep.launch.preloaded._ANSWER", 1e-6)
     assert ready.start(command, os.environ | {"RANK": "0"}) is None
     monkeypatch.undo()
     process = ready.start(command, os.environ | {"RANK": "1"})
     assert process.wait(30) == 2  # there is no class T
-    until = time.monotonic() + 10
-    while len(ready._codes.keys() - before) < 2 and time.monotonic() < until:
-        ready._hear()
-        time.sleep(0.05)
-    assert [ready._codes[pid] for pid in ready._codes.keys() - before - {process.pid}] == [0]
+    reap_orphans([])
     assert not (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
 
 
 def test_it_ends_with_its_launcher():
     program = "import sys, time\nfrom lockstep.launch.preloaded import Preloaded\nmade = Preloaded()\n"
-    program += "print(made._process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    program += "print(made.process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stat = Path(f"/proc/{int(done.stdout.readline())}/stat")
     until = time.monotonic() + 60
@@ -103,3 +100,21 @@ def test_it_ends_with_its_launcher():
         time.sleep(0.05)
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
     assert done.communicate()[1] == ""  # of which it has a part
+
+
+def test_what_was_forked_outlives_it_and_has_its_true_code(ready, tmp_path):
+    """It is the last test: the others need the process that is killed here."""
+    script, go = tmp_path / "waits.py", tmp_path / "go"
+    waits = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    ends = "os._exit(7) if os.environ['RANK'] == '0' else os.kill(os.getpid(), signal.SIGUSR2)"
+    script.write_text(f"import os, signal, time\n{waits}\n{ends}\n")
+    command = ["train", "--task", f"{script}:T", "--save-dir", str(tmp_path)]
+    first, second = (started(ready, *command, RANK=rank) for rank in "01")
+    ready.process.kill()
+    ready.process.wait()
+    time.sleep(0.2)
+    reap_orphans([first, second])
+    assert (first.poll(), second.poll()) == (None, None)
+    assert ready.start(["-m", "lockstep", *command], os.environ) is None
+    go.touch()
+    assert (first.wait(10), second.wait(10)) == (7, -signal.SIGUSR2)

@@ -43,7 +43,11 @@ def test_a_finished_run_trains_on_as_if_its_plan_had_been_so_long_from_there(tmp
 def test_without_a_schedule_it_is_the_run_that_was_so_long_from_the_start(tmp_path):
     settings = {"optim": {"schedule": "constant", "warmup_steps": 1}}
     go(tmp_path / "parts", max_steps=4, **settings)
-    go(tmp_path / "parts", max_steps=4, extend_to=8, **settings)
+    with pytest.raises(
+        ResumeError, match=r"4 steps \(now 8 with .*max.steps 8\).*extend.to 8 in place of .*max.steps 8"
+    ):
+        go(tmp_path / "parts", max_steps=8, **settings)
+    go(tmp_path / "parts", extend_to=8, **settings)
     go(tmp_path / "whole", max_steps=8, **settings)
     assert mark(tmp_path / "parts") == mark(tmp_path / "whole")
 

@@ -417,6 +417,19 @@ def test_a_lazy_module_is_one_line(tmp_path, engine):
     assert list(tmp_path.iterdir()) == []
 
 
+class Valueless(Vectors):
+    def model(self):
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_parameter_without_values_is_one_line(tmp_path, engine):
+    with pytest.raises(UsageError, match=r"'0.weight'.*to_empty"):
+        trained(None, tmp_path, Valueless(), engine=engine)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Beyond(Vectors):
     def order(self, samples, seed):
         class Far(Sequential):

@@ -69,18 +69,20 @@ def history(records):
     ]
 
 
-def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path):
+@pytest.mark.parametrize("back", [0, 2])
+def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
     first = TensorBoard(tmp_path)
     first.start({"experiment": "E"})
     for step in (1, 2, 3):
         first.log({"global_step": step, "running_loss": 1.0 / step, "note": "text", "evaluation/loss": None})
     first.close(None)
-    again = TensorBoard(tmp_path, resume_step=2)
+    again = TensorBoard(tmp_path, resume_step=back)
     again.start({"experiment": "E"})
-    again.log({"global_step": 3, "running_loss": 9.0})
+    for step in range(back + 1, 4):
+        again.log({"global_step": step, "running_loss": 9.0})
     again.close({})
     found = scalars(tmp_path)
-    assert found == {"running_loss": [(1, 1.0), (2, 0.5), (3, 9.0)]}
+    assert found == {"running_loss": [(1, 1.0), (2, 0.5), (3, 9.0)] if back else [(1, 9.0), (2, 9.0), (3, 9.0)]}
 
 
 SCRIPT = """

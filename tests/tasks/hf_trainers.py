@@ -6,6 +6,8 @@ None of them draws anything: there is no dropout, and no collator masks at rando
 optimizer that a script would give them.
 """
 
+import os
+
 import torch
 import transformers
 from torch import nn
@@ -61,7 +63,7 @@ _OF_TRAINER += ("preprocess_logits_for_metrics", "optimizer_cls_and_kwargs")
 
 
 def seeded(build):
-    torch.manual_seed(1)
+    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # rank 0's values count
     return build()
 
 

@@ -103,6 +103,36 @@ def test_loader_processes_change_no_bit(tmp_path):
     assert found[0] == found[1]
 
 
+def unseeded(world, folder, engines):
+    """The guide's module, made without a seed: each rank draws its own."""
+    if world:
+        world.leave()
+    modules = importlib.import_module("lightning_modules")
+    package = importlib.import_module("lightning.pytorch")
+    found = []
+    for engine in engines:
+        torch.manual_seed(7 + (world.rank if world else 0))
+        data = DataLoader(modules.rows(), 4)
+        config, task = lockstep.from_lightning(modules.autoencoder(package)(), data, devices=2)
+        changes = {"save_dir": str(folder / engine), "report": False, "max_steps": 3, "engine": engine}
+        with lockstep.Run(dataclasses.replace(config, exact=engine == "auto", **changes), task) as made:
+            losses = [step.loss for step in made]
+        found.append((losses, {name: local_of(tensor).tolist() for name, tensor in made.model.state_dict().items()}))
+    return found
+
+
+def test_a_module_that_was_made_without_a_seed_begins_with_rank_0s_values(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        ((losses, weights),) = unseeded(None, tmp_path / "one", ["auto"])
+    finally:
+        torch.set_num_threads(before)
+        torch.use_deterministic_algorithms(False)
+    for first, *others in run(unseeded, 2, tmp_path / "two", ["auto", "zero", "fsdp"], timeout=180.0):
+        assert first == (losses, weights)
+        assert all(other[0] == pytest.approx(losses, abs=1e-5) for other in others)
+
+
 def as_prepared(world, folder):
     """`prepare_data` on one rank, before the others go on."""
     world.leave()

@@ -48,6 +48,8 @@ class Nudge(nn.Module):
 
 
 class Net(nn.Module):
+    detached = False  # of its first layer
+
     def __init__(self, norm=False, dropout=0.0, own=None, noise=False):
         super().__init__()
         self.first = nn.Linear(6, 16)
@@ -59,6 +61,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         hidden = torch.tanh(self.norm(self.first(x)))
+        hidden = hidden.detach() if self.detached else hidden
         if self.own is not None and self.training:
             hidden = hidden * (torch.rand(hidden.shape, generator=self.own) > 0.3)
         out = self.last(self.dropout(hidden)).view(len(x), 5, 4).clone()  # FSDP warns of views
@@ -101,6 +104,7 @@ def train(
     micro=1,
     shard="",
     noise=False,
+    sam=0.0,
     dtype="",
 ):
     distributed = dist.is_initialized() and dist.get_world_size() > 1
@@ -109,6 +113,7 @@ def train(
     torch.manual_seed(1 + (rank if mistake == "per-rank-seed" else 0))
     own = torch.Generator().manual_seed(3 + rank) if mistake == "rank-dropout" else None
     model = bare = Net(norm, dropout, own, noise)
+    bare.detached = mistake == "detached"
     if distributed and shard:
         model = sharded(bare, shard, world)
         bare = model if shard == "fsdp1" else bare
@@ -121,7 +126,9 @@ def train(
     if mistake == "no-rate":
         rate = 0.0
     trained = copy.deepcopy(bare) if mistake == "other-parameters" else bare
-    optimizer = torch.optim.AdamW(trained.parameters(), rate, eps=1e-15)
+    bare.first.bias.requires_grad_(mistake != "frozen")
+    given = [p for name, p in trained.named_parameters() if mistake != "outside" or name != "first.bias"]
+    optimizer = torch.optim.AdamW(given, rate, eps=1e-15)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.9**count)
     if saved is not None and Path(saved).exists():
         state = torch.load(saved, weights_only=True)
@@ -164,6 +171,13 @@ def train(
                         dist.all_reduce(items)
                         items = items / world
                     (loss / items * scale / (micro if mistake != "accumulation" or not wrong else 1)).backward()
+                    if sam:  # a second pass, at the weights that are moved along the gradient
+                        away = perturb(bare, sam)
+                        out = model(x)
+                        loss = F.cross_entropy(out.flatten(0, 1), y.reshape(-1), ignore_index=-100, reduction="sum")
+                        (loss / items).backward()
+                        if mistake != "no-restore":
+                            torch._foreach_sub_([p.data for p in bare.parameters()], away)
             if mistake == "kernel" and step == 2:
                 bare.norm = Nudge()
             if mistake == "clip-before-unscale" and wrong:
@@ -180,7 +194,8 @@ def train(
                 optimizer.step()
             if mistake == "bit-flip" and wrong and last and step == 3:
                 bare.last.bias.data.view(torch.int32)[1] ^= 1
-            optimizer.zero_grad()
+            if mistake != "no-zero-grad":
+                optimizer.zero_grad()
             schedule.step()
             if mistake == "schedule" and wrong:
                 schedule.step()
@@ -191,6 +206,17 @@ def train(
         state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
         torch.save(state, saved)
     return [getattr(p, "full_tensor", lambda p=p: p)().detach().tolist() for p in bare.parameters()]
+
+
+def perturb(model, length):
+    """Moves the weights by `length` along their gradient, which is cleared; how far each tensor went."""
+    gradients = [p.grad for p in model.parameters()]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    away = [gradient * (length / norm) for gradient in gradients]
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), away)
+    model.zero_grad()
+    return away
 
 
 def sharded(model, kind, world):

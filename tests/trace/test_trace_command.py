@@ -34,9 +34,11 @@ for step, (x,) in enumerate(steps):
     optimizer.step(closure) if step % 2 else (closure(), optimizer.step())
     if "--die" in sys.argv and step == 2:
         os.kill(os.getpid(), 9)
+    if "--raise" in sys.argv and step == 3:
+        raise RuntimeError(secret)
 print([p.tolist() for p in model.parameters()], flush=True)
 print("to stderr", file=sys.stderr)
-sys.exit(7)
+sys.exit(int(os.environ.get("CODE", "7")))
 """
 
 FULL = """
@@ -94,11 +96,21 @@ def test_the_commands_bits_output_and_exit_code_are_kept(folder):
     assert first["loss"][0]["v"]
     cut = ran("-m", "lockstep", "trace", "-o", "cut", "--", sys.executable, "train.py", "--die", cwd=folder)
     assert cut.returncode == 128 + signal.SIGKILL
-    done = ran("-m", "lockstep", "compare", "one", "cut", cwd=folder)
-    assert done.stdout.startswith(
-        "SAME: the weights of all 3 steps have the same bits\n  cut was cut off after step 2"
-    ), done
-    assert done.returncode == 0
+    done = ran("-m", "lockstep", "compare", "one", "cut", "--json", cwd=folder)
+    assert done.returncode == 3, done
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["same"], found["steps_with_the_same_bits"]) == ("NOT PROVED", False, 3)
+    assert [words.split()[0] for words in found["missing"]] == ["one", "cut"]
+
+
+def test_two_runs_that_end_by_the_same_error_are_not_the_same(folder):
+    """Although the command hides it."""
+    hiding = "import subprocess, sys; subprocess.run([sys.executable, 'train.py', '--raise'])"
+    done = ran("-m", "lockstep", "trace", "-o", "raised", "--", sys.executable, "-c", hiding, cwd=folder)
+    assert done.returncode == 0, done
+    assert "hunter2" not in "".join(path.read_text() for path in (folder / "raised").iterdir())
+    with pytest.raises(DifferenceError, match="RuntimeError"):
+        cli.dispatch(["compare", str(folder / "raised"), str(folder / "raised")])
 
 
 def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(folder):
@@ -109,7 +121,7 @@ def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(f
         "[process.wait() for process in started]\n"
     )
     for name, world, words in (("single", "1", ["train.py"]), ("both", "2", ["-c", both])):
-        ran("-m", "lockstep", "trace", "-o", name, "--", sys.executable, *words, cwd=folder, WORLD_SIZE=world)
+        ran("-m", "lockstep", "trace", "-o", name, "--", sys.executable, *words, cwd=folder, WORLD_SIZE=world, CODE="0")
     done = ran("-m", "lockstep", "compare", "single", "both", cwd=folder)
     assert done.returncode == 0, done
     assert "  both: its 2 processes have no process group of torch" in done.stdout
@@ -178,7 +190,8 @@ def test_a_script_that_asks_for_torch_first_and_a_disk_that_is_full(tmp_path):
     assert again.returncode == 0
     path.write_bytes(path.read_bytes() + b"3\n\xff\xfe\n")  # no lines of a trace: they end it
     done = ran("-m", "lockstep", "compare", "one", "two", cwd=tmp_path)  # forwards draw from Python's generator
-    assert done.stdout.startswith("SAME: the weights of all 2 steps have the same bits"), done.stdout + done.stderr
+    assert done.stdout.startswith("NOT PROVED"), done.stdout + done.stderr
+    assert " 4 gradients" in done.stdout
 
 
 def test_what_is_no_trace_is_refused(tmp_path):

@@ -78,6 +78,37 @@ def test_a_mistake_is_named(mistake, one, two):
     assert (found.step, found.stage, found.cause, found.rank) == (step, stage, cause, rank), str(found)
 
 
+UNTRAINED = {  # mistake of one process: step, stage, cause, tensor
+    "no-zero-grad": (1, "gradient", "kept-gradient", "all gradients"),
+    "frozen": (0, "parameters", "frozen", "first.bias"),
+    "outside": (0, "parameters", "outside-optimizer", "first.bias"),
+    "other-parameters": (0, "parameters", "stale-optimizer", "first.weight"),
+    "detached": (0, "gradient", "no-gradient", "first.weight"),
+}
+
+
+@pytest.mark.parametrize("mistake", UNTRAINED)
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_not_trained_is_named_for_what_it_is(mistake, turned, one, two):
+    """Whichever of the two runs has the mistake; clipping hides how long a gradient was."""
+    clip = 0.3 if mistake == "no-zero-grad" and turned else 0.0
+    pair = one(clip=clip), two(mistake, world=1, clip=clip)
+    found = judged(*reversed(pair) if turned else pair).finding
+    assert (found.step, found.stage, found.cause, found.where) == UNTRAINED[mistake], str(found)
+    assert ("first" if turned else "second") in found.text
+
+
+def test_a_perturbation_that_is_taken_back_is_silent_and_one_that_is_not_is_named(one, two):
+    """w + e - e is w but for its last places; where the restore is missing nothing begins with other weights."""
+    for world in (1, 2):
+        verdict = judged(one(sam=0.3), two(world=world, name=f"sam{world}", sam=0.3))
+        assert verdict.same, str(verdict)
+        assert verdict.judged == 6
+    for mistaken in (two("no-restore", world=1, name="kept", sam=0.3), two("no-restore", sam=0.3)):
+        found = judged(one(sam=0.3), mistaken).finding
+        assert (found.step, found.stage, found.cause) == (0, "weights", "changed-weights"), str(found)
+
+
 def test_processes_that_make_no_group_are_named(one, two):
     apart = two("no-ddp")
     for rank in apart.parts[0].ranks.values():
@@ -124,10 +155,11 @@ def test_what_is_healthy_is_not_named(settings, one, two):
         ("other-parameters", "no tensor of the optimizer has a gradient in any of the 6 steps: nothing is trained"),
     ],
 )
-def test_two_runs_that_train_nothing_are_the_same_and_it_is_said(mistake, note, two):
+def test_two_runs_that_train_nothing_have_the_same_bits_and_it_is_said(mistake, note, two):
     verdict = judged(two(mistake, world=1, name="one"), two(mistake))
     assert (verdict.finding, verdict.unproven, verdict.bits) == (None, "", 6)
     assert verdict.notes == [note]
+    assert verdict.same is (mistake != "other-parameters")  # of which no gradient can be compared
 
 
 def test_ranks_that_share_their_samples_are_not_taken_for_the_mistake(one, two):
@@ -143,10 +175,8 @@ def test_shards_whose_places_are_not_known_are_left_out(one, two):
             for row, name in enumerate(table["names"]):
                 table["starts"][row] = -1 if name.startswith("last") else table["starts"][row]
     verdict = judged(one(), other)
-    assert verdict.finding is None
-    assert verdict.notes == [
-        "tensors that are sharded in a way that is not known: 2, such as last.bias; they are not compared"
-    ]
+    assert (verdict.word, verdict.notes) == ("NOT PROVED", [])
+    assert "last.bias" in verdict.missing[0]
 
 
 def test_dropout_cannot_agree_and_the_rest_is_still_compared(one, two):
@@ -224,8 +254,10 @@ def test_what_a_kill_left_is_compared_as_far_as_it_goes(one, two):
     steps = [place for place, line in enumerate(lines) if json.loads(line)["t"] == "step"]
     file.write_bytes(b"".join(lines[: steps[4]]) + lines[steps[4]][:100])
     verdict = judged(one(), read(Path(cut.name)))
-    assert (verdict.finding, verdict.judged) == (None, 4)
-    assert "cut off after step 3" in verdict.notes[0]
+    assert (verdict.word, verdict.judged, verdict.compared["gradients"]) == ("NOT PROVED", 4, 16)
+    assert cut.name in verdict.missing[0]
+    both = judged(read(Path(cut.name)), read(Path(cut.name)))
+    assert (both.word, both.bits, len(both.missing)) == ("NOT PROVED", 4, 2)
 
 
 def test_the_files_of_two_nodes_are_put_together(two, tmp_path):
@@ -244,7 +276,8 @@ def test_the_files_of_two_nodes_are_put_together(two, tmp_path):
                 shutil.copy(file, shared)
     assert summary(nodes[1]).startswith("6 and 6 steps of 1 of 2 ranks")
     half = judged(read(shared), read(nodes[1]))
-    assert "2 ranks trained, and 1 of them are recorded; of several nodes copy the files" in "".join(half.notes)
+    assert not half.same
+    assert "rank*.jsonl" in half.missing[0]
     for file in nodes[1].glob("rank*"):
         shutil.copy(file, nodes[0])
     whole = read(nodes[0])
@@ -257,9 +290,12 @@ def test_a_command_that_failed_is_compared_as_far_as_it_goes(one, two):
     whole, short = one(), two(name="short", steps=3)
     failed, both = (dataclasses.replace(each, info={**each.info, "code": 1}) for each in (short, whole))
     verdict = judged(whole, failed)
-    assert (verdict.finding, verdict.judged) == (None, 3)
-    assert verdict.notes[-1] == f"{short.name} ended with exit code 1 after step 2: compared as far as it goes"
-    for one_run, other in ((whole, short), (both, failed)):  # or both end so: that is how the script ends
+    assert (verdict.word, verdict.judged) == ("NOT PROVED", 3)
+    assert verdict.missing == [f"{short.name} ended with exit code 1 after step 2"]
+    crashed = judged(both, failed)
+    assert (crashed.word, len(crashed.missing)) == ("NOT PROVED", 2)
+    assert judged(both, both).word == "NOT PROVED"
+    for one_run, other in ((whole, short), (both, short)):  # the shorter one ends as it should
         assert judged(one_run, other).finding.cause == "step-count"
 
 

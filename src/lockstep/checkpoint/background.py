@@ -30,7 +30,7 @@ from torch import Tensor
 from lockstep.checkpoint.layout import Piece, Share, in_file_order, share_out
 from lockstep.checkpoint.pinned import Pinned, runs, span
 from lockstep.distributed.world import World
-from lockstep.errors import LockstepError, PeerError
+from lockstep.errors import LockstepError, PeerError, StorageError
 
 __all__ = ["Saver"]
 
@@ -124,6 +124,7 @@ class Saver:
 
         Raises:
             LockstepError: it failed, and the policy ends the run; alike on every rank.
+            StorageError: the same, since the storage does not answer.
         """
         began = time.perf_counter()
         if self._thread:
@@ -132,15 +133,19 @@ class Saver:
         if not self._pending:
             return
         self._pending = False
-        mine = [isinstance(self._error, PeerError), self._world.rank, str(self._error)] if self._error else None
+        error = self._error
+        code = getattr(error, "exit_code", 1)
+        mine = [isinstance(error, PeerError), self._world.rank, str(error), code] if error else None
         found = sorted(problem for problem in self._world.gather(mine) if problem)  # collective
         self.blocked += time.perf_counter() - began
         self._row = self._row + 1 if found else 0
         if found and (last or self._row >= self._limit):
             many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "the save"
-            _, rank, why = found[0]  # what a rank saw itself comes before what it heard of another
+            _, rank, why, code = found[0]  # what a rank saw itself comes before what it heard of another
             where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on rank {rank}"
-            raise LockstepError(f"{many} {where}: {why}; start again when that is repaired: it resumes")
+            again = "start again when that is repaired: it goes on from the checkpoint before, if there is one"
+            kind = StorageError if code == StorageError.exit_code else LockstepError
+            raise kind(f"{many} {where}: {why}; {again}")
 
     def abandon(self, seconds: float, *, leave: bool = True) -> None:
         """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective.

@@ -13,9 +13,23 @@ from lockstep.checkpoint.files import Seen, damage, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.index import Entry, Header, read_header, read_index
 from lockstep.checkpoint.layout import Block
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, StorageError
+from lockstep.files import retry_io
 
-__all__ = ["Stored", "contents", "damaged", "data_files", "hold", "outline", "strangers", "tiles", "verify"]
+__all__ = [
+    "Stored",
+    "contents",
+    "damaged",
+    "data_files",
+    "hold",
+    "is_marked",
+    "not_finite_line",
+    "outline",
+    "strangers",
+    "tiles",
+    "unusable",
+    "verify",
+]
 
 _HIDDEN = (".nfs", ".fuse_hidden")  # what a network file system makes of a file that is removed while it is open
 
@@ -34,10 +48,12 @@ def verify(path: Path) -> list[str]:
 
     Checked are every file's existence, kind, size and checksum, files that do not belong there, and that the slices in
     the indexes are in the files and cover every tensor exactly once. All of it is read once; nothing is kept in memory.
+    Tensors that are not finite are those that the manifest names.
     """
     try:
         manifest = read_manifest(path)
-        problems = strangers(path, manifest) + damaged(path, manifest, list(manifest.files))
+        problems = unusable(path, manifest) + strangers(path, manifest)
+        problems += damaged(path, manifest, list(manifest.files))
         if not problems:
             hold(path, manifest)
     except CheckpointError as error:
@@ -45,6 +61,29 @@ def verify(path: Path) -> list[str]:
     except OSError as error:
         return [f"{printable(path.name)} cannot be read: {error.strerror}"]
     return problems
+
+
+def unusable(path: Path, manifest: Manifest) -> list[str]:
+    """What keeps an undamaged checkpoint from being gone on with, in one line; [] for nothing."""
+    if not manifest.not_finite:
+        return []
+    return [not_finite_line(manifest.not_finite, f" of {printable(path.name)}")]
+
+
+def is_marked(path: Path) -> bool:
+    """Whether the manifest names tensors that are not finite; False where it cannot be read."""
+    try:
+        return bool(read_manifest(path).not_finite)
+    except (CheckpointError, StorageError, OSError):
+        return False
+
+
+def not_finite_line(names: list[str], where: str = "") -> str:
+    """Say of these tensors that they are not finite: the first one's name, and how many more there are."""
+    more = len(names) - 1
+    shown = printable(names[0], 150)
+    others = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
+    return f"{shown}{others}{where} {'are' if more else 'is'} not finite"
 
 
 def outline(path: Path, manifest: Manifest) -> list[str]:
@@ -87,7 +126,7 @@ def strangers(path: Path, manifest: Manifest) -> list[str]:
     known = {MANIFEST, *manifest.files}
     return [
         f"{printable(path.name)}/{printable(found.name)} does not belong there"
-        for found in sorted(path.iterdir())
+        for found in sorted(retry_io(lambda: list(path.iterdir())))
         if found.name not in known and not found.name.startswith(_HIDDEN)
     ]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.check import Stored, contents
+from lockstep.checkpoint.check import Stored, contents, is_marked
 from lockstep.checkpoint.dtypes import itemsize
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import read_manifest, step_of
@@ -21,6 +21,8 @@ from lockstep.errors import CheckpointError, DifferenceError
 from lockstep.units import bytes_text
 
 __all__ = ["run"]
+
+_SHOWN = 2000  # characters of a row
 
 
 def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as_json: bool = False) -> int:
@@ -137,8 +139,10 @@ def _inspect(paths: list[Path], tensors: bool) -> int:
         "parameters": f"{sum(math.prod(each.shape) for each in _once(model)):,}",
         "bytes": f"{manifest.size:,}",
     }
+    if manifest.not_finite:
+        rows["not finite"] = ", ".join(manifest.not_finite)
     for title, value in rows.items():
-        print(f"{title:<12} {printable(str(value))}")
+        print(f"{title:<12} {printable(str(value), _SHOWN)}")
     if model:
         print(f"fingerprint {fingerprint(path)}")
     if tensors:
@@ -154,8 +158,11 @@ def _once(tensors: list[Stored]) -> list[Stored]:
 
 
 def _newest_whole(paths: list[Path]) -> Path:
+    """The newest whole one; one that was asked for by itself need only be undamaged."""
     for path in reversed(paths):
         problems = verify(path)
+        if len(paths) == 1 and is_marked(path):
+            problems = problems[1:]
         if not problems:
             return path
         print(f"skipped checkpoint {path.name}: {problems[0]}", file=sys.stderr)

@@ -17,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from lockstep.errors import CheckpointError
-from lockstep.files import created
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.files import created, retry_io, storage_error
 
 __all__ = [
     "Seen",
@@ -26,7 +26,7 @@ __all__ = [
     "parse_json",
     "printable",
     "read_file",
-    "refusal",
+    "refusal_error",
     "remove",
     "write_file",
 ]
@@ -48,10 +48,12 @@ def printable(text: str, limit: int = 300) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def refusal(error: OSError) -> str:
-    """One line for what the file system refused: the file, the reason, the way out."""
+def refusal_error(error: OSError) -> LockstepError:
+    """What the file system refused, as the run's error: the file, the reason, the way out."""
+    if silent := storage_error(error):
+        return silent
     where = printable(str(error.filename)) if error.filename else "the checkpoint's folder"
-    return (
+    return CheckpointError(
         f"{where}: {error.strerror or error}; check the free space and the permissions there, and that every node "
         "sees the same --save-dir"
     )
@@ -60,7 +62,8 @@ def refusal(error: OSError) -> str:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Creates `path`, writes `chunks` one after the other and syncs it to the disk.
 
-    The file must not exist: nothing that somebody planted there, a link least of all, is written through.
+    The file must not exist: nothing that somebody planted there, a link least of all, is written through. What a
+    write that failed has left of it goes, so that it can be tried again.
 
     Returns:
         {"size": bytes, "xxh3_64": checksum as 16 hexadecimal digits}.
@@ -69,9 +72,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
         OSError: the file exists, or the disk is full; the error's `filename` is set.
     """
     digest = xxhash.xxh3_64()
-    size = 0
+    size, exists = 0, False
     try:
         with created(path, buffering=1 << 20) as file:
+            exists = True
             for chunk in chunks:
                 view = memoryview(chunk)
                 size += view.nbytes
@@ -82,6 +86,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)  # a write's own error does not say which file
+        if exists:
+            with contextlib.suppress(OSError):
+                path.unlink()
         raise
     return {"size": size, "xxh3_64": digest.hexdigest()}
 
@@ -91,19 +98,24 @@ def read_file(path: Path, limit: int) -> bytes:
 
     Raises:
         CheckpointError: there is no such file, it is a link or no file, it is larger, or it cannot be read.
+        StorageError: the storage does not answer.
     """
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{_shown(path)} is not a regular file")
-        if found.st_size > limit:
-            raise CheckpointError(f"{_shown(path)} has {found.st_size} bytes, more than the {limit} it may have")
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            return file.read(limit)
+        return retry_io(lambda: _content(path, limit))
     except FileNotFoundError:
         raise CheckpointError(f"{_shown(path)} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{_shown(path)} cannot be read: {error.strerror}") from error
+
+
+def _content(path: Path, limit: int) -> bytes:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{_shown(path)} is not a regular file")
+    if found.st_size > limit:
+        raise CheckpointError(f"{_shown(path)} has {found.st_size} bytes, more than the {limit} it may have")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return file.read(limit)
 
 
 def parse_json(data: bytes, path: Path) -> Any:
@@ -132,19 +144,26 @@ def damage(path: Path, size: int, checksum: str | None, seen: Seen = lambda coun
 
     Args:
         seen: called with the number of bytes of each block that was read, for those who wait.
+
+    Raises:
+        StorageError: the storage does not answer, which says nothing of the file.
     """
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            return f"{_shown(path)} is not a regular file"
-        if found.st_size != size:
-            return f"{_shown(path)} has {found.st_size} bytes instead of {size}"
-        if checksum is not None and _checksum(path, seen) != checksum:
-            return f"{_shown(path)} is damaged: its checksum is not the manifest's"
+        return retry_io(lambda: _difference(path, size, checksum, seen))
     except FileNotFoundError:
         return f"{_shown(path)} is missing"
     except OSError as error:
         return f"{_shown(path)} cannot be read: {error.strerror}"
+
+
+def _difference(path: Path, size: int, checksum: str | None, seen: Seen) -> str | None:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        return f"{_shown(path)} is not a regular file"
+    if found.st_size != size:
+        return f"{_shown(path)} has {found.st_size} bytes instead of {size}"
+    if checksum is not None and _checksum(path, seen) != checksum:
+        return f"{_shown(path)} is damaged: its checksum is not the manifest's"
     return None
 
 

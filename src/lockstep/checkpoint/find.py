@@ -5,8 +5,8 @@
     load(path, tensors, world, verified=True)       its checksums were held a moment ago
 
 Rank 0 looks at the names, sizes and small files; the data is read by all ranks, each its share of the files, with signs
-of life meanwhile: no timeout ends that, as long as every process lives. What is damaged is left for the next older one,
-by all ranks alike.
+of life meanwhile: no timeout ends that, as long as every process lives. What is damaged, or holds a
+tensor that is not finite, is left for the next older one, by all ranks alike.
 """
 
 import time
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.check import damaged, data_files, hold, outline, strangers
+from lockstep.checkpoint.check import damaged, data_files, hold, outline, strangers, unusable
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
@@ -99,7 +99,7 @@ def _seen(path: Path, world: World) -> tuple[list[str], str]:
         return [], ""
     try:
         manifest = read_manifest(path)
-        return strangers(path, manifest) + outline(path, manifest), manifest.checksum
+        return unusable(path, manifest) + strangers(path, manifest) + outline(path, manifest), manifest.checksum
     except CheckpointError as error:
         return [str(error)], ""
     except OSError as error:

@@ -4,7 +4,8 @@
         rank-00000.safetensors   the tensors, or slices of them, that rank 0 wrote
         rank-00000.json          its index: [{name, dtype, shape, offsets, local, file, key}], and the second names
         state.json               plain numbers and strings of the run
-        manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last
+        manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last.
+                                 `not_finite`, only where there are such: the tensors that no run can go on from
 
 Sizes and shapes are held against the files' real sizes before any memory is taken for them; names cannot leave the
 folder; a link in it is refused. Every function raises CheckpointError, in one line that names the file.
@@ -12,7 +13,7 @@ folder; a link in it is refused. Every function raises CheckpointError, in one l
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,13 @@ JSON_LIMIT = 64 << 20  # bytes: an index of some 300,000 slices; what Python mak
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The list of files, and how they came to be. `written`: seconds since 1970; `files`: name -> {size, xxh3_64}."""
+    """The list of files, and how they came to be.
+
+    Attributes:
+        written: seconds since 1970.
+        files: name -> {size, xxh3_64}.
+        not_finite: the tensors, finite in a sound run, that hold NaN or an infinity.
+    """
 
     step: int
     world: int
@@ -55,6 +62,7 @@ class Manifest:
     written: int
     files: dict[str, dict[str, Any]]
     format: int = FORMAT
+    not_finite: list[str] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -64,11 +72,18 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """xxh3_64 over all that it says."""
-        return xxhash.xxh3_64_hexdigest(dump(asdict(self)))
+        return xxhash.xxh3_64_hexdigest(dump(self._fields()))
 
     def dump(self) -> bytes:
         """The file's content. Its own checksum is in it, so that no byte of it can change unseen."""
-        return dump({**asdict(self), "xxh3_64": self.checksum})
+        return dump({**self._fields(), "xxh3_64": self.checksum})
+
+    def _fields(self) -> dict[str, Any]:
+        """What the file says; without a mark it is that of earlier versions, which read no other."""
+        fields = asdict(self)
+        if not self.not_finite:
+            del fields["not_finite"]
+        return fields
 
 
 def step_name(step: int) -> str:
@@ -131,11 +146,15 @@ def _dump_or_none(value: Any) -> bytes | None:
 
 def _manifest_problem(fields: dict[str, Any]) -> str | None:
     wanted = {"step": int, "world": int, "engine": str, "written": int, "files": dict, "format": int}
+    if "not_finite" in fields:
+        wanted["not_finite"] = list
     for key in sorted(wanted.keys() | fields.keys()):
         if key not in wanted or type(fields.get(key)) is not wanted[key]:
             return f"its field {printable(key, 40)!r} is missing, unknown or of another type"
     if fields["format"] != FORMAT or fields["step"] < 0 or fields["world"] < 1 or len(fields["engine"]) > 200:
         return "its format, step, world or engine is out of range"
+    if not all(isinstance(name, str) for name in fields.get("not_finite", ["a name"])):
+        return "its tensors that are not finite are not names"
     for name, file in fields["files"].items():
         if not _FILE.fullmatch(name):
             return f"it lists {printable(name, 80)!r}, which is no file of a checkpoint"

@@ -16,6 +16,7 @@ from lockstep.checkpoint.files import parse_json, printable, read_file
 from lockstep.checkpoint.format import FORMAT, JSON_LIMIT, is_size
 from lockstep.checkpoint.layout import Block
 from lockstep.errors import CheckpointError
+from lockstep.files import retry_io
 
 __all__ = ["Entry", "Header", "read_header", "read_index"]
 
@@ -90,12 +91,8 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
 def read_header(path: Path) -> Header:
     """{key: (dtype code, shape)} of a safetensors file, whose tensors fill it without a gap and without an overlap."""
     where = f"{printable(path.parent.name)}/{path.name}"
-    size = path.lstat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER_LIMIT, size - 8):  # also of a file that is too short to say it
-            raise CheckpointError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
-        header = parse_json(file.read(length), path)
+    size, length, text = retry_io(lambda: _header_text(path, where))
+    header = parse_json(text, path)
     if not isinstance(header, dict):
         raise CheckpointError(f"{where} is damaged: its header is not an object")
     header.pop("__metadata__", None)
@@ -114,6 +111,16 @@ def read_header(path: Path) -> Header:
     if end != size - 8 - length:
         raise CheckpointError(f"{where} is damaged: its tensors take {end} bytes of {size - 8 - length}")
     return found
+
+
+def _header_text(path: Path, where: str) -> tuple[int, int, bytes]:
+    """The file's size, the header's length and what it says."""
+    size = path.lstat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_HEADER_LIMIT, size - 8):  # also of a file that is too short to say it
+            raise CheckpointError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
+        return size, length, file.read(length)
 
 
 _SIZES = {code: itemsize(name) for name, code in CODES.items()}

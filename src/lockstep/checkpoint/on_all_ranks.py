@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from lockstep.checkpoint.files import refusal
+from lockstep.checkpoint.files import refusal_error
 from lockstep.distributed.world import World
-from lockstep.errors import CheckpointError, LockstepError
+from lockstep.errors import LockstepError
 
 __all__ = ["on_all_ranks"]
 
@@ -38,6 +38,7 @@ def on_all_ranks(
 
     Raises:
         CheckpointError: the file system refused `action` on this rank.
+        StorageError: the same, since the storage does not answer.
         PeerError: it failed on another rank, which is named, or a rank was lost.
     """
     signs = _Signs(world, done, heard) if world.size > 1 else None
@@ -46,7 +47,7 @@ def on_all_ranks(
     try:
         result = action()
     except OSError as found:
-        error = CheckpointError(refusal(found))
+        error = refusal_error(found)
         error.__cause__ = found
     except Exception as found:  # a bug on one rank must not leave the others waiting
         error = found

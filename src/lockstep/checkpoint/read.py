@@ -29,6 +29,7 @@ from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
+from lockstep.files import retry_io
 from lockstep.tensors import local_of
 
 __all__ = ["AVERAGE", "Whole", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
@@ -126,7 +127,7 @@ def _reader(path: Path, stack: ExitStack) -> Read:
 
     @cache
     def opened(file: str) -> Any:
-        return stack.enter_context(safe_open(path / file, framework="pt"))
+        return stack.enter_context(retry_io(lambda: safe_open(path / file, framework="pt")))
 
     def read(entry: Entry, part: tuple[slice, ...]) -> torch.Tensor:
         whole = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))

@@ -12,22 +12,23 @@ are for one process, rank 0, that has the run to itself.
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.check import verify
-from lockstep.checkpoint.files import printable, refusal, remove
+from lockstep.checkpoint.check import is_marked, verify
+from lockstep.checkpoint.files import printable, refusal_error, remove
 from lockstep.checkpoint.format import read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
-from lockstep.errors import CheckpointError
-from lockstep.files import sync
+from lockstep.files import retry_io, sync
 
 __all__ = [
     "clean",
     "discard",
     "fingerprint",
     "fingerprint_of",
+    "is_marked",
     "list_steps",
     "load",
     "newest",
@@ -49,17 +50,24 @@ def path_of(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """The steps that the run has a checkpoint of, whole or not, ascending. [] for a run without any."""
-    found = [step_of(path.name) for path in _inside(folder) if path.is_dir()]
+    found = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
     return sorted(step for step in found if step is not None)
 
 
 def _inside(folder: Path) -> list[Path]:
     try:
-        return sorted((folder / "checkpoints").iterdir())
+        return sorted(retry_io(lambda: list((folder / "checkpoints").iterdir())))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(refusal(error)) from error
+        raise refusal_error(error) from error
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(retry_io(path.stat).st_mode)
+    except OSError:  # it is gone by now, or a link that leads nowhere
+        return False
 
 
 def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
@@ -81,7 +89,8 @@ def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
 def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
     """Removes all checkpoints but the `last` newest, the `best` and those whose step is a multiple of `every`.
 
-    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind.
+    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind. One with a tensor
+    that is not finite counts for nothing; it stays while it is the newest of all.
 
     Args:
         last: how many of the newest stay, >= 1.
@@ -99,7 +108,12 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
         raise ValueError(f"last ({last}) must be at least 1 and every ({every}) at least 0")
     kept = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
-    removed = [step for step in steps[:-last] if step != kept and not (every and step % every == 0)]
+    stay = {kept, *steps[-1:]}
+    for step in reversed(steps):
+        if last and not is_marked(path_of(folder, step)):
+            stay.add(step)
+            last -= 1
+    removed = [step for step in steps if step not in stay and not (every and step % every == 0)]
     discard(folder, removed)
     return removed
 
@@ -115,7 +129,7 @@ def discard(folder: Path, removed: list[int]) -> None:
         if asides:
             sync(folder / "checkpoints")
     except OSError as error:
-        raise CheckpointError(refusal(error)) from error
+        raise refusal_error(error) from error
     for aside in asides:
         remove(aside)
 

@@ -11,13 +11,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint.check import verify
+from lockstep.checkpoint.check import not_finite_line, verify
 from lockstep.checkpoint.dtypes import dtype_name, stored_as
 from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dump, step_name
@@ -26,14 +26,22 @@ from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.pinned import runs, span
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.files import sync
+from lockstep.files import retry_io, sync
+from lockstep.tensors import not_finite
 from lockstep.units import bytes_text
 
 __all__ = ["bytes_of", "save", "write_share"]
 
 
 def save(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], world: World, *, engine: str
+    folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    world: World,
+    *,
+    engine: str,
+    exempt: Collection[str] = (),
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`/checkpoints and returns its folder. Collective over all ranks.
 
@@ -46,37 +54,68 @@ def save(
             ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are kept once.
         state: JSON values (numbers, strings, lists, dicts); rank 0's are kept.
         engine: its name, for the reader of the manifest.
+        exempt: names of tensors that may have values that are not finite.
 
     Raises:
         CheckpointError: a tensor or state that cannot be kept, or the file system refused. On every rank; what was
-            written is gone and the older checkpoints are as they were.
+            written is gone and the older checkpoints are as they were. Or a tensor is not finite: the checkpoint is
+            there to be looked at, and its manifest says that it is no use to a resume.
         PeerError: the same, on a rank other than this one.
     """
     share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
-    return write_share(folder, step, share, state, world, engine=engine)
+    return write_share(folder, step, share, state, world, engine=engine, exempt=exempt)
 
 
-def write_share(folder: Path, step: int, share: Share, state: dict[str, Any], world: World, *, engine: str) -> Path:
+def write_share(
+    folder: Path,
+    step: int,
+    share: Share,
+    state: dict[str, Any],
+    world: World,
+    *,
+    engine: str,
+    exempt: Collection[str] = (),
+) -> Path:
     """`save` of what was shared out already; each rank gives its own part. See `save`. Collective."""
     world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
-    whole = sum(world.gather(size))  # collective
+    tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
+    shares = world.gather([size, not_finite(tensors)])  # collective
+    whole, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
     begun = on_all_ranks(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
     begun = world.gather(begun)[0]  # collective
-    if begun is None:
-        return final
+    if begun is not None:
+        _write_anew(final, begun, step, share, state, world, engine, bad)  # collective
+    if bad:  # on every rank
+        error = CheckpointError(
+            f"{not_finite_line(bad)}: a resume passes over this checkpoint; lower --lr, or look at what updates it"
+        )
+        world.check(error if world.is_main else None)  # collective
+    return final
+
+
+def _write_anew(
+    final: Path,
+    begun: str,
+    step: int,
+    share: Share,
+    state: dict[str, Any],
+    world: World,
+    engine: str,
+    bad: list[str],
+) -> None:
+    """Write the temporary folder `begun` and give it its name. Collective."""
     temporary = final.parent / begun
     try:
-        files = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
-        listed = {name: entry for each in world.gather(files) for name, entry in each.items()}  # collective
-        manifest = Manifest(step, world.size, engine, int(time.time()), listed)
+        mine = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
+        files = {name: entry for each in world.gather(mine) for name, entry in each.items()}  # collective
+        manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
         on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is of no use to anybody
         if world.is_main:
             remove(temporary)
         raise
-    return final
 
 
 def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
@@ -108,8 +147,8 @@ def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str
     data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
     content = {"format": FORMAT, "tensors": [_entry(piece, data) for piece in pieces], "aliases": share.aliases}
     return {
-        data: write_file(temporary / data, _safetensors(pieces)),
-        index: write_file(temporary / index, [dump(content, indent=None)]),
+        data: retry_io(lambda: write_file(temporary / data, _safetensors(pieces))),
+        index: retry_io(lambda: write_file(temporary / index, [dump(content, indent=None)])),
     }
 
 
@@ -152,11 +191,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     """Rank 0: state and manifest, then the name. Once renamed, the checkpoint is never changed again."""
-    manifest.files[STATE] = write_file(temporary / STATE, [dump(state)])
+    manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:
             raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
-    write_file(temporary / MANIFEST, [manifest.dump()])
+    retry_io(lambda: write_file(temporary / MANIFEST, [manifest.dump()]))
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # until here nobody else could look in
     sync(temporary)
     aside = None

@@ -1,10 +1,11 @@
-"""`lockstep compare ONE TWO [--json]`: where two traced trainings part, and why. Exit code 0, or 3 for a difference.
+"""`lockstep compare ONE TWO [--json]`: where two traced trainings part, and why. Exit code 0, or 3.
 
 lockstep trace -o one -- python train.py --batch-size 8
 lockstep trace -o two -- torchrun --nproc-per-node 2 train.py --batch-size 4
 lockstep compare one two
 
-Pure arithmetic over the two folders: no torch, on any machine.
+Exit code 3 stands for a difference, and for two runs of which too little is there to prove them the same. Pure
+arithmetic over the two folders: no torch, on any machine.
 """
 
 import json
@@ -24,7 +25,7 @@ def command(argv: list[str]) -> int:
 
     Raises:
         ConfigError: a flag that does not exist, or a folder that is no trace; exit code 2.
-        DifferenceError: the two are not the same training; exit code 3.
+        DifferenceError: the two are not the same training, or not proved to be; exit code 3.
     """
     try:
         given = _parser().read(argv)
@@ -38,9 +39,11 @@ def command(argv: list[str]) -> int:
         print(json.dumps(verdict.plain(), indent=2))
     else:
         print("\n".join(printable(line) for line in str(verdict).splitlines()))
-    if verdict.finding is None:
-        return 0
-    raise DifferenceError(f"not the same training: {verdict.finding.stage} at step {verdict.finding.step}")
+    if verdict.finding is not None:
+        raise DifferenceError(f"not the same training: {verdict.finding.stage} at step {verdict.finding.step}")
+    if verdict.missing:
+        raise DifferenceError(printable(f"not proved to be the same training: {verdict.missing[0]}"))
+    return 0
 
 
 def _parser() -> Parser:

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config import hf_script, options, presets
 from lockstep.config.config import Config
 from lockstep.config.flags import Parser
+from lockstep.distributed.launcher import check_launched
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.errors import ConfigError
 from lockstep.launch.torch_variables import allocator_variables
@@ -31,6 +32,7 @@ def command(argv: list[str]) -> int:
     given = vars(_parser(argv).read(argv))
     told = options.told(given)
     options.build(presets.applied(told))  # what is wrong with it is said at once
+    check_launched(os.environ)
     script = hf_script.asked(given, told)
     if script:
         _check_alone(given)

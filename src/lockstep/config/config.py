@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 
 from lockstep.config.bounds import BOUNDS
 from lockstep.config.fields import FieldError, FieldName, named, option
+from lockstep.config.places import check_folder, check_name
 from lockstep.config.ranges import range_of
 from lockstep.config.sections import LATER, Checkpoint, Data, Fp16, Guards, Lora, Model, Optim, auto
 from lockstep.config.shares import counts_of
@@ -189,7 +190,8 @@ class Config:
             elif not isinstance(given, kind):
                 raise FieldError(f"{name} is {given!r}: give {kind.__name__}(...) or a dict of its fields")
         _check_types(self)
-        _check_name(self.experiment_name)
+        check_name(self.experiment_name)
+        check_folder(self.save_dir)
         for name, (least, most, what) in BOUNDS.items():
             value = lookup(self, name)
             if value == _PLACES.get(name) or (is_share if name in SHARES else is_span)(value):
@@ -377,23 +379,6 @@ def _check_best(config: Config) -> None:
             *(FieldName(what[0]), f" {what[1]} needs ", FieldName("eval_freq")),
             ": else the only evaluation is at the end",
         )
-
-
-def _check_name(name: str) -> None:
-    shown = name if len(name) <= 60 else name[:57] + "..."
-    problem = ""
-    if not name.strip():
-        problem = "is empty"
-    elif len(name) > 200:
-        problem = f"has {len(name)} characters, more than 200"
-    elif not name.isprintable():
-        problem = "has characters that cannot be printed"
-    elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
-        problem = "would lead out of "
-    if problem:
-        out = [FieldName("save_dir")] if problem.endswith(" of ") else []
-        use = ": use letters, digits, '-', '_' and '.'"
-        raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)
 
 
 SETTINGS.fields |= _names()

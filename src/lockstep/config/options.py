@@ -139,8 +139,7 @@ def build(values: dict[str, Any]) -> Config:
 def read(path: Path) -> dict[str, Any]:
     """The dotted names and values of a TOML file. Raises ConfigError for what cannot be read or is not known."""
     try:
-        with path.open("rb") as handle:
-            loaded = tomllib.load(handle)
+        loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin with a BOM
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -6,7 +6,8 @@ data, items = fetch[Key(step=3, micro=1, weight=1.0, epochs=[0, 0], samples=[17,
 
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -29,6 +30,7 @@ __all__ = [
     "draws",
     "failure",
     "generator_states",
+    "generators_kept",
     "seed_everything",
 ]
 
@@ -226,3 +228,15 @@ def generator_states() -> tuple[Any, ...]:
         tuple(np.asarray(part).tobytes() for part in numpy[1:]),
         random.getstate(),
     )
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators that `seed_everything` seeds back to where they were, afterwards."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -8,6 +8,7 @@ An error of a sample or of the task's own code comes back as itself, in one line
 
 import logging
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.fetch import Key
 from lockstep.data.worker import collections_paused, end_with_parent, keep_inherited
+from lockstep.distributed.cores import OPENCV_THREADS
 from lockstep.errors import DataError
 
 __all__ = ["Fetching", "Loader", "Loading"]
@@ -225,5 +227,5 @@ def _begin(collecting: bool, _: int) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
-    if "cv2" in sys.modules:
+    if os.environ.setdefault(OPENCV_THREADS, "1") == "1" and "cv2" in sys.modules:  # else it reads the variable later
         sys.modules["cv2"].setNumThreads(0)

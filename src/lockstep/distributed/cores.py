@@ -6,7 +6,9 @@ workers = compile_threads(8)                # that torch.compile may start in ea
 
 import os
 
-__all__ = ["compile_threads", "cores"]
+__all__ = ["OPENCV_THREADS", "compile_threads", "cores"]
+
+OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
 
 _MOST = 32  # torch's own limit
 

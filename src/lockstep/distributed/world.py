@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.addresses import check_reachable, listening
+from lockstep.distributed.handshake import check_store
+from lockstep.distributed.launcher import check_launched, number_of
 from lockstep.distributed.local_device import check_unshared, identity, local_device
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -80,13 +82,15 @@ class World:
             timeout: seconds, for every collective.
 
         Raises:
-            ConfigError: the device does not exist or is another rank's too, or the launcher's variables do not hold.
+            ConfigError: the device does not exist or is another rank's too, the launcher's variables do not hold, or a
+                scheduler started several processes without one.
             PeerError: not all ranks arrived within the timeout.
         """
+        check_launched(os.environ)
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
-        rank, local_rank, size = (_launched(name, least) for name, least in _LAUNCHER)
-        where = local_device(device, local_rank, _launched("LOCAL_WORLD_SIZE", 1))
+        rank, local_rank, size = (number_of(name, least) for name, least in _LAUNCHER)
+        where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
         world = cls(rank, local_rank, size, where, timeout)
         if where.type == "cuda":
             torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
@@ -101,8 +105,8 @@ class World:
     @classmethod
     def alone(cls, device: str, timeout: float) -> Self:
         """A world of one in a process that a launcher started beside others, on the device that it would have there."""
-        local_rank = _launched(*_LAUNCHER[1])
-        where = local_device(device, local_rank, _launched("LOCAL_WORLD_SIZE", 1))
+        local_rank = number_of(*_LAUNCHER[1])
+        where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
         if where.type == "cuda":
             torch.cuda.set_device(where)
         return cls(0, local_rank, 1, where, timeout, quiet=True)
@@ -332,7 +336,7 @@ def meeting_point() -> tuple[str, int, bool]:
     if host:
         return host, int(port), True
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("MASTER_ADDR", ""), _launched("MASTER_PORT", 0), held
+    return os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 0), held
 
 
 def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = True) -> TCPStore:
@@ -352,8 +356,10 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
     key = (os.getpid(), host, port)
     if key not in _STORES:
         mine = rank == 0 and not held
-        if mine and "LOCAL_WORLD_SIZE" in os.environ and size > _launched("LOCAL_WORLD_SIZE", 1):
+        if mine and "LOCAL_WORLD_SIZE" in os.environ and size > number_of("LOCAL_WORLD_SIZE", 1):
             check_reachable("MASTER_ADDR", host)
+        if not (mine or held):
+            check_store(host, port, wait.total_seconds(), f"MASTER_PORT {port} on {host}")
         listener = listening(host, port) if mine else None
         handle = listener.detach() if listener else None
         most = size if all_ranks else None
@@ -389,12 +395,3 @@ _REGROUPING = 0.75  # seconds for ranks that have just said that they live to ar
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and ours is to have said before which rank was missing
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-
-
-def _launched(name: str, least: int) -> int:
-    text = os.environ.get(name, str(least))
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise ConfigError(
-            f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number from {least}"
-        )
-    return int(text)

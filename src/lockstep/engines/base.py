@@ -53,12 +53,7 @@ class StepResult(_NormAndApplied):
         penalty: what was added to the loss once for the step, 0-dim, unread; None: nothing was.
     """
 
-    penalty: Tensor | None
-
-    def __new__(cls, norm: Tensor, applied: bool | None, penalty: Tensor | None = None) -> "StepResult":
-        made = super().__new__(cls, norm, applied)
-        made.penalty = penalty
-        return made
+    penalty: Tensor | None = None
 
 
 class Evaluate(Protocol):

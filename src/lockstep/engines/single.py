@@ -39,12 +39,12 @@ class Single:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._alone(loss, weight)
+        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
         if self._tree:
             self._tree.push()
 
-    def _alone(self, loss: Tensor, weight: float = 1.0) -> None:
-        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+    def _alone(self, loss: Tensor) -> None:
+        loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
 
     def _finish(self) -> None:
         if self._tree:
@@ -57,7 +57,8 @@ class Single:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._finish()
+        if self._tree:
+            self._tree.finish()
         return self._update(factor, limit, momentum, evaluate)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from lockstep.distributed.launcher_watch import launcher_is_gone
 from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, WAITING
 from lockstep.distributed.step_exchange import REGROUP, SAVE_AND_END, StepExchange
@@ -40,7 +41,9 @@ _STOP = 1.0  # seconds between two looks for the file STOP
 _TELL = 1.0  # seconds between two words to the others, in a small world
 _GIVE = 1.0  # seconds that the main thread has to find out by itself
 _HEARING = 5.0  # seconds beyond `--timeout` until a wait for a rank that is lost must have ended
+_ORPHAN = 1.0  # seconds beyond two of its longest phases that a rank without a launcher may stand still
 _ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
+_ORPHANED = "the launcher is gone, and this rank waits for something that does not come; start the command again"
 
 # What torch's errors say when a peer is gone or late; the classes alone do not tell.
 _PEER_WORDS = ("onnection", "imed out", "timeout", "roken pipe", "gloo", "NCCL", "nccl", "peer", "ocket")
@@ -65,6 +68,7 @@ class HangWatchdog:
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
         self._failed_since, self._warned = 0.0, False
+        self._present, self._longest = (0.0, 0.0), 0.0  # when the present phase began and how long it lasts; of others
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -114,13 +118,18 @@ class HangWatchdog:
         """Why this process has to end; "" while all is well."""
         progress, now = self._exchange.progress, time.monotonic()
         stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
+        if progress.since != self._present[0]:
+            self._longest = max(self._longest, self._present[1])
+        self._present = progress.since, stands
+        if launcher_is_gone():  # who hangs in a collective does not hear of the signal
+            limit = min(limit, _ORPHAN + 2 * self._longest)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
             self._warned = True
             where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
             _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
         if progress.phase in watched and stands > limit:
-            return f"no progress for {limit:g} s"
+            return _ORPHANED if launcher_is_gone() else f"no progress for {limit:g} s"
         told = self._inquiry.told
         if told is None:
             return ""
@@ -151,7 +160,7 @@ class HangWatchdog:
     def _leave(self, reason: str) -> None:
         """Ends this process, whatever its main thread does."""
         error: LockstepError
-        if "the loss was read" in reason:
+        if reason == _ORPHANED or "the loss was read" in reason:
             error = LockstepError(reason)
         else:
             verdict = self._inquiry.verdict(reason)

@@ -3,32 +3,15 @@
 with Preemption(exchange): ...
 """
 
-import contextlib
-import os
 import signal
-import stat
 import threading
 from types import FrameType
 from typing import Any, Protocol, Self
 
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END
+from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 
-__all__ = ["Preemption", "heeds_hangup", "leave_terminal"]
-
-_WISHES = {signal.SIGINT: INTERRUPT, signal.SIGTERM: SAVE_AND_END, signal.SIGUSR1: SAVE_AND_END}
-
-
-def heeds_hangup() -> bool:
-    """Whether the end of the terminal (SIGHUP) concerns this process: under nohup it does not."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-def leave_terminal() -> None:
-    """Has what is written from now on go nowhere where it went to a terminal, which is gone: a write would raise."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+__all__ = ["Preemption"]
 
 
 class Told(Protocol):
@@ -39,7 +22,7 @@ class Told(Protocol):
 
 
 class Preemption:
-    """Within it SIGTERM and SIGUSR1 (a scheduler's) and Ctrl-C ask all ranks to save and end; a second Ctrl-C ends now.
+    """Within it a scheduler's signals and Ctrl-C ask all ranks to save and end; a second Ctrl-C ends now.
 
     So does the end of the terminal, but under nohup. Outside the main thread, where Python allows no handlers, it does
     nothing.
@@ -52,9 +35,9 @@ class Preemption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._stop_request) for number in _WISHES}
-            if heeds_hangup():
-                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._stop_request)
+            for number in STOP_SIGNALS:
+                if number != signal.SIGHUP or heeds_hangup():
+                    self._before[number] = signal.signal(number, self._stop_request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,4 +56,4 @@ class Preemption:
         if number == signal.SIGHUP:
             leave_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT
-        self._exchange.stop(_WISHES.get(signal.Signals(number), SAVE_AND_END))
+        self._exchange.stop(INTERRUPT if number == signal.SIGINT else SAVE_AND_END)

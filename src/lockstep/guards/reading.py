@@ -106,13 +106,18 @@ def floats(values: Sequence[Tensor | float]) -> list[float]:
 def _values(record: StepRecord) -> list[Tensor | float]:
     """All that is to be read of a step, in the order of `_read`."""
     norm: list[Tensor | float] = [] if record.norm is None else [record.norm]
-    return [*norm, *record.losses, *record.gradients.values(), *flat(record.numbers)]
+    values = [*norm, *record.losses]
+    if record.gradients or record.numbers:
+        values += [*record.gradients.values(), *flat(record.numbers)]
+    return values
 
 
 def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep:
     norm = math.nan if record.norm is None else values[0]
     start = record.norm is not None
     losses = values[start : start + len(record.losses)]
+    if not record.gradients and not record.numbers:
+        return ReadStep(record, micro, norm, losses, {}, {})
     rest = iter(values[start + len(losses) :])
     gradients = {name: next(rest) for name in record.gradients}
     return ReadStep(record, micro, norm, losses, filled(record.numbers, rest), gradients)

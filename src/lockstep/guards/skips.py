@@ -15,10 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.files import refusal
+from lockstep.checkpoint.files import refusal_error
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
-from lockstep.files import write_whole
+from lockstep.files import retry_io, write_whole
 
 __all__ = ["Rollback", "Skips"]
 
@@ -63,7 +63,7 @@ class Skips:
 
     def _read(self) -> list[int]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            found = json.loads(retry_io(lambda: self._path.read_text(encoding="utf-8")))
             if found["plan"] == self._plan:
                 return [int(step) for step in found["steps"]]
         return []
@@ -72,5 +72,5 @@ class Skips:
         try:  # whole or not at all: without it a rollback would meet the step again
             write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
         except OSError as error:
-            return LockstepError(refusal(error))
+            return refusal_error(error)
         return None

@@ -29,15 +29,17 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.distributed.addresses import listening
+from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE, Place, read_end
+from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, UsageError
-from lockstep.guards.preemption import heeds_hangup, leave_terminal
-from lockstep.launch.exit_with_launcher import LAUNCHER_VARIABLE, private_folder
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
 from lockstep.launch.losses import Losses
 from lockstep.launch.memory import kills
+from lockstep.launch.orphans import orphans_adopted, reap_orphans
 from lockstep.launch.preloaded import Preloaded
+from lockstep.launch.private_folder import life_pipe, private_folder
 from lockstep.launch.rendezvous import local_address, meeting
 from lockstep.report.timeline import ENDED_VARIABLE
 
@@ -48,8 +50,6 @@ _KILLED = 0.3  # the same, where one was killed: that is no consequence of anoth
 _LEAVE = 0.5  # seconds to tell the other nodes that this one goes
 _POLL = 0.05
 _SETTLED = 5.0  # seconds after the start from which on a process is kept ready to be forked; short runs do without
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_ASKED = (*_FORWARDED, signal.SIGHUP)  # in its steps a process saves itself on them
 
 
 def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
@@ -65,14 +65,17 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     folder = private_folder()
     os.environ[FOLDER_VARIABLE] = str(folder / "places")
     (folder / "places").mkdir()
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ[LAUNCHER_VARIABLE] = str(life_pipe(folder))
     agent = None
     try:
-        agent = _Agent(job, folder)
-        result = agent.run()
+        with orphans_adopted() as adopted:
+            agent = _Agent(job, folder, adopted)
+            result = agent.run()
         code = read_end(folder / "places")
     except SignalException as error:
-        raise LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it") from error
+        ended = LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it")
+        ended.exit_code = 128 + error.sigval
+        raise ended from error
     except (RendezvousError, DistError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LockstepError(
@@ -94,7 +97,7 @@ class _Agent(LocalElasticAgent):
         asked: the signal that asked this launcher to end; None: none did.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.processes,
@@ -117,6 +120,7 @@ class _Agent(LocalElasticAgent):
         self._silenced: set[str] = set()  # those that were ended since they said nothing
         self._losses = self._replacing(job)
         self._preloaded: Preloaded | None = None
+        self._forks = adopts and Preloaded.serves(job.command)
         self._started = time.monotonic()
 
     def _replacing(self, job: Job) -> Losses | None:
@@ -143,9 +147,8 @@ class _Agent(LocalElasticAgent):
             restart = self._job.restarts - self._remaining_restarts
             self._losses.begin(restart, [self._names[local] for local in sorted(self._names)])
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for number in _FORWARDED:  # after torch, which would end the processes instead of letting them save
-            signal.signal(number, self._forward)
-        signal.signal(signal.SIGHUP, self._hangup)  # torch would end them, under nohup too
+        for number in STOP_SIGNALS:  # after torch, which would end the processes instead of letting them save
+            signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
 
     def _forward(self, number: int, _: FrameType | None) -> None:
@@ -167,7 +170,17 @@ class _Agent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
 
+    def _reap(self) -> None:
+        children = [handler.proc for handler in getattr(self._pcontext, "subprocess_handlers", {}).values()]
+        if self._preloaded:
+            children.append(self._preloaded.process)
+        reap_orphans(children)
+        if self._forks and self._preloaded and self._preloaded.process.poll():
+            self._forks = False
+            self._say("the process kept ready for replacements is gone; a lost rank's replacement starts more slowly")
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._reap()
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._looked > 2.0:
             self._kills, self._looked = kills(), time.monotonic()
@@ -182,8 +195,7 @@ class _Agent(LocalElasticAgent):
     def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
         """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
         would end all for one that has failed since."""
-        settled = time.monotonic() - self._started > _SETTLED
-        if settled and self._preloaded is None and Preloaded.serves(self._job.command):
+        if self._forks and self._preloaded is None and time.monotonic() - self._started > _SETTLED:
             self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
@@ -314,7 +326,7 @@ class _Agent(LocalElasticAgent):
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
             return f"{failure}: somebody or something killed it, and the kernel counts no lack of memory"
-        if -failure.code in _ASKED and not failure.message:
+        if -failure.code in STOP_SIGNALS and not failure.message:
             return f"{failure}: somebody or something ended it before its steps began, so there was nothing to save"
         if failure.code < 0 and not failure.message:
             return f"{failure}: it crashed; its stack is above, if it could still write one"
@@ -323,7 +335,7 @@ class _Agent(LocalElasticAgent):
     def error(self) -> LockstepError:
         """The last line on the person's screen."""
         failure = self._failure
-        again = "" if self.told else "; the same command resumes from the newest checkpoint"
+        again = "" if self.told else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._told() + again)
         error.exit_code = failure.code if failure and failure.code > 0 else 1
         return error

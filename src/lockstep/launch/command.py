@@ -22,7 +22,7 @@ from lockstep.config import hf_script, options, presets
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN
 from lockstep.distributed.addresses import check_reachable, own_address
-from lockstep.distributed.cores import cores
+from lockstep.distributed.cores import OPENCV_THREADS, cores
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
 from lockstep.launch.nccl_log import log_folder, log_variables, made
@@ -61,7 +61,8 @@ def command(argv: list[str]) -> int:
         return int(code)
     number = asked or signal.SIGTERM
     error = LockstepError(
-        f"ended by {number.name} before the run could save itself; the same command goes on from its newest checkpoint"
+        f"ended by {number.name} before the run could save itself; the same command goes on from its newest "
+        "checkpoint, or begins again where there is none"
     )
     error.exit_code = 128 + number
     raise error
@@ -203,6 +204,7 @@ def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[st
     threads = 1 if exact else max(1, cores() // processes)
     found = {
         "OMP_NUM_THREADS": str(threads),  # all processes taking all cores is the usual slowness
+        OPENCV_THREADS: "1",  # OpenCV takes all cores in each process and heeds no other variable
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
         "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
         **torch_variables(processes, os.environ),

@@ -12,11 +12,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lockstep.distributed.addresses import listening
+from lockstep.distributed.handshake import check_store
 from lockstep.errors import ConfigError
 from lockstep.launch.job import Job
 
 __all__ = ["local_address", "meeting"]
 
+_ANSWERED = 60.0  # seconds for a meeting point to greet
 _READ = 5  # seconds to wait for the meeting point to answer
 
 
@@ -33,6 +35,8 @@ def meeting(job: Job) -> RendezvousHandler:
         **job.options,
     )
     if job.backend != "c10d" or not job.is_host:
+        if job.backend == "c10d":
+            check_store(host, int(port), _ANSWERED, f"--master-addr {host} --master-port {port}")
         settings.config.setdefault("read_timeout", str(_READ))
         return _patient(get_rendezvous_handler(settings))
     listener = listening(host, int(port))

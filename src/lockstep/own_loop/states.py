@@ -6,6 +6,7 @@ done = load_state("out", world, engine=engine, scheduler=scheduler, loader=loade
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +51,8 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
 
     Raises:
         UsageError: a state that is not made of tensors, numbers, strings, lists and dicts.
-        CheckpointError: the file system refused. On every rank; the older checkpoints are as they were.
+        CheckpointError: the file system refused; or a state of the optimizer, or a parameter that has one, is not
+            finite: `load_state` passes over such a checkpoint. On every rank; the older ones are as they were.
     """
     if step < 0 or keep < 1:
         raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
@@ -62,7 +64,13 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         else:
             plain[name] = _plain(state, f"{name}/", tensors)
     path = checkpoint.save(
-        Path(folder), step, tensors, {"global_step": step, "own_loop": plain}, world, engine="own loop"
+        Path(folder),
+        step,
+        tensors,
+        {"global_step": step, "own_loop": plain},
+        world,
+        engine="own loop",
+        exempt=tensors.keys() - _updated(tensors),
     )  # collective
     if world.is_main:
         checkpoint.retain(Path(folder), last=keep, best=None, every=0)
@@ -98,6 +106,12 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
         what[name].load_state_dict(_whole(kept, tensors))
         _set_rates(what[name])
     return int(state["global_step"])
+
+
+def _updated(names: Iterable[str]) -> set[str]:
+    """Of an engine's tensors the optimizer's states and the parameters that have one."""
+    states = {name for name in names if name.startswith("optimizer/")}
+    return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
 
 
 def _set_rates(each: Stateful) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import checkpoint
+from lockstep.checkpoint.check import unusable
 from lockstep.checkpoint.format import read_manifest
 from lockstep.config import options
 from lockstep.config.config import Config, is_auto
 from lockstep.config.secrets import is_secret_name
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, StorageError
 from lockstep.report.goodput import Goodput, duration, goodput
 from lockstep.report.reading import Records, lines_of, shown, small_json, small_toml
 from lockstep.report.timeline import EVALUATION, LOADING, SAVES, TRAINING
@@ -253,7 +254,7 @@ def _read_logs(facts: Facts) -> None:
 def _read_checkpoints(facts: Facts) -> None:
     try:
         steps = checkpoint.list_steps(facts.folder)
-    except CheckpointError as error:
+    except (CheckpointError, StorageError) as error:
         facts.notes.append(shown(str(error)))
         return
     left = _READ
@@ -262,8 +263,11 @@ def _read_checkpoints(facts: Facts) -> None:
         try:
             manifest = read_manifest(path)
             world, engine, size = str(manifest.world), shown(manifest.engine, 40), manifest.size
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, StorageError, OSError) as error:
             facts.checkpoints.append(Stored(step, "?", "?", 0, shown(str(error)), False))
+            continue
+        if problems := unusable(path, manifest):
+            facts.checkpoints.append(Stored(step, world, engine, size, shown(problems[0]), False))
             continue
         if size > left:
             text = f"not read here: `lockstep checkpoint inspect --step {step}` says it"
@@ -272,7 +276,7 @@ def _read_checkpoints(facts: Facts) -> None:
         left -= size
         try:
             facts.checkpoints.append(Stored(step, world, engine, size, checkpoint.fingerprint(path), True))
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, StorageError, OSError) as error:
             facts.checkpoints.append(Stored(step, world, engine, size, shown(str(error)), False))
 
 

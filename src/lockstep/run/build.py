@@ -20,32 +20,33 @@ from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.config.config import Config, is_auto, lookup
 from lockstep.data.batches import Batches
-from lockstep.data.fetch import check_dataset
 from lockstep.data.sampler import order_of
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.shared.gradient_norms import GradientNorms
-from lockstep.errors import DataError, ResumeError, UsageError, said
-from lockstep.guards.loader import RetryingDataset
+from lockstep.errors import UsageError, said
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run.adapters import left_out
 from lockstep.run.auditing import check_auditable, check_auditable_loss
 from lockstep.run.best import JUDGED, check_evaluated, judges
 from lockstep.run.compiling import compiled_or_not
+from lockstep.run.datasets import check_samples, datasets_of, guarded
 from lockstep.run.defaults import settled
 from lockstep.run.device_defaults import on_device
-from lockstep.run.evaluation_sets import batches_of, named_sets
+from lockstep.run.evaluation_sets import batches_of
 from lockstep.run.extending import check_longer, extended, plan_before
 from lockstep.run.fitting import fitted
 from lockstep.run.folder import RunFolder
 from lockstep.run.model import model_of
 from lockstep.run.own_optimizer import own_factor, own_momentum
 from lockstep.run.placing import Groups, engine_of
-from lockstep.run.plan import RunPlan, check_epoch, differences, origin_of, plan_of
+from lockstep.run.plan import RunPlan, origin_of, plan_of
+from lockstep.run.plan_check import check_plan
 from lockstep.run.plateau import fallen
+from lockstep.run.shared_folder import check_shared
 from lockstep.run.sharing import check_cut
 from lockstep.run.stream import TrainingSet, stream_of
 from lockstep.run.task_check import Trial, check_task, recall
@@ -77,6 +78,7 @@ class Built:
         loading: what counts retries and skips of the loading (see guards/loader.py); the first is the training set.
         groups: the optimizer's; `sets`: the evaluation's datasets; `training`: the training set and its order. Of
             these engine and batches are made anew where the ranks change.
+        notes: lines for the log, once it is open.
     """
 
     config: Config
@@ -99,6 +101,7 @@ class Built:
     groups: Groups = field(default_factory=Groups)
     sets: dict[str, Any] = field(default_factory=dict)
     training: TrainingSet = field(kw_only=True)
+    notes: list[str] = field(default_factory=list)
 
     def keep(self, name: str, what: Any) -> None:
         """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
@@ -215,6 +218,7 @@ def build(
     resume: bool = True,
     steps: int = 0,
     joins: bool = False,
+    least: int = 0,
 ) -> Built:
     """The parts of a run that trains the task `given`; None: the one that the config names.
 
@@ -222,6 +226,7 @@ def build(
         kept: what `Built.kept` is.
         resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
         steps: of the plan, in place of those that the config says; 0: as it says.
+        least: steps that the plan has at least, by going on through further epochs.
         joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
 
     Raises:
@@ -231,6 +236,8 @@ def build(
     if steps:
         config = dataclasses.replace(config, max_steps=steps, stop_at=0)
     folder = RunFolder(config.save_dir, config.experiment_name)
+    if resume:
+        check_shared(folder, world)  # collective
     source, state = _found(folder, world) if resume and not joins else (None, _new_state())
     state |= _glimpsed(folder) if joins else {}
     config = on_device(config, state, world, notify(world))
@@ -248,13 +255,15 @@ def build(
     if state.get("reduction") != "micro-batch":  # which was found in one cut, and is looked for again
         recall(task, state)
     world.check_same("source", dict(task.sources))
-    plain, evaluation = on_all_ranks(world, lambda: _datasets(task))
-    samples = on_all_ranks(world, lambda: _size(plain))
+    plain, evaluation, samples = datasets_of(task, world)  # collective
     order = on_all_ranks(world, lambda: order_of(task, samples, config.seed))
-    training = TrainingSet(plain, _guarded(config, plain, world), order)
+    training = TrainingSet(plain, guarded(config, plain, world), order)
     config = extended(config, state)
     model = model_of(config, task, world, state, notify(world))
     run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
+    if run_plan.step_plan.steps < least:
+        longer = dataclasses.replace(config, max_steps=least)
+        run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
     # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
@@ -268,9 +277,11 @@ def build(
     own_task = given is not None or kind_of(config.task) == OWN
     plan = plan_of(config, run_plan, task, model, own_task=own_task)
     world.check_same("plan", plan)
-    on_all_ranks(world, lambda: _check_plan(folder, plan_before(state, plan), plan, config, world))
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+        notify(world)(line)
     stream, balancer = stream_of(config, task, training, run_plan, world, state)
     check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
+    notes = check_samples(config, plain, evaluation, world)  # collective
     groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
     unfrozen = begin_as_made(model, state)
     made = engine_of(config, task, model, world, groups, stream, notify(world), state)
@@ -309,6 +320,7 @@ def build(
         groups,
         evaluation,
         training=training,
+        notes=notes,
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
@@ -322,12 +334,6 @@ def _agreed(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", options.flat(config))
     return config
-
-
-def _size(dataset: Any) -> int:
-    if not len(dataset):
-        raise DataError("the training set is empty: the task's dataset('train') has no samples")
-    return len(dataset)
 
 
 def _new_state() -> dict[str, Any]:
@@ -358,32 +364,6 @@ def _glimpsed(folder: RunFolder) -> dict[str, Any]:
 def _own(task: Task) -> dict[str, Tensor]:
     """What the task's `state_dict()` names, as `task/NAME`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
-
-
-def _check_plan(
-    folder: RunFolder, before: dict[str, Any] | None, now: dict[str, Any], config: Config, world: World
-) -> None:
-    changes = differences(before, now) if before else []
-    if changes and not config.resume_anyway:
-        raise ResumeError(
-            f"{folder.path} was started with another plan: {', '.join(changes)}; use another --experiment-name, or "
-            "--resume-anyway to go on with the change"
-        )
-    check_epoch(before or now, now, config)
-    for change in changes:
-        notify(world)(f"resuming although the plan differs: {change}")
-
-
-def _datasets(task: Task) -> tuple[Any, dict[str, Any]]:
-    """The training set, and the evaluation's sets."""
-    training, evaluation = task.dataset("train"), task.dataset("evaluation")
-    check_dataset(training, "train")
-    return training, named_sets(evaluation)
-
-
-def _guarded(config: Config, dataset: Any, world: World) -> Any:
-    guards = config.guards
-    return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
 def notify(world: World) -> Callable[[str], None]:

@@ -12,13 +12,14 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.files import write_whole
+from lockstep.files import retry_io, storage_error, write_whole
 from lockstep.run.lock import RunLock
 from lockstep.units import bytes_text
 
@@ -44,32 +45,42 @@ class RunFolder:
 
     def check_writable(self, least: int) -> None:
         """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
-        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        above = self.nearest()
         try:
             with tempfile.TemporaryFile(dir=above):
                 pass
             free = shutil.disk_usage(above).free
         except OSError as error:
-            raise ConfigError(
-                f"--save-dir: cannot write to {above}: {error.strerror or error}; choose another folder"
-            ) from error
+            raise storage_error(error) or self.unwritable(above, error) from error
         if free < least:
             raise ConfigError(
                 f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
                 f"{bytes_text(least)}; make room, or choose another folder"
             )
 
+    def nearest(self) -> Path:
+        """Return the folder, or the nearest one above it that is there."""
+        return next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+
+    @staticmethod
+    def unwritable(path: Path, error: OSError) -> ConfigError:
+        """Make the error of a folder that cannot be written to."""
+        return ConfigError(f"--save-dir: cannot write to {path}: {error.strerror or error}; choose another folder")
+
     def claim(self) -> None:
         """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.
 
         Raises:
             ConfigError: another process holds it, or the folder cannot be written to.
+            StorageError: the storage does not answer.
         """
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            retry_io(lambda: self.checkpoints.mkdir(parents=True, exist_ok=True))
             self.cleared = self._lock.take(make=True)
         except OSError as error:
-            raise ConfigError(f"--save-dir: cannot write to {self.path}: {error.strerror or error}") from error
+            raise storage_error(error) or ConfigError(
+                f"--save-dir: cannot write to {self.path}: {error.strerror or error}"
+            ) from error
 
     def check_free(self) -> None:
         """Raises ConfigError where another process holds the folder now; writes nothing."""
@@ -117,8 +128,8 @@ class RunFolder:
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError."""
-        write_whole(self.path / name, text)
+        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError, StorageError."""
+        retry_io(lambda: write_whole(self.path / name, text))
 
     def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
         """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
@@ -145,13 +156,16 @@ class RunFolder:
             self.write_trained(kept)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """The object in a small file; {} where it cannot be read."""
+        """The object in a small file; {} where there is none. Raises StorageError."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            file = self.path / name
-            found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+            found = json.loads(retry_io(lambda: self._text(name)))
             if isinstance(found, dict):
                 return found
         return {}
+
+    def _text(self, name: str) -> str:
+        file = self.path / name
+        return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
 
     def write_state(self, state: dict[str, Any]) -> None:
         """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""

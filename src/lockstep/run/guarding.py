@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import checkpoint
+from lockstep.checkpoint.check import not_finite_line
 from lockstep.clock import Clock
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.step_exchange import StepExchange
@@ -34,6 +35,7 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.run.build import Built
+from lockstep.run.finite import bad_parameters, where_not_finite
 from lockstep.run.kernels import kernels_of
 from lockstep.run.trained import trained_digest
 from lockstep.task import looks_at_whole_step
@@ -62,7 +64,7 @@ class Guards:
         self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
         self._config = built.config.guards
         self._skips = Skips(built.folder.checkpoints / "skips.json", self._config.limit, built.world, built.plan)
-        self._dropped = frozenset(self._skips.steps)
+        self._first, self._dropped = built.start, frozenset(self._skips.steps)  # a save moves the start
         if self._dropped:  # the checkpoint may be older than the list
             built.state["steps_left_out"] = len(self._dropped)
         self._reader, self._spike = Reader(built.world.device), Spike()
@@ -159,11 +161,33 @@ class Guards:
 
     def _bad(self, step: ReadStep) -> None:
         built = self._built
+        if bad := bad_parameters(built):  # collective; waits for the device
+            self._bad_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
+            return
         with unmoved(built.own.values()):  # which the loss may move
             told = built.batches.samples, built.world
             found = origin(step, built.model, self._loss_of, self._seed, *told, whole=self._whole)  # collective
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
+
+    def _bad_weights(self, step: ReadStep, line: str) -> None:
+        """Ends the run or goes back where the weights themselves are bad: no sample is to blame, no step mends it.
+
+        Args:
+            line: which tensors are not finite.
+        """
+        number, first = step.record.step, self._first
+        what = f"step {number}: the gradient is not finite (norm {step.norm}) and was not applied; {line}"
+        updates = (n for n in range(number - 1, first - 1, -1) if n not in self._skips.steps)
+        update = next(updates, None)  # the last one that was applied
+        if update is None:
+            raise LockstepError(f"{what} since the run began at step {first}; begin with other weights")
+        what += f" since the update of step {update}"
+        if self._config.nonfinite != "rollback":
+            raise LockstepError(
+                f"{what}; lower --lr, look at the optimizer, or leave that update out: --guards.nonfinite rollback"
+            )
+        self._left_out(update, what, "rollback")
 
     def _loss_of(self, batch: Any) -> Tensor:
         built = self._built
@@ -190,4 +214,4 @@ class Guards:
         if self._built.world.is_main:
             _LOG.warning("%s; left out (%d so far)", what, len(self._skips.steps))
         if action == "rollback":
-            raise Rollback(f"step {step}: back to the newest checkpoint")
+            raise Rollback(f"step {step}: back to the newest whole checkpoint")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lockstep.config.config import Config
+from lockstep.distributed.launcher_watch import end_with_launcher
 from lockstep.distributed.world import World
-from lockstep.launch.exit_with_launcher import tie
 
 __all__ = ["joined"]
 
@@ -16,7 +16,7 @@ __all__ = ["joined"]
 @contextmanager
 def joined(config: Config, world: World | None = None) -> Iterator[World]:
     """The world, joined here and left at the end unless it is given. After an error nobody is waited for."""
-    tie()
+    end_with_launcher()
     made = world or World.join(config.device, config.timeout)
     try:
         yield made

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
+from lockstep.files import retry_io
 
 __all__ = ["RunLock"]
 
@@ -44,9 +45,15 @@ class RunLock:
             OSError: the file cannot be opened, or is a link.
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
-        self._handle = os.open(self._path, flags, 0o644)
+        self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
         _HELD.add(self)
-        got, owner = self._locked(self._handle)
+        got, owner, has_locks = self._locked(self._handle)
+        if not got and not has_locks and not _is_here(owner):
+            self.release(mine=False)
+            raise ConfigError(
+                f"{self._path.parent} is in use by {owner}, as its lock says; the file system has no locks, so nobody "
+                f"else can tell whether that still runs: if it does not, remove {self._path}"
+            )
         if not got:
             self.release(mine=False)
             left = "what is left of " if owner and not _lives(owner) else ""
@@ -99,8 +106,8 @@ class RunLock:
 
     __del__ = forget
 
-    def _locked(self, handle: int) -> tuple[bool, str]:
-        """Whether the lock is ours now, and the line of the owner before or of the one that holds it."""
+    def _locked(self, handle: int) -> tuple[bool, str, bool]:
+        """Whether the lock is ours now, the line of whoever has or had it, and whether the file system has locks."""
         deadline = time.monotonic() + _LINGER
         while True:
             owner = _line(handle)
@@ -108,12 +115,12 @@ class RunLock:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    return not _lives(owner), owner  # no locks here
+                    return not _lives(owner), owner, False
                 if not owner or _lives(owner) or time.monotonic() > deadline:
-                    return False, owner
+                    return False, owner, True
                 time.sleep(_LOOK)
             else:
-                return True, owner
+                return True, owner, True
 
 
 _HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
@@ -133,9 +140,18 @@ def _line(handle: int) -> str:
     return printable(lines[0].strip()) if lines else ""
 
 
+_OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
+
+
+def _is_here(owner: str) -> bool:
+    """Whether the process that a lock's line names is, or was, one of this machine."""
+    found = _OWNER.fullmatch(owner)
+    return found is not None and found[2] == socket.gethostname()
+
+
 def _lives(owner: str) -> bool:
     """Whether the process that a lock's line names may still run: always, for one of another machine."""
-    found = re.fullmatch(r"process (\d{1,9}) on (\S+), started .*", owner)
+    found = _OWNER.fullmatch(owner)
     if not found or found[2] != socket.gethostname():
         return bool(owner)
     try:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.config.config import Config
 from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import NOTHING
 from lockstep.engines.make import check_copies, model_init, name_of
 from lockstep.engines.shared.blocks import find_blocks
 from lockstep.errors import ConfigError
@@ -21,6 +22,7 @@ from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import rules_of
 from lockstep.run.adapters import adapt, injected
+from lockstep.run.ready_made import align, watch_new_modules
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.transforms import Chosen, prepare
@@ -33,7 +35,9 @@ Say = Callable[[str], None]
 def model_of(
     config: Config, task: Task, world: World, state: dict[str, Any], say: Say, planned: bool = False
 ) -> nn.Module:
-    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world.
+    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world. Collective.
+
+    Those of a model that was made before the run are rank 0's.
 
     Args:
         state: of the checkpoint whose weights it is to take; of adapters it says for which base, see `adapt`. What
@@ -49,10 +53,17 @@ def model_of(
     def make() -> nn.Module:
         with where:
             made: nn.Module = task.model()
+        if where is NOTHING and not planned:
+            check_valued(made)
         return made
 
-    model = on_all_ranks(world, make)
+    with watch_new_modules() as new:
+        model = on_all_ranks(world, make)
     check_initialised(model)
+    differed = 0 if planned else align(model, new, world)  # collective
+    if differed and "global_step" not in state:
+        more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
+        say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
     if isinstance(model, GPT):
         state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
     _check_residual(config, model)
@@ -90,6 +101,21 @@ def check_initialised(model: nn.Module) -> None:
         raise ConfigError(
             f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: make one forward in `model()`, "
             "such as made(torch.zeros(1, 8)), and return it then"
+        )
+
+
+def check_valued(model: nn.Module) -> None:
+    """Refuse a parameter or buffer on the meta device, which has a shape and no values.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    name = next((name for name, tensor in named if tensor.is_meta), None)
+    if name is not None:
+        raise ConfigError(
+            f"the task's `model` returned '{name}' on the meta device, without values: make it on a real device, or "
+            "call model.to_empty(device='cpu') and draw or load every value in `model()`"
         )
 
 

@@ -14,10 +14,12 @@ from lockstep import checkpoint
 from lockstep.config import options
 from lockstep.distributed.world import on_all_ranks
 from lockstep.engines.shared.average import without_average
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import clean, retry_io, storage_error
 from lockstep.run import environment
 from lockstep.run.best import brief
 from lockstep.run.build import Built
+from lockstep.run.finite import note_first
 from lockstep.run.trained import train_now
 from lockstep.run.weights import weights_in
 from lockstep.sinks import Sinks
@@ -49,15 +51,32 @@ def count_restarts(state: dict[str, Any]) -> None:
 
 
 def open_sinks(built: Built) -> Sinks:
-    """What stands in the folder besides checkpoints, and where records go. On rank 0."""
+    """What stands in the folder besides checkpoints, and where records go. On rank 0.
+
+    Raises:
+        ConfigError: a file of the folder cannot be written or read.
+        StorageError: the storage does not answer.
+    """
+    try:
+        return _make_sinks(built)
+    except OSError as error:
+        raise storage_error(error) or ConfigError(
+            f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}"
+        ) from error
+
+
+def _make_sinks(built: Built) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
+    for each in (folder.path, folder.checkpoints):
+        clean(each)
     folder.forget_end()
     folder.forget_trained(built.start)
     folder.write("config.toml", options.to_toml(config, own_task=built.own_task))
     environment.write(folder.environment, environment.describe() | {"sources": dict(built.task.sources)})
-    metrics = JsonLines(folder.metrics, built.start, evaluated=not built.state.get("evaluation_due"))
-    earlier = read(folder.metrics) if built.start else []
+    due = built.state.get("evaluation_due")
+    metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=not due))
+    earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_described(built))
@@ -97,6 +116,7 @@ def load_state(built: Built) -> None:
     elif built.config.init_from:
         _begin_from(built, Path(built.config.init_from).expanduser())
     train_now(built.model, built.state)
+    note_first(built)  # collective in a new run
 
 
 def _begin_from(built: Built, path: Path) -> None:

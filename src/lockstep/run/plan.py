@@ -6,7 +6,7 @@ run_plan.step_plan.steps, run_plan.place(done)
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,12 +14,11 @@ from lockstep.config import options
 from lockstep.config.config import Config, lookup
 from lockstep.config.spans import in_batches
 from lockstep.data.batches import START, Origin, StepPlan
-from lockstep.errors import ResumeError
 from lockstep.run.best import judged_by
 from lockstep.task import Task, written
 from lockstep.tasks.options import FIXED
 
-__all__ = ["RunPlan", "check_epoch", "differences", "in_epoch", "origin_of", "plan_of"]
+__all__ = ["Difference", "RunPlan", "differences", "in_epoch", "origin_of", "plan_of"]
 
 # Options that change what is computed from which data; the rest may change between one start and the next.
 _FIXED = (
@@ -99,7 +98,7 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
     """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
 
     With another batch size than before (--resume-anyway) it begins here, at the position that was reached: no sample is
-    left out and none comes twice (`check_epoch` refuses what would break that). Else where it began before.
+    left out and none comes twice (`check_plan` refuses what would break that). Else where it began before.
     """
     before = state.get("plan", {}).get("batch_size", config.batch_size)
     if before != config.batch_size:
@@ -134,26 +133,18 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
     }
 
 
-def check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) -> None:
-    """Raise where a resume has another number of samples in an epoch of the same data, by its limit and batch size.
+class Difference(NamedTuple):
+    """A number of the plan that a resume finds changed."""
 
-    Raises:
-        ResumeError: which sample stands at a position goes by that number, so samples would come twice.
-    """
-    then = before.get("samples", now["samples"])
-    if then == now["samples"] or before.get("dataset_samples", then) != now["dataset_samples"]:
-        return
-    raise ResumeError(
-        f"an epoch had {then} samples, and has {now['samples']} with --limit-train-batches "
-        f"{config.limit_train_batches} and --batch-size {config.batch_size}: some would come twice; give a limit that "
-        "leaves as many, or use another --experiment-name"
-    )
+    key: str
+    before: Any
+    now: Any
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys that differ, each with both values: `seed (0 before, 1 now)`. What was left out is at its default.
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
+    """Compare the plans of a checkpoint and of this start.
 
-    So is an option that was not there yet when the run was started.
+    What a plan leaves out is at its default, and so is an option that is younger than the run.
     """
     plain, kept = Config(), options.flat(Config(), own_task=True)
     left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
@@ -161,5 +152,4 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     added = {name: value for name, value in kept.items() if name.startswith(younger) and value != "auto"}
     everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
     before, now = left_out | added | everything | before, left_out | now
-    keys = [key for key in now if before.get(key) != now[key]]
-    return [f"{key} ({before.get(key)} before, {now[key]} now)" for key in keys]
+    return [Difference(key, before.get(key), now[key]) for key in now if before.get(key) != now[key]]

@@ -34,7 +34,8 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     first, last = warmup + 1, warmup + steps
     name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # that of rank 0 is taken
     traced = f"{first}:{last}"
-    run = Run(dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False), task)
+    config = dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False)
+    run = Run(config, task, _least_steps=last + 1)  # however small the training set is
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the run's summary is not asked for
         result = run()
     if run.is_main:

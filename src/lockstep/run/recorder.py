@@ -7,11 +7,13 @@ books.log(record)               # the window's record, where one ends with this 
 """
 
 import json
+import logging
 import time
 from functools import partial
 from typing import Any, Self
 
 from lockstep import checkpoint
+from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import marked
@@ -21,7 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
-from lockstep.errors import PeerError, said
+from lockstep.errors import LockstepError, PeerError, StorageError, said
 from lockstep.guards.hang_watchdog import of_a_peer
 from lockstep.guards.loader import loading_failures
 from lockstep.records import EvaluationRecord, StepRecord
@@ -31,6 +33,8 @@ from lockstep.run.best import JUDGED, brief, judged, out_of_patience, shown, sto
 from lockstep.run.build import Built
 from lockstep.run.course import kept
 from lockstep.run.evaluate import evaluate_all, numbered
+from lockstep.run.finite import exempt_names, not_finite_now, where_not_finite
+from lockstep.run.folder import RunFolder
 from lockstep.run.meter import Meter
 from lockstep.run.plateau import looked_at
 from lockstep.run.trained import note
@@ -39,6 +43,7 @@ from lockstep.transforms.eager import eager
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
 
+_LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
 _TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
 
@@ -196,14 +201,17 @@ class RunRecorder:
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
         """In the saver's thread, with its own group."""
         folder = self._built.folder
-        checkpoint.write_share(folder.path, done, share, state, world, engine=self._engine_name)  # collective
+        names = exempt_names(state, (piece.name for piece in share.pieces))
+        checkpoint.write_share(
+            folder.path, done, share, state, world, engine=self._engine_name, exempt=names
+        )  # collective
         if world.is_main:
             self._tidy(state)
 
     def _tidy(self, state: dict[str, Any]) -> None:
         """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
         folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
-        folder.write_state(state)
+        _write_state(folder, state)
         if self._saves:
             checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
 
@@ -222,14 +230,17 @@ class RunRecorder:
         Every rank takes part in the sample, since the forward of a split model needs them all.
 
         Raises:
-            LockstepError: the last save failed: what it should have kept is lost.
+            LockstepError: the last save failed: what it should have kept is lost. Or tensors are not finite.
         """
         built = self._built
         self.saver.settle(last=True)  # collective
+        if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
+            line = not_finite_line([*found], where_not_finite(found, built.world))
+            raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too
-            built.folder.write_state(built.state)
+            _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
             with eager():  # an own task's too
@@ -269,3 +280,11 @@ class RunRecorder:
             return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+
+
+def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:
+    """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
+    try:
+        folder.write_state(state)
+    except (OSError, StorageError) as error:
+        _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)

@@ -16,7 +16,6 @@ import json
 import logging
 import time
 import traceback
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import options
-from lockstep.config.config import Config
 from lockstep.distributed.members import Generation, Member, Report
 from lockstep.distributed.step_exchange import REGROUP
 from lockstep.distributed.world import World, on_all_ranks
@@ -92,11 +90,12 @@ def why_not(built: Built) -> str:
     return ""
 
 
-def built_to_join(config: Config, given: Any, world: World, kept: dict[str, Any], member: Member) -> Built:
+def built_to_join(session: Session, world: World, member: Member) -> Built:
     """What this process needs to take part in a run that goes on: all but state and groups, made by itself."""
+    config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
-    built = build(alone, given, world, kept, joins=True)
+    built = build(alone, session.given, world, session.kept, joins=True, least=session.least_steps)
     built.config = dataclasses.replace(built.config, engine=config.engine, shares=config.shares)
     return built
 

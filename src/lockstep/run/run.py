@@ -73,8 +73,8 @@ class Run:
         world: one that this process joined already, and will leave itself; None: joined here, and left at the end.
     """
 
-    def __init__(self, config: Config, task: Any = None, world: World | None = None) -> None:
-        self._session = Session(config, task, world)
+    def __init__(self, config: Config, task: Any = None, world: World | None = None, *, _least_steps: int = 0) -> None:
+        self._session = Session(config, task, world, least_steps=_least_steps)
         self._steps: Training | None = None
 
     def __enter__(self) -> Self:

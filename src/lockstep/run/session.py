@@ -56,6 +56,7 @@ class Session:
         tries: how often new groups were formed since the last step.
         save_due: the checkpoint of the present step, or one before it, was lost with a rank.
         timeline: where the time goes.
+        least_steps: that the plan is to have, by going on through further epochs.
     """
 
     config: Config
@@ -88,6 +89,7 @@ class Session:
     tries: int = 0
     save_due: bool = False
     timeline: Timeline = field(default_factory=Timeline)
+    least_steps: int = 0
 
     @property
     def status_when_left(self) -> str:

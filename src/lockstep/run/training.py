@@ -10,18 +10,18 @@ import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
+from lockstep.distributed.launcher_watch import end_with_launcher
 from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import LockstepError, PeerError, RankLost, UsageError
+from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError, UsageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
 from lockstep.guards.told import all_do
 from lockstep.launch import failure
-from lockstep.launch.exit_with_launcher import tie
 from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.timeline import BODY, ENDING, RECOVERY, START, TRAINING
@@ -49,6 +49,7 @@ from lockstep.run.defaults import described_loss, described_optimizer, described
 from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
+from lockstep.run.rank_table import log_ranks
 from lockstep.run.recovery import (
     Anew,
     built_to_join,
@@ -83,7 +84,7 @@ def training(session: Session) -> Training:
         LockstepError: the run failed.
         KeyboardInterrupt: Ctrl-C; all is saved.
     """
-    tie()
+    end_with_launcher()
     session.timeline.begin()
     session.member = member_of(session.world)
     joins = session.member is not None and session.member.is_new
@@ -130,8 +131,10 @@ def _attempts(session: Session) -> Training:
         assert world is not None
         try:
             with explained(None, world):
-                built = build(session.config, session.given, world, session.kept)
-        except (PeerError, RuntimeError) as error:
+                built = build(session.config, session.given, world, session.kept, least=session.least_steps)
+        except (CheckpointError, PeerError, RuntimeError) as error:
+            if isinstance(error, CheckpointError) and session.status != "new":
+                raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)
@@ -160,7 +163,7 @@ def _join(session: Session, member: Member) -> Training:
     """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
     assert session.joined is not None
     with explained(None, session.joined):
-        built = built_to_join(session.config, session.given, session.joined, session.kept, member)
+        built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
     session.note_first(built.own)
@@ -214,9 +217,11 @@ def _in_folder(session: Session, built: Built) -> Training:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
         count_restarts(built.state)
         _announce(built)
+        for line in built.notes:
+            _LOG.info("%s", line, extra={"only_file": True})
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
+        session.sinks = on_all_ranks(world, lambda: open_sinks(built) if world.is_main else Sinks([]))  # collective
         if world.is_main:
-            session.sinks = open_sinks(built)
             session.timeline.open(built.folder.timeline, built.start, world.size)
         load_state(built)
         if session.status == "new":
@@ -357,12 +362,13 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
     if built.world.is_main:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
-        with suppress(OSError):  # the disk that is full, and why it failed
+        with suppress(OSError, StorageError):  # the disk that is full, and why it failed
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
 
 
 def _announce(built: Built) -> None:
-    """What a step is, what takes it, and what is worth a warning."""
+    """What a step is, what takes it and where, and what is worth a warning. Collective."""
+    log_ranks(built.world)  # collective
     _LOG.info(described_step(built.run_plan, built.world.size))
     if line := described_loss(built.run_plan, built.task):
         _LOG.info(line)

@@ -11,19 +11,17 @@ a loss is a sum or a mean, and whether a metric adds up, shows there.
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches, MicroBatch
-from lockstep.data.fetch import blamed
+from lockstep.data.fetch import blamed, generators_kept
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.make import undo_step
@@ -285,12 +283,12 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
     owned = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     own: Iterable[Tensor] = task.state_dict().values()
     held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
     try:
-        yield
+        with generators_kept():
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -302,8 +300,5 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
                 if tensor.shape != before.shape:
                     tensor.resize_(before.shape)
                 tensor.copy_(before)
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
         if drawn is not None:
             torch.cuda.set_rng_state(drawn, device)

@@ -4,6 +4,7 @@ found = chosen(Path("outputs/mine"), "best")
 fill(found, model)
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lockstep.errors import CheckpointError
 from lockstep.run.folder import RunFolder
 
 __all__ = ["chosen", "fill", "weights_in"]
+
+_LOG = logging.getLogger("lockstep")
 
 
 def fill(
@@ -62,10 +65,19 @@ def chosen(path: Path, which: str | int) -> Path:
     if which == "best":
         folder = RunFolder(str(path.parent), path.name)
         which = (folder.read_evaluated().get("best") or {}).get("step", "last")
-    step = steps[-1] if which == "last" else int(which)
+    step = _last(path, steps) if which == "last" else int(which)
     if step not in steps:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     return checkpoint.path_of(path, step)
+
+
+def _last(path: Path, steps: list[int]) -> int:
+    """The newest of these steps whose tensors are finite; where there is none, the newest."""
+    for step in reversed(steps):
+        if not checkpoint.is_marked(checkpoint.path_of(path, step)):
+            return step
+        _LOG.warning("skipped checkpoint %s: it has tensors that are not finite", checkpoint.path_of(path, step))
+    return steps[-1]
 
 
 def weights_in(path: Path, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:

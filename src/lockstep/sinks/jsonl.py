@@ -9,6 +9,7 @@ Every line is valid JSON. JSON has no NaN or infinity and null would lose which 
 strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -42,7 +43,7 @@ class JsonLines:
         if path.exists():
             _trim(path, resume_step, evaluated)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        self._torn = False
+        self._end, self._torn = os.fstat(self._file.fileno()).st_size, False  # bytes of whole lines
 
     def start(self, info: dict[str, Any]) -> None:
         """Nothing: what a run is lies in its other files."""
@@ -50,18 +51,29 @@ class JsonLines:
     def log(self, record: dict[str, Any]) -> None:
         """Appends the record; numbers of numpy and torch become plain ones (a tensor on a device is waited for)."""
         line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
-        if self._torn:  # an earlier write failed half-way, on a full disk: its rest must not spoil this line
-            line = b"\n" + line
-        self._torn = True
-        while line:
-            line = line[self._file.write(line) or 0 :]
-        self._torn = False
+        self._mend()
+        end, self._torn = self._end + len(line), True
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError:  # a full disk, perhaps half-way
+            with contextlib.suppress(OSError):
+                self._mend()
+            raise
+        self._end, self._torn = end, False
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Closes the file, its contents on the disk."""
         if not self._file.closed:
             with self._file:
+                self._mend()
                 os.fsync(self._file.fileno())
+
+    def _mend(self) -> None:
+        """Cuts off what a write that failed has left of its line."""
+        if self._torn:
+            os.ftruncate(self._file.fileno(), self._end)
+            self._torn = False
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = self._resume_step + 1 if self._resume_step else None
+        purge = self._resume_step + 1 if self._resume_step else 0  # where a run begins again, all that was before
         self._writer = SummaryWriter(self._folder, purge_step=purge)
         text = mask(json.dumps(info, indent=1, default=str))
         self._writer.add_text("run", f"```\n{text}\n```", self._resume_step)

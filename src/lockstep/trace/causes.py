@@ -46,7 +46,37 @@ CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
     "changed-weights": (
         "something other than the optimizer changed the weights between two updates",
-        {"": "look at what runs after the update: a load, an average of weights, a clamp, a defective memory"},
+        {
+            "": "look at what runs besides the update: a perturbation that is not taken back (SAM), a load, an "
+            "average of weights, a clamp; where nothing does, a defective memory"
+        },
+    ),
+    "frozen": (
+        "part of the model is frozen in one run alone",
+        {"": "set requires_grad alike in both runs, before the optimizer is made"},
+    ),
+    "outside-optimizer": (
+        "the optimizer was not given all of the model's parameters",
+        {"": "make the optimizer once the model is whole, of all its parameters, or add_param_group() later"},
+    ),
+    "stale-optimizer": (
+        "the optimizer holds other tensors than the model's: it was made before they were replaced",
+        {
+            "": "make the optimizer after what replaces parameters: loading, copying, sharding or converting the model",
+            "accelerate": "give the model and the optimizer to accelerator.prepare() in one call",
+        },
+    ),
+    "other-model": (
+        "the two runs train other models: a tensor is in one alone",
+        {"": "make the model alike in both runs"},
+    ),
+    "no-gradient": (
+        "part of the model gets no gradient in one run alone",
+        {"": "look for a detach(), a no_grad() or a branch of the forward that leaves it out"},
+    ),
+    "kept-gradient": (
+        "the gradients of the update before were not cleared, so this step's were added to them",
+        {"": "call optimizer.zero_grad() once for each update, before the first backward that follows it"},
     ),
     "overlapping": ("every rank reads the same samples", _SHARD),
     "batch-size": (
@@ -165,6 +195,10 @@ CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "reduction": (
         "the gradient is not the mean over all ranks",
         {"": "look at what happens between backward and the update"},
+    ),
+    "gradient": (
+        "the gradient is another one, although weights, samples and loss agree",
+        {"": "look at what happens between backward and the update: gradients left over, hooks, a second loss"},
     ),
     "clip-before-reduce": (
         "gradients are clipped before they are reduced: each rank by the norm of its own",

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import torch
-from torch import Tensor
 
 from lockstep.trace.held import Reading
+from lockstep.trace.names import Entry
 from lockstep.trace.pooled import SLOTS, Pool, Slots
-from lockstep.trace.sums import WIDTH, Place, Plan, plain
+from lockstep.trace.sums import WIDTH, Plan, plain
 from lockstep.trace.writing import Writer, header, place, written
 
-__all__ = ["Entry", "Journal", "Options", "quiet"]
+__all__ = ["Journal", "Options", "quiet"]
 
 _LAYOUTS = 32  # that are kept
 _FIRST = 3  # steps of a process in which everything is digested
@@ -33,7 +33,6 @@ _SELDOM = 10  # steps between two of those after them
 _WAIT = 0.02  # seconds that a step's record may wait for those behind it
 
 P = ParamSpec("P")
-Entry = tuple[str, Tensor, Place]  # name, local tensor, its place in the whole
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,14 @@ class Journal:
     Attributes:
         on: whether anything is recorded.
         busy: within the recorder itself, whose own operations are not the script's.
+        fresh: no step was recorded yet.
         step: optimizer steps that were made.
         record: of the present one.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.on, self.busy = True, False
+        self.on, self.busy, self.fresh = True, False, True
         self.step = 0
         self.record = _fresh()
         self.reading = Reading()
@@ -121,11 +121,6 @@ class Journal:
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was written yet."""
-        return self._writer is None
 
     @property
     def thorough(self) -> bool:
@@ -197,6 +192,11 @@ class Journal:
             plans.append((here, Plan([plains[index] for index in here], [places[index] for index in here])))
         return _Layout(tables, plans, None)
 
+    def names(self, kind: str, entries: list[Entry]) -> None:
+        """Puts the names of tensors into the record, where there are any."""
+        if entries:
+            self.record[kind] = self._table(entries)
+
     def _table(self, entries: list[Entry]) -> int:
         """The number of the table with these names, which is written once."""
         table: dict[str, list[Any]] = {
@@ -217,6 +217,7 @@ class Journal:
         if "weights" not in self.record:
             self._left = None
         if self.within():
+            self.fresh = False
             if self._rank < 0 or self.thorough:
                 self._rank = place()[0]
             self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
@@ -241,7 +242,7 @@ class Journal:
 
     def close(self) -> None:
         """The process ends: what came after the last step is written."""
-        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0]})
+        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0], "error": _error()})
         if self._writer is not None or self.record["fwd"]:
             self._flush()
         self.on = False
@@ -273,6 +274,12 @@ class Journal:
 
 def _described(entries: list[Entry]) -> list[Any]:
     return [(name, at, local.shape, local.device) for name, local, at in entries]
+
+
+def _error() -> str:
+    """The class of the error that ends this process, "" where none does; its text may hold data."""
+    kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
+    return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
 
 
 def _fresh() -> dict[str, Any]:

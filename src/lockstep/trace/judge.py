@@ -14,11 +14,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lockstep.trace.coverage import every, matched
+from lockstep.trace.judge_coverage import count_data, count_numbers, uncovered, unended
 from lockstep.trace.judge_data import data_difference
 from lockstep.trace.judge_evaluation import evaluation_difference
 from lockstep.trace.judge_gradient import first_module, gradient_difference
 from lockstep.trace.judge_normalisation import items_unequal
 from lockstep.trace.judge_random import random_difference
+from lockstep.trace.judge_sets import (
+    buffer_sets,
+    gradient_sets,
+    kept_gradient,
+    parameter_sets,
+    state_sets,
+    unmatched_gradients,
+)
 from lockstep.trace.judge_trained import Trained
 from lockstep.trace.judge_update import (
     begin_state,
@@ -28,10 +38,11 @@ from lockstep.trace.judge_update import (
     update_count,
     update_difference,
 )
+from lockstep.trace.judge_weights import changed_weights, initial_difference
 from lockstep.trace.limits import gradient_limit
 from lockstep.trace.pairing import Pair, Spot, apart, paired
-from lockstep.trace.reading import Part, Run, TraceError, distance
-from lockstep.trace.step import FIRST, SECOND, Step, apart_from_each_other, share, unlike
+from lockstep.trace.reading import Part, Run, distance
+from lockstep.trace.step import Step, apart_from_each_other, unlike
 from lockstep.trace.verdict import Finding, Verdict
 
 __all__ = ["judged"]
@@ -45,8 +56,13 @@ def judged(one: Run, two: Run) -> Verdict:
     pair = paired(one, two)
     verdict = Verdict(one.name, two.name)
     _hide_unplaced(pair, [*one.parts, *two.parts], verdict)
-    _check_names(pair, verdict)
     _notes(pair, verdict)
+    verdict.missing += unended(pair)
+    names = [side.spots[0].tensors("initial") for side in (pair.one, pair.two)]
+    if names[0] and names[1] and not matched(*names).both:
+        text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
+        verdict.missing.append(f"no parameter of one name is in both: {text}")
+        return verdict
     state = _State()
     for number, (first, second) in enumerate(pair.steps):
         step = Step(pair, pair.one.spots[first], pair.two.spots[second], (first, second), number, state.off)
@@ -59,6 +75,7 @@ def judged(one: Run, two: Run) -> Verdict:
         if not verdict.unproven:
             verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
         state.trained.look(step.two)
+        count_data(step, verdict.compared)
         if not verdict.unproven:
             state.follow(step, verdict)
     for side in (pair.one, pair.two):
@@ -69,7 +86,8 @@ def judged(one: Run, two: Run) -> Verdict:
     if state.noise:
         text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
         verdict.notes.append(f"{text}; how far these are apart is not counted")
-    verdict.finding = _end(pair, verdict)
+    verdict.finding = _end(pair)
+    verdict.missing += uncovered(pair, verdict)
     return verdict
 
 
@@ -92,7 +110,8 @@ class _State:
         """Takes in a step in which no mistake was found."""
         mine, theirs = step.one.tensors("weights"), step.two.tensors("weights")
         before = self.bits
-        self.bits &= all(mine[name].digest == theirs[name].digest for name in mine.keys() & theirs.keys())
+        self.bits &= every(mine[name].digest == theirs[name].digest for name in matched(mine, theirs).both)
+        count_numbers(step, verdict.compared)
         if before and not self.bits:
             verdict.notes += _parting(step)
         verdict.bits += self.bits
@@ -129,24 +148,8 @@ def _hide_unplaced(pair: Pair, parts: list[Part], verdict: Verdict) -> None:
     names = sorted({name for kind, name in found if kind != "state"})
     if names:
         text = f"tensors that are sharded in a way that is not known: {len(names)}, such as {names[0]}"
-        verdict.notes.append(f"{text}; they are not compared")
-
-
-def _check_names(pair: Pair, verdict: Verdict) -> None:
-    """Raises TraceError where there is nothing to compare; notes what only one run has."""
-    names = [list(side.spots[0].tensors("initial")) for side in (pair.one, pair.two)]
-    if all(names) and not set(names[0]) & set(names[1]):
-        text = f"the first trains {names[0][0]} and others, the second {names[1][0]} and others"
-        raise TraceError(f"{pair.one.name} and {pair.two.name} have no parameter of one name in common: {text}")
-    for run, mine, theirs in ((FIRST, names[0], names[1]), (SECOND, names[1], names[0])):
-        only = [name for name in mine if name not in theirs]
-        if only and theirs:
-            verdict.notes.append(f"{len(only)} parameters are in {run} alone, such as {only[0]}")
-    for side in (pair.one, pair.two):
-        part = side.spots[0].part
-        if len(part.ranks) < part.world:
-            text = f"{side.name}: {part.world} ranks trained, and {len(part.ranks)} of them are recorded"
-            verdict.notes.append(f"{text}; of several nodes copy the files rank*.jsonl of all into one folder")
+        unknown = any(kind == "weights" for kind, _ in found)
+        (verdict.missing if unknown else verdict.notes).append(f"{text}; they are not compared")
 
 
 def _parting(step: Step) -> list[str]:
@@ -167,7 +170,8 @@ def _parting(step: Step) -> list[str]:
 
 def _difference(step: Step, verdict: Verdict) -> Finding | None:
     checks: list[Callable[[Step], Finding | None]] = [
-        _initial,
+        initial_difference,
+        parameter_sets,
         begin_state,
         partial(evaluation_difference, tail=False),
         update_count,
@@ -176,78 +180,22 @@ def _difference(step: Step, verdict: Verdict) -> Finding | None:
         checks += [data_difference, rate_difference]
     else:
         checks += [
-            _changed,
+            changed_weights,
             partial(_computed, verdict=verdict),
             rate_difference,
             update_difference,
-            begin_state,
+            buffer_sets,
             buffer_difference,
+            state_sets,
             state_difference,
         ]
     for check in checks:
         found = check(step)
         if found is not None:
             return found
-        if verdict.unproven and check not in (_initial, begin_state, update_count, rate_difference):
+        if verdict.unproven and isinstance(check, partial) and check.func is _computed:
             return rate_difference(step)
     return None
-
-
-# Stages, in order.
-
-
-def _initial(step: Step) -> Finding | None:
-    if step.number:
-        return None
-    for name, spot in step.sides():
-        for kind in ("initial", "initial buffers"):
-            wrong = next(((n, w) for n, w in spot.tensors(kind).items() if w.other and not w.other[1] <= 1e-30), None)
-            if wrong and kind == "initial" and wrong[1].other:
-                rank, error = wrong[1].other
-                text = f"in {name} it differs from rank 0's by {share(error, wrong[1].norm)}"
-                return step.finding("initial weights", "rank-weights", text, wrong[0], rank)
-    if step.pair.shift:
-        return None
-    mine, theirs = step.one.tensors("initial"), step.two.tensors("initial")
-    for name in [name for name in mine if name in theirs]:
-        error = distance(mine[name].sketch, theirs[name].sketch)
-        if mine[name].digest != theirs[name].digest and not error <= 1e-6 * (mine[name].norm + theirs[name].norm):
-            text = f"it differs by {share(error, mine[name].norm)}"
-            return step.finding("initial weights", "other-weights", text, name)
-    return None
-
-
-def _changed(step: Step) -> Finding | None:
-    """Weights whose bits are not those that the last update left, on some ranks alone or in one run alone."""
-    if not step.number:
-        return None
-    for name, spot in step.sides():
-        if spot.begins or not spot.at:
-            continue
-        begin = spot.tensors("begin")
-        other = step.one if spot is step.two else step.two
-        for tensor, whole in begin.items():
-            if whole.other and spot.part.tensors(spot.at - 1, "weights").get(tensor, whole).other is None:
-                rank = whole.other[0]
-                text = (
-                    f"in {name} its bits changed since step {spot.at - 1} ended, by {share(whole.other[1], whole.norm)}"
-                )
-                return step.finding("weights", "changed-weights", text, tensor, rank)
-        if other.begins or not other.at:
-            continue
-        moved, theirs = (_moved(each) for each in (spot, other))
-        only = sorted(moved - theirs)
-        if only and other.tensors("begin"):
-            text = f"in {name} its bits changed since step {spot.at - 1} ended"
-            return step.finding("weights", "changed-weights", text, only[0])
-    return None
-
-
-def _moved(spot: Spot) -> set[str]:
-    before = spot.part.tensors(spot.at - 1, "weights")
-    return {
-        name for name, whole in spot.tensors("begin").items() if name in before and before[name].digest != whole.digest
-    }
 
 
 def _computed(step: Step, verdict: Verdict) -> Finding | None:
@@ -267,22 +215,25 @@ def _computed(step: Step, verdict: Verdict) -> Finding | None:
     if by_design and unequal is None:
         verdict.unproven = by_design
         return None
-    return gradient_difference(step)
+    found = gradient_sets(step) if unequal is None else None
+    if found is not None:
+        return found
+    found = gradient_difference(step)
+    if found.stage != "reduction" or unequal is not None:
+        return found
+    if found.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
+        found = step.finding("gradient", "gradient", found.text, found.where)  # of one process nothing is reduced
+    return kept_gradient(step) or found
 
 
 def _flagged(step: Step) -> list[str]:
     """Gradients that are further off than rounding explains."""
     mine, theirs = step.one.tensors("grad"), step.two.tensors("grad")
-    if not mine or not theirs:
+    if step.one.hidden or step.two.hidden:
         return _norms_off(step)
     norm = math.sqrt(max(sum(whole.square for whole in side.values()) for side in (mine, theirs)))
-    found = []
-    for name in [*mine, *(n for n in theirs if n not in mine)]:
-        if name not in mine or name not in theirs:
-            absent = (theirs.get(name) or mine[name]).norm
-            if absent > step.limit * norm:
-                found.append(name)
-            continue
+    found = unmatched_gradients(step)
+    for name in matched(mine, theirs).both:
         error = distance(mine[name].sketch, theirs[name].sketch)
         in_both = math.isnan(error) and math.isnan(mine[name].square + theirs[name].square)  # not finite
         if mine[name].digest != theirs[name].digest and not in_both and not error <= step.limit * norm:
@@ -309,23 +260,14 @@ def _norms_off(step: Step) -> list[str]:
     return [] if abs(norms[0] - norms[1]) <= step.limit * max(norms) else ["norm"]
 
 
-def _end(pair: Pair, verdict: Verdict) -> Finding | None:
+def _end(pair: Pair) -> Finding | None:
     """What came after the last step, and whether both made as many."""
     one, two = len(pair.one.spots), len(pair.two.spots) + pair.shift
-    last = pair.steps[-1] if pair.steps else (0, 0)
+    less, more = (pair.one, pair.two) if one < two else (pair.two, pair.one)
+    if not pair.steps or less.window or more.window or less.stop or (one == two and more.stop):
+        return None
+    last = pair.steps[-1]
     step = Step(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
-    sides = (pair.one, pair.two)
-    less = min(zip((one, two), sides, strict=True), key=lambda each: each[0])[1]
-    failed = one != two and less.code != 0 and pair.one.code != pair.two.code
-    if failed or not all(side.ended for side in sides):
-        for side in sides:
-            stopped = f"ended with exit code {side.code}" if failed and side is less else ""
-            how = stopped if side.ended else "was cut off"
-            if how:
-                verdict.notes.append(f"{side.name} {how} after step {len(side.spots) - 1}: compared as far as it goes")
-        return None
-    if pair.one.window or pair.two.window:
-        return None
     if one != two:
         text = f"{pair.one.name} makes {one} steps and {pair.two.name} {two}"
         found = step.finding("steps", "step-count", text)
@@ -350,4 +292,7 @@ def _notes(pair: Pair, verdict: Verdict) -> None:
             verdict.notes.append(f"{name} is {mine} in the first and {theirs} in the second")
     if heads[0]["script"] != heads[1]["script"]:
         verdict.notes.append("the scripts are not the same file")
-    verdict.notes += [side.cut for side in (pair.one, pair.two) if side.cut]
+    for side in (pair.one, pair.two):
+        if side.full:
+            text = f"{side.name}: the recording ended behind step {len(side.spots) - 1}"
+            verdict.notes.append(f"{text}, at the limit of --max-mb")

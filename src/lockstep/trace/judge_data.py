@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from lockstep.trace.coverage import every
 from lockstep.trace.judge_normalisation import same_effect
 from lockstep.trace.pairing import Side
 from lockstep.trace.samples_used import Sample, Use, counted, readers, trained
@@ -21,7 +22,7 @@ def data_difference(step: Step) -> Finding | None:
         return None
     for name, samples in ((SECOND, two), (FIRST, one)):
         parts = [Counter(sample.content for sample in each) for each in samples.values() if each]
-        if len(parts) > 1 and all(part == parts[0] for part in parts):
+        if len(parts) > 1 and every(part == parts[0] for part in parts):
             return step.finding(
                 "data", "overlapping", f"in {name} all ranks hold {_listed(samples[min(samples)])}", "samples", 1
             )

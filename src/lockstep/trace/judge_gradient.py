@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from lockstep.trace.coverage import every
 from lockstep.trace.judge_normalisation import normalisation_difference
 from lockstep.trace.limits import outputs_of
 from lockstep.trace.pairing import Spot
@@ -69,7 +70,7 @@ def _clipped_apart(step: Step) -> Finding | None:
             continue
         first = known[min(known)]
         wrong = next((rank for rank, norm in known.items() if abs(norm - first) > _ALIKE * max(norm, first)), None)
-        same = all(
+        same = every(
             whole.other is None or whole.other[1] <= _ALIKE * whole.norm for whole in spot.tensors("grad").values()
         )
         if wrong is not None and same:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.trace.coverage import every
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import Whole, distance
 from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, share, unlike
@@ -108,7 +109,7 @@ def _unequal(one: dict[str, Any], two: dict[str, Any]) -> str:
         if key in ("fused", "foreach", "initial_lr", "n") or one[key] == two[key]:
             continue
         numbers = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (one[key], two[key])]
-        if all(isinstance(value, int | float) for value in numbers) and math.isclose(
+        if every(isinstance(value, int | float) for value in numbers) and math.isclose(
             *numbers, rel_tol=1e-6, abs_tol=1e-30
         ):
             continue

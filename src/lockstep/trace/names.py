@@ -9,7 +9,7 @@ piece(parameter)                    # (local tensor, its place in the whole)
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.trace.sums import Place
 
-__all__ = ["OPAQUE", "WHOLE", "Names", "is_wrapper", "piece"]
+__all__ = ["OPAQUE", "WHOLE", "Entry", "Names", "is_wrapper", "piece"]
+
+Entry = tuple[str, Tensor, Place]  # name, local tensor, its place in the whole
 
 OPAQUE = Place(-1)  # of a shard whose place is not known
 WHOLE = Place(0)
@@ -71,11 +73,11 @@ class Names:
         """How many roots were called."""
         return len(self._roots)
 
-    def roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """(what its names begin with, root): nothing for the first."""
+    def roots(self, only: int | None = None) -> Iterator[tuple[str, nn.Module]]:
+        """(what its names begin with, root): nothing for the first; `only`: this one."""
         for number, root in enumerate(self._roots):
             held = root()
-            if held is not None:
+            if held is not None and only in (None, number):
                 kind = type(held).__name__.removeprefix("FSDP")
                 yield (f"{kind}#{number}/" if number else ""), held
 
@@ -85,30 +87,38 @@ class Names:
             self._learn()
         return self._known.get(id(parameter))
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for prefix, root in self.roots():
+    def parameters(self, only: int | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+        for prefix, root in self.roots(only):
             for name, parameter in root.named_parameters():
                 yield prefix + _clean(name), parameter
 
-    def buffers(self, look: bool) -> Iterator[tuple[str, Tensor]]:
-        """Those of the modules that are known; `look`: the roots are searched for further modules."""
-        if look or not self._modules:
-            self._modules = [
+    def buffers(self, look: bool, only: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Those of the modules that are known, or of `only` this root; `look`: it is searched for further modules."""
+        modules = self._modules
+        if look or not modules:
+            modules = [
                 (prefix, _clean(name + "." * bool(name)), weakref.ref(module))
-                for prefix, root in self.roots()
+                for prefix, root in self.roots(only)
                 for name, module in root.named_modules()
             ]
+            self._modules = modules if only is None else self._modules
         seen = set()
-        for prefix, path, known in self._modules:
+        for prefix, path, known in modules:
             module = known()
             for name, buffer in module._buffers.items() if module is not None else ():
                 if buffer is not None and (prefix, id(buffer)) not in seen:
                     seen.add((prefix, id(buffer)))
                     yield prefix + path + name, buffer
 
-    def start(self, parameter: Tensor) -> int | None:
-        """Where this shard of FSDP 1 begins, or None for a parameter of any other kind."""
-        return self._flat.get(id(parameter))
+    def entry(self, name: str, tensor: Tensor) -> Entry:
+        """(name, what this rank holds of a tensor, its place in the whole)."""
+        local, place = piece(tensor)
+        flat = self._flat.get(id(tensor))  # where this shard of FSDP 1 begins
+        return name, local, place if flat is None else Place(flat)
+
+    def entries(self, named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
+        """The same of several; none of a tensor without values."""
+        return [self.entry(name, tensor) for name, tensor in named if not tensor.is_meta]
 
     def generators(self, module: nn.Module, look: bool) -> list[tuple[str, torch.Generator]]:
         """Generators that a root or one of its parts keeps for itself; those that are known unless `look`."""

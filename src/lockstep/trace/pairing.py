@@ -7,12 +7,14 @@ pair.steps              # [(Spot, Spot), ...]
 import math
 from dataclasses import dataclass, field
 
+from lockstep.trace.coverage import every, matched
 from lockstep.trace.reading import Part, Rank, Run, Whole, distance
 from lockstep.trace.samples_used import Samples
 
 __all__ = ["Pair", "Side", "Spot", "apart", "paired"]
 
 _NEAR = 0.2  # share of a step's own way within which two weights are of the same step
+_BACK = 16  # updates in which each of several optimizers has had its turn
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,25 @@ class Spot:
     def tensors(self, kind: str) -> dict[str, Whole]:
         return self.part.tensors(self.at, kind)
 
+    @property
+    def hidden(self) -> bool:
+        """Whether its engine keeps the gradients to itself and says their norm alone."""
+        return bool(next(iter(self.part.records(self.at).values()))["kind"] == "DeepSpeedEngine")
+
+    def left(self) -> dict[str, Whole]:
+        """The weights of this step's optimizer as the updates before left them, else as the model began."""
+        wanted, found = self.tensors("weights").keys(), dict[str, Whole]()
+        for at in range(self.at, max(-1, self.at - _BACK), -1):
+            earlier = self.part.tensors(at, "weights") if at != self.at else {}
+            for known in (earlier, self.part.tensors(at, "initial")):
+                found.update({name: known[name] for name in wanted - found.keys() if name in known})
+            if not wanted - found.keys():
+                break
+        return found
+
     def before(self) -> dict[str, Whole]:
-        """The weights that the step begins with."""
-        if not self.at:
-            return self.tensors("initial")
-        return {**self.part.tensors(self.at - 1, "weights"), **self.tensors("begin")}
+        """The weights that the update begins with."""
+        return {**self.left(), **self.tensors("begin")}
 
 
 @dataclass
@@ -38,18 +54,18 @@ class Side:
     """One run, in the order in which it counts: what a restart did again replaces what was done before.
 
     Attributes:
-        tail: what came behind the last step, where it was recorded; ended: no process was cut off.
-        window: only some of the steps were recorded.
-        code: the command's exit code.
+        tail: what came behind the last step, where it was recorded.
+        window: only some of the steps were recorded, as `--steps` or `--max-mb` asks.
+        stop: how it stopped before its end; "" where it came there by itself, or to the end of what was asked for.
+        full: the recording ended at the limit of `--max-mb`.
     """
 
     name: str
     spots: list[Spot]
     tail: Spot | None
-    ended: bool
     window: bool = False
-    cut: str = ""
-    code: int = 0
+    stop: str = ""
+    full: bool = False
     samples: dict[int, Samples] = field(default_factory=dict)
 
     @property
@@ -104,25 +120,39 @@ def _side(run: Run) -> Side:
         first = Spot(part, 0, begins=at != 0)  # one that begins anew is no resume
         spots = [*spots[:at], first, *fresh[1:]]
     last = run.parts[-1]
-    ended = all(rank.end is not None and not rank.full for rank in last.ranks.values())
     window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
-    cut = next((f"{run.name}: {rank.failed}" for rank in last.ranks.values() if rank.failed), "")
-    return Side(
-        run.name,
-        spots,
-        Spot(last, last.count) if ended and not window else None,
-        ended,
-        window,
-        cut,
-        run.info.get("code") or 0,
-    )
+    full = any(rank.full for rank in last.ranks.values())
+    ended = every(rank.end is not None and not rank.full for rank in last.ranks.values())
+    tail = Spot(last, last.count) if ended and not window else None
+    return Side(run.name, spots, tail, window or full, _stop(run, last), full)
+
+
+def _stop(run: Run, last: Part) -> str:
+    """How the last start of a run stopped before its end."""
+    _, _, behind = str(run.info.get("steps") or "").partition(":")
+    if behind and every(_made(rank) >= int(behind) for rank in last.ranks.values()):
+        return ""  # all that was asked for is there
+    for number, rank in last.ranks.items():
+        if rank.failed:
+            return f"could not be recorded further ({rank.failed})"
+        if rank.end is not None and rank.end.get("error"):
+            return f"ended by {rank.end['error']} on rank {number}"
+        if rank.end is None and not rank.full:
+            return f"was cut off on rank {number}"
+    code = run.info.get("code") or 0
+    return f"ended with exit code {code}" if code else ""
 
 
 def _windowed(rank: Rank) -> bool:
     """Whether `--steps` left some out, at the begin or at the end."""
     made = rank.end["k"] if rank.end else 0
+    return bool(rank.steps[0]["k"]) or made > _made(rank)
+
+
+def _made(rank: Rank) -> int:
+    """The step behind its last one that was recorded."""
     last = rank.steps[-1]
-    return bool(rank.steps[0]["k"]) or made > last["k"] + 1 + last.get("again", 0)
+    return int(last["k"]) + 1 + int(last.get("again", 0))
 
 
 def _begin(spot: Spot, steps: list[Spot]) -> int | None:
@@ -147,8 +177,8 @@ def _begin(spot: Spot, steps: list[Spot]) -> int | None:
 
 
 def _equal(one: dict[str, Whole], two: dict[str, Whole]) -> bool:
-    common = one.keys() & two.keys()
-    return any(one[name].square for name in common) and all(one[name].digest == two[name].digest for name in common)
+    common = matched(one, two).both
+    return any(one[name].square for name in common) and every(one[name].digest == two[name].digest for name in common)
 
 
 def apart(one: dict[str, Whole], two: dict[str, Whole]) -> tuple[float, float]:

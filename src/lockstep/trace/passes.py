@@ -32,12 +32,16 @@ class Passes:
         root: the module that the script called, while it runs.
         in_backward: within a backward, in which modules may be called again.
         begun: whether a forward or a backward was seen at all.
+        initial: names of the tensors whose values before the first step are in the records.
     """
 
     def __init__(self, journal: Journal, names: Names) -> None:
         self.journal, self._names = journal, names
         self.root: nn.Module | None = None
         self.in_backward = self.begun = False
+        self.initial: set[str] = set()
+        self._first: dict[int, Any] = {}  # root -> which values of its parameters were taken for the initial ones
+        self._unsharded = False  # FSDP 1 shows whole tensors within its forwards
         self._entered: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
 
@@ -66,6 +70,7 @@ class Passes:
     def entering(self, module: nn.Module, grad: bool) -> None:
         """A module with parameters is called that no other module calls; `grad`: whether gradients are wanted."""
         if self.in_backward or is_wrapper(module):
+            self._unsharded |= type(module).__name__ == "FullyShardedDataParallel"
             return
         self.root, self.begun = module, True
         if self.journal.within():
@@ -73,9 +78,28 @@ class Passes:
             number = self._names.called(module)
             self._entered = {"at": self.journal.tick(), "m": number, "train": int(training)}
             if training:
+                self._put_initial(number)
                 self._entered["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
             every = self.journal.options.modules or self.journal.step < _MODULES
             self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
+
+    def _put_initial(self, number: int) -> None:
+        """Puts what a root begins with into the record: as it is at its last forward before the first backward.
+
+        What changes weights between that and the update (a perturbation that is not taken back) is then seen as such.
+        """
+        known = self._first.get(number, ())
+        if known is None or self._unsharded:
+            return
+        values = [(id(p), p._version) for _, p in self._names.parameters(number) if not p.is_inference()]
+        if known == values:
+            return
+        self._first[number] = values
+        part = f"#{number}" if number else ""
+        parameters = self._names.entries(self._names.parameters(number))
+        buffers = self._names.entries(self._names.buffers(True, number))
+        self.journal.sums({f"initial{part}": parameters, f"initial buffers{part}": buffers})
+        self.initial.update(name for name, _, _ in (*parameters, *buffers))
 
     def inside(self, module: nn.Module, output: Any) -> None:
         """A part of the root has ended."""
@@ -128,6 +152,7 @@ class Passes:
     def backward(self, roots: Any) -> None:
         """A backward begins."""
         self.root, self.begun = None, True
+        self._first = dict.fromkeys(self._first)
         if self.journal.within():
             found = roots if isinstance(roots, tuple | list) else [roots]
             total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)

@@ -111,8 +111,16 @@ class Part:
         """rank -> its record of the step at this index."""
         return {number: rank.steps[step] for number, rank in self.ranks.items() if step < len(rank.steps)}
 
+    def names(self, step: int, kind: str) -> set[str]:
+        """Names alone, of what has no values: "frozen"."""
+        entries = [(number, record.get(kind)) for number, record in self.records(step).items()]
+        return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
+
     def tensors(self, step: int, kind: str) -> dict[str, Whole]:
-        """name -> tensor, of "grad", "weights", "begin", "initial", "state", "buffers" and the like."""
+        """name -> tensor, of "grad", "weights", "begin", "initial", "state", "buffers" and the like.
+
+        A kind that was recorded in several parts ("initial#1" of a second model) is one.
+        """
         key = (step, kind)
         if key not in self._held:
             if len(self._held) > 64:
@@ -124,10 +132,13 @@ class Part:
     def _assembled(self, step: int, kind: str) -> dict[str, Whole]:
         pieces: dict[str, dict[tuple[int, int], tuple[int, list[int], list[float], str]]] = {}
         found: dict[str, Whole] = {}
-        for number, record in self.records(step).items():
-            entry = record.get(kind)
-            if not entry:
-                continue
+        entries = [
+            (number, record[key])
+            for number, record in self.records(step).items()
+            for key in record
+            if (key == kind or key.startswith(f"{kind}#")) and record[key]
+        ]
+        for number, entry in entries:
             table = self.ranks[number].tables[entry[0]]
             raw, values = words(entry[1]), floats(entry[1])
             for row, name in enumerate(table["names"]):

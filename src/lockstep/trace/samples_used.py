@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.trace.coverage import every
 from lockstep.trace.reading import Part, Rank, words
 
 __all__ = ["Sample", "Use", "computed", "counted", "evaluated", "readers", "trained", "used"]
@@ -125,7 +126,7 @@ class Samples:
 
 def _chosen(one: Iterable[Use], two: Iterable[Use]) -> bool:
     """Whether both sides can be compared by the loaders' batches."""
-    return all(use.matched for use in (*one, *two))
+    return every(use.matched for use in (*one, *two))
 
 
 def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[Sample]]]:

@@ -8,12 +8,11 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.trace.journal import Entry, Journal, quiet
-from lockstep.trace.names import WHOLE, Names, piece
+from lockstep.trace.journal import Journal, quiet
+from lockstep.trace.names import WHOLE, Entry, Names, piece
 from lockstep.trace.passes import Passes
-from lockstep.trace.sums import Place
 
 __all__ = ["Updates"]
 
@@ -28,12 +27,14 @@ class _Trained:
     Attributes:
         key: of what they were found from.
         entries: and the parameters themselves, in the same order.
+        others: parameters of the model that are none of it.
         plain: each parameter is a tensor of its own, and so are its gradient and its state: no shard.
     """
 
     key: list[int]
     entries: list[Entry]
     parameters: list[Tensor]
+    others: list[tuple[str, nn.Parameter]]
     plain: bool
 
 
@@ -67,11 +68,10 @@ class Updates:
         journal.record.update(opt=number, kind=type(optimizer).__name__, at=journal.tick())
         trained = self._trained(optimizer)
         kinds: dict[str, list[Entry]] = {}
-        if journal.empty:
-            kinds["initial"] = self._pieces(self._names.parameters()) or trained.entries
-            kinds["initial buffers"] = self._pieces(self._names.buffers(journal.thorough))
+        if journal.fresh:
+            kinds |= self._initial(trained.entries)
             kinds["initial state"] = self._state(optimizer, trained)
-        elif self._whole(trained):
+        if self._whole(trained):
             if journal.as_left(trained.entries):
                 journal.record["begin"] = "weights"
             else:
@@ -83,7 +83,29 @@ class Updates:
                 local, place = (gradient, WHOLE) if trained.plain else piece(gradient)
                 gradients.append((name, local, at if place == WHOLE and local.numel() else place))
         journal.sums(kinds)
+        journal.names("frozen", self._frozen(trained))
         journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
+
+    def _initial(self, trained: list[Entry]) -> dict[str, list[Entry]]:
+        """What the first step begins with of tensors that no forward showed."""
+        known = set(self._passes.initial)
+        rest: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
+        for kind, entries in (
+            ("initial#rest", [*self._names.entries(self._names.parameters()), *trained]),
+            ("initial buffers#rest", self._names.entries(self._names.buffers(True))),
+        ):
+            for entry in entries:
+                if entry[0] not in known:
+                    known.add(entry[0])
+                    rest[kind].append(entry)
+        return rest
+
+    def _frozen(self, trained: _Trained) -> list[Entry]:
+        """Parameters that want no gradient."""
+        own = zip(trained.entries, trained.parameters, strict=True)
+        found = [entry for entry, parameter in own if not parameter.requires_grad]
+        others = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
+        return [*found, *self._names.entries(others)]
 
     def _trained(self, optimizer: Any) -> _Trained:
         """What it trains; looked for anew where it is another or is in shards, and in thorough steps."""
@@ -96,21 +118,15 @@ class Updates:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = self._names.of(parameter) or f"group{number}.{index}"
-                entries.append(self._piece(name, parameter))
+                entries.append(self._names.entry(name, parameter))
         plain = all(local is parameter for (_, local, _), parameter in zip(entries, parameters, strict=True))
-        found = _Trained(key, entries, parameters, plain)
+        own = set(map(id, parameters))
+        others = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
+        found = _Trained(key, entries, parameters, others, plain)
         self._known.pop(optimizer, None)
         if plain:  # shards would be held in memory by it
             self._known[optimizer] = found
         return found
-
-    def _piece(self, name: str, tensor: Tensor) -> Entry:
-        local, place = piece(tensor)
-        flat = self._names.start(tensor)
-        return name, local, place if flat is None else Place(flat)
-
-    def _pieces(self, named: Any) -> list[Entry]:
-        return [self._piece(name, tensor) for name, tensor in named if not tensor.is_meta]
 
     def _whole(self, trained: _Trained) -> bool:
         return self.journal.thorough or sum(local.numel() for _, local, _ in trained.entries) <= _SMALL
@@ -148,7 +164,7 @@ class Updates:
             trained = self._trained(optimizer)
             kinds = {
                 "weights": trained.entries,
-                "buffers": self._pieces(self._names.buffers(journal.thorough)),
+                "buffers": self._names.entries(self._names.buffers(journal.thorough)),
             }
             if self._whole(trained):
                 kinds["state"] = self._state(optimizer, trained)
@@ -164,11 +180,10 @@ class Updates:
             return
         self._names.called(engine.module)
         journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
-        weights = self._pieces(self._names.parameters())
-        if journal.empty or journal.step == journal.options.first:
-            journal.sums({"initial": weights, "initial buffers": self._pieces(self._names.buffers(journal.thorough))})
-        else:
-            journal.sums({"begin": weights})
+        weights = self._names.entries(self._names.parameters())
+        journal.sums({**(self._initial(weights) if journal.fresh else {}), "begin": weights})
+        frozen = [(name, parameter) for name, parameter in self._names.parameters() if not parameter.requires_grad]
+        journal.names("frozen", self._names.entries(frozen))
         groups = [self._numbers(group) for group in engine.optimizer.param_groups]
         journal.record.update(grad=[], groups=groups)
 
@@ -179,8 +194,7 @@ class Updates:
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()
             journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
-            weights, buffers = (
-                self._pieces(named) for named in (self._names.parameters(), self._names.buffers(journal.thorough))
-            )
-            journal.sums({"weights": weights, "buffers": buffers})
+            buffers = self._names.buffers(journal.thorough)
+            weights = self._names.entries(self._names.parameters())
+            journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})
         journal.ended()

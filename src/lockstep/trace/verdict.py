@@ -1,5 +1,6 @@
 """What a comparison finds, and how it is said."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,9 +8,10 @@ __all__ = ["STAGES", "Finding", "Verdict"]
 
 # In the causal order in which a step is judged: whatever a stage computes from is compared before it.
 STAGES = (
-    *("initial weights", "weights", "data", "randomness", "forward", "normalisation", "buffers", "reduction"),
-    *("clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
+    *("initial weights", "weights", "parameters", "data", "randomness", "forward", "normalisation", "buffers"),
+    *("gradient", "reduction", "clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
 )
+_SHOWN = ("gradients", "gradient norms", "weights", "updates", "buffers", "losses", "samples")  # of what was compared
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Verdict:
         bits: steps, from the first on, whose weights have the same bits in both.
         judged: steps that were compared.
         largest: the largest relative distance of the weights of a step that was judged.
+        compared: how many of each kind both runs have and were held against each other, over all steps.
         hidden: share of a gradient below which a difference would not have shown: in the first step, and in any.
         unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
+        missing: what a proof would need and was not there: a run's end, its gradients, a step in common.
         notes: what else the person should know.
     """
 
@@ -61,13 +65,21 @@ class Verdict:
     bits: int = 0
     judged: int = 0
     largest: float = 0.0
+    compared: Counter[str] = field(default_factory=Counter)
     hidden: tuple[float, float] = (0.0, 0.0)
     unproven: str = ""
+    missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        return self.finding is None
+        """Whether the two are proved to be the same training, as far as they were recorded."""
+        return self.finding is None and not self.unproven and not self.missing
+
+    @property
+    def word(self) -> str:
+        """SAME, DIFFERENT or NOT PROVED."""
+        return "SAME" if self.same else "DIFFERENT" if self.finding else "NOT PROVED"
 
     def __str__(self) -> str:
         lines = []
@@ -76,8 +88,11 @@ class Verdict:
             if not before and self.finding.step and self.judged > 1:
                 before = f"before it the weights differ by {self.largest:.1e} of themselves at most"
             lines.append(f"DIFFERENT from {self.finding}")
-            if before:
-                lines.append(f"  {before}")
+            lines += [f"  {reason}" for reason in [before, *self.missing] if reason]
+        elif self.missing:
+            bits = f", {self.bits} of them with the same bits" if self.bits else ""
+            lines.append(f"NOT PROVED: no difference in {self.judged} steps{bits}, but {self.missing[0]}")
+            lines += [f"  and {reason}" for reason in [*self.missing[1:], *filter(None, [self.unproven])]]
         elif self.unproven:
             lines.append(f"NO MISTAKE FOUND in {self.judged} steps, but not proved: {self.unproven}")
         elif self.bits == self.judged:
@@ -88,6 +103,10 @@ class Verdict:
                 + "at most"
                 + (f"; the same bits to step {self.bits - 1}" if self.bits else "")
             )
+        counts = ", ".join(f"{self.compared[kind]} {kind}" for kind in _SHOWN if self.compared[kind])
+        if not self.finding:
+            lines.append(f"  compared: {counts or 'nothing'}")
+        if self.same and self.bits < self.judged:
             lines.append(f"  {self._hidden}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -101,15 +120,17 @@ class Verdict:
         """For `--json`."""
         found = None if self.finding is None else vars(self.finding)
         return {
+            "verdict": self.word,
             "same": self.same,
-            "proved": self.same and not self.unproven,
             "one": self.one,
             "two": self.two,
             "finding": found,
             "steps_with_the_same_bits": self.bits,
             "steps": self.judged,
             "largest_relative_difference": self.largest,
+            "compared": dict(self.compared),
             "hidden_below": self.hidden[1] if self.bits < self.judged else 0.0,
             "unproven": self.unproven,
+            "missing": self.missing,
             "notes": self.notes,
         }

@@ -228,7 +228,9 @@ class _Scaled(EngineWrapper):
     ) -> StepResult:
         self._reset()
         result = self.inner.step(factor, limit, momentum, evaluate)
-        return StepResult(result.norm / self._scale, result.applied, result.penalty)
+        found = StepResult(result.norm / self._scale, result.applied)
+        found.penalty = result.penalty
+        return found
 
 
 @final

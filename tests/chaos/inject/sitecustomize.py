@@ -34,6 +34,11 @@ def _flip(fault, args):
     parameter.data.view(-1).view(__import__("torch").int32)[3] ^= 1 << 20
 
 
+def _spoil(fault, args):
+    parameter = args[0].parameters[fault.get("parameter", 0)]
+    parameter.data.view(-1)[3] = float("nan")
+
+
 def _wait(fault, args):
     time.sleep(fault.get("seconds", 3600.0))
 
@@ -77,13 +82,16 @@ _DEEDS = {
     "stop": _own(signal.SIGSTOP),
     "term": _own(signal.SIGTERM),
     "usr1": _own(signal.SIGUSR1),
+    "usr2": _own(signal.SIGUSR2),
     "raise": _raise,
     "flip": _flip,
+    "spoil": _spoil,
     "sleep": _wait,
     "eat": _eat,
     "exit": lambda fault, args: os._exit(fault.get("code", 9)),
     "argument": _argument,
     "clock": _clock,
+    "chdir": lambda fault, args: os.chdir(fault["path"]),
     "touch": lambda fault, args: open(fault["path"], "w").close(),
 }
 

@@ -1,10 +1,13 @@
 """Planted faults in the launcher's variables and in those for NCCL and gloo."""
 
+from pathlib import Path
+
 import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 
 from lockstep.diagnose.doctor.addresses import gloo_address, infiniband, link_speed
-from lockstep.diagnose.doctor.variables import chosen, launcher, numbers, settings
+from lockstep.diagnose.doctor.advice import chosen, page_rows
+from lockstep.diagnose.doctor.variables import launcher, numbers, settings
 
 
 @pytest.mark.parametrize(
@@ -85,20 +88,24 @@ def system(root, interfaces=("eth0", "lo"), ports=()):
 @pytest.mark.parametrize(
     ("environ", "level", "texts"),
     [
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, "FAIL", ["GLOO_SOCKET_IFNAME names eth7, and there is no", "eth0, lo"]),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "FAIL", ["GLOO_SOCKET_IFNAME names eth7, and there is no", "eth0, eth01, lo"]),
         ({"NCCL_SOCKET_IFNAME": "ib"}, "FAIL", ["NCCL_SOCKET_IFNAME is 'ib', and no interface", "=NAME"]),
-        ({"NCCL_TIMEOUT": "1800"}, "warn", ["NCCL_TIMEOUT is read by nobody", "--timeout", "unset NCCL_TIMEOUT"]),
+        ({"NCCL_TIMEOUT": "1800"}, "warn", ["NCCL_TIMEOUT=1800", "--timeout"]),
         ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "warn", ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]),
         ({"NCCL_DEBUG_FILE": "/tmp/nccl_rank_%r.log"}, "warn", ["%r stands for nothing", "--nccl-debug"]),
-        ({"NCCL_IB_DISABLE": "1"}, "warn", ["NCCL_IB_DISABLE is 1, and mlx5_0:1 is up", "unset NCCL_IB_DISABLE"]),
+        ({"NCCL_IB_DISABLE": "1"}, "warn", ["NCCL_IB_DISABLE=1"]),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn", ["makes the host wait for every kernel"]),
         ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", ["compares every collective"]),
         ({"NCCL_P2P_DISABLE": "1"}, "warn", ["host memory"]),
+        ({"NCCL_IB_DISABLE": "0"}, "warn", ["NCCL_IB_DISABLE=0"]),
+        ({"NCCL_BUFFSIZE": "8388608"}, "warn", ["NCCL_BUFFSIZE=8388608"]),
+        ({"NCCL_SOCKET_IFNAME": "eth0"}, "warn", ["NCCL_SOCKET_IFNAME=eth0", "="]),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "warn", ["TORCH_NCCL_ASYNC_ERROR_HANDLING=0"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, "warn", ["hides every device"]),
     ],
 )
 def test_settings_that_do_harm_or_nothing(tmp_path, environ, level, texts):
-    root = system(tmp_path, ports={"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"})
+    root = system(tmp_path, ("eth0", "eth01", "lo"), ports={"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"})
     found = wrong(settings(place(environ, root=root)).findings, "settings", *texts)
     assert {each.level for each in found} == {level}
 
@@ -112,7 +119,15 @@ def test_one_log_for_all_ranks_and_the_loopback_between_nodes(tmp_path):
     wrong(
         settings(place(nodes, root=root)).findings, "settings", "the loopback, and there are several nodes", "eth0, lo"
     )
-    silent(settings(place(LAUNCHED | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}, root=root)).findings)
+    fine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_BUFFSIZE": "1048576"}
+    fine |= {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    silent(settings(place(LAUNCHED | fine, root=root)).findings)
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "network.md").read_text(encoding="utf-8")
+    section = page.partition("## Variables to leave alone\n")[2].partition("\n## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("| `")] == page_rows()
 
 
 @pytest.mark.parametrize(

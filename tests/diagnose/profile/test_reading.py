@@ -6,6 +6,7 @@ import json
 import pytest
 from handmade_traces import OTHER, on_cpu, on_device
 
+from lockstep.diagnose.profile.operations import own_times, top
 from lockstep.diagnose.profile.reading import Trace, TraceError, read, read_all, understood
 from lockstep.diagnose.profile.verdict import judged
 
@@ -71,3 +72,33 @@ def test_a_trace_travels_as_plain_numbers():
         sent = json.loads(json.dumps(packed))
         assert Trace.unpacked(sent).packed == packed
         assert judged([Trace.unpacked(sent)]) == judged([understood(hand.json)])
+
+
+def test_operations_are_counted_by_their_own_time():
+    """An operation's time is without those that it calls; one of another thread, or outside the steps, is none."""
+    nested = [
+        ("linear", 0.0, 10.0),
+        ("addmm", 1.0, 8.0),
+        ("copy", 2.0, 3.0),
+        ("copy", 5.0, 6.0),
+        ("linear", 10.0, 12.0),
+    ]
+    assert own_times(reversed(nested)) == {"linear": [2, 5.0], "addmm": [1, 5.0], "copy": [2, 2.0]}
+    hand = on_cpu(forward=3000)
+    begin = next(event["ts"] for event in hand.events if event["name"].startswith("lockstep:step"))
+    found = understood(hand.json).operations
+    hand.add("cpu_op", "aten::rare", begin + 1, 2)
+    hand.add("cpu_op", "aten::elsewhere", begin + 1, 2, tid=OTHER)
+    hand.add("cpu_op", "aten::before", begin - 100, 2)
+    assert understood(hand.json).operations == found | {"aten::rare": [1, 2.0]}
+
+
+def test_the_table_of_operations_has_time_share_and_calls_of_a_step():
+    ranks = [{"a": [4, 8000.0], "b": [2, 1000.0]}, {"a": [4, 4000.0], "c": [2, 500.0]}]
+    found = top(ranks, steps=2, step_ms=6.0)
+    assert found == [("a", 3.0, 0.5, 2.0), ("b", 0.25, 0.25 / 6, 0.5), ("c", 0.125, 0.125 / 6, 0.5)]
+    assert found[0].as_json() == {"name": "a", "ms": 3.0, "share": 0.5, "calls": 2.0}
+    assert [str(found[0]).split()[place] for place in (0, 1, 3, 4)] == ["a", "3.000", "50%", "2"]
+    assert len(top([{str(number): [1, 1.0 + number] for number in range(99)}], 1, 1.0)) == 10
+    kernels = understood(on_device(forward=3000).json).operations
+    assert sum(spent for _, spent in kernels.values()) > 3000

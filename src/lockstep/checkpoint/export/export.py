@@ -23,7 +23,7 @@ from lockstep.checkpoint.dtypes import CODES, itemsize
 from lockstep.checkpoint.export.deepspeed import write_universal
 from lockstep.checkpoint.export.hf import write_hub
 from lockstep.checkpoint.export.peft import write_adapters
-from lockstep.checkpoint.files import printable, refusal, remove, write_file
+from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
 from lockstep.checkpoint.format import read_manifest, read_state, step_of
 from lockstep.checkpoint.read import AVERAGE, Whole, averages_of, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
@@ -114,7 +114,7 @@ def export(
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
     except OSError as error:
-        raise CheckpointError(refusal(error)) from error
+        raise refusal_error(error) from error
     finally:
         remove(temporary)
     return out

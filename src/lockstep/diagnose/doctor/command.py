@@ -16,7 +16,6 @@ from lockstep.diagnose.doctor.finding import Place
 from lockstep.diagnose.doctor.show import as_json, colored, show_table, summed_up
 from lockstep.diagnose.doctor.variables import numbers
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.launch.exit_with_launcher import tie
 
 __all__ = ["place_of", "run"]
 
@@ -35,7 +34,6 @@ def run(own: argparse.Namespace) -> int:
         raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAITS[0]:g} to {_WAITS[1]:g} seconds")
     values = options.told(vars(own))
     config = options.build(presets.applied(values))
-    tie()
     place = place_of(config, with_task=any(values.get(name) for name in _ASKED), patience=own.wait)
     place.told = values
     console = Console()

@@ -5,37 +5,16 @@ place_of = numbers(os.environ)              # rank, local rank, size, local size
 
 from collections.abc import Iterator, Mapping
 
-from lockstep.diagnose.doctor.addresses import address_of, infiniband, interfaces
+from lockstep.diagnose.doctor.addresses import address_of, interfaces
+from lockstep.diagnose.doctor.advice import advice_on, chosen
 from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+from lockstep.distributed.launcher import unlaunched
 
 __all__ = ["launcher", "numbers", "settings"]
 
 _NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _NAME = "variables"
 _START = "start with `lockstep launch --nproc-per-node N -- ...` or torchrun, which set them all"
-
-# What people set, and nothing reads, or only under another name.
-_DEAD = {
-    "NCCL_TIMEOUT": "is read by nobody; the time after which a collective fails is --timeout",
-    "NCCL_ASYNC_ERROR_HANDLING": "is the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING, whose default is right",
-    "NCCL_BLOCKING_WAIT": "is the old name of TORCH_NCCL_BLOCKING_WAIT, which is not needed",
-    "NCCL_RINGS": "is gone since NCCL 2.4, which finds its rings itself",
-    "NCCL_TREE_THRESHOLD": "is gone since NCCL 2.5, which chooses by itself",
-    "NCCL_LL_THRESHOLD": "is gone since NCCL 2.5, which chooses by itself",
-    "NCCL_IB_CUDA_SUPPORT": "is gone since NCCL 2.4; NCCL_NET_GDR_LEVEL is what there is",
-    "NCCL_MAX_NRINGS": "is the old name of NCCL_MAX_CTAS",
-    "NCCL_MIN_NRINGS": "is the old name of NCCL_MIN_CTAS",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "is the old name of TORCH_FR_BUFFER_SIZE",
-}
-# What is for a search, and costs speed where it stays.
-_SLOW = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "makes the host wait for every kernel"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "compares every collective between the ranks first"),
-    "NCCL_P2P_DISABLE": ("1", "sends what NVLink or PCIe would carry through host memory"),
-    "NCCL_SHM_DISABLE": ("1", "sends what shared memory would carry through the network"),
-    "NCCL_ALGO": ("", "keeps NCCL from choosing by message size"),
-    "NCCL_PROTO": ("", "keeps NCCL from choosing by message size, and may hang where it does not fit"),
-}
 
 
 def numbers(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
@@ -75,7 +54,9 @@ def _launcher(place: Place) -> Iterator[Finding]:
     if wrong:
         return
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        yield from _without_launcher(environ)
+        found = unlaunched(environ)
+        if found:
+            yield fail(_NAME, found.problem, found.remedy)
         return
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
@@ -108,26 +89,9 @@ def _launcher(place: Place) -> Iterator[Finding]:
         yield fail(_NAME, f"{ranks} processes are on this node, and torch sees {place.devices} CUDA devices here", mend)
 
 
-def _without_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Several processes of a scheduler's that would each train alone."""
-    for name, size, what in (
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
-        ("PMI_RANK", "PMI_SIZE", "mpirun"),
-    ):
-        text = environ.get(size, "1")
-        if name in environ and text.isascii() and text.isdigit() and int(text) > 1:
-            yield fail(
-                _NAME,
-                f"{what} started {text} processes, and RANK and WORLD_SIZE are not set: each would train alone",
-                f"have {what} start one torchrun or `lockstep launch` a node",
-            )
-            return
-
-
 def settings(place: Place) -> Found:
     """Whether what is set for NCCL, gloo and CUDA has an effect, and a good one."""
-    found = [*_interfaces(place), *_without_effect(place), *_slowing(place)]
+    found = [*_interfaces(place), *_advised(place)]
     kept = [name for name in place.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))]
     told = f"{', '.join(sorted(kept))} set, and nothing against {'it' if len(kept) == 1 else 'them'}"
     return Found(found or [ok("settings", told if kept else "NCCL and gloo are left to choose")])
@@ -151,35 +115,6 @@ def _interfaces(place: Place) -> Iterator[Finding]:
         yield fail("settings", text, f"there are {shown}; a prefix, =NAME for a whole name, ^NAME for all others")
 
 
-def chosen(asked: str, known: list[str]) -> list[str]:
-    """The interfaces that NCCL_SOCKET_IFNAME leaves: prefixes; `=` whole names; `^` all others."""
-    others, text = asked.startswith("^"), asked.removeprefix("^")
-    exact, text = text.startswith("="), text.removeprefix("=")
-    names = [part for part in text.split(",") if part]
-    return [name for name in known if any(name == part if exact else name.startswith(part) for part in names) != others]
-
-
-def _without_effect(place: Place) -> Iterator[Finding]:
-    environ = place.environ
-    for name, why in _DEAD.items():
-        if name in environ:
-            yield warn("settings", f"{name} {why}", f"unset {name}")
-    file = environ.get("NCCL_DEBUG_FILE", "")
-    if "%r" in file:
-        mend = "%h is the host's name, %p the process; `lockstep launch --nccl-debug` sets it"
-        yield warn("settings", f"NCCL_DEBUG_FILE is '{file}', and %r stands for nothing", mend)
-    elif file and "%p" not in file and place.size > 1:
-        yield warn("settings", f"NCCL_DEBUG_FILE is '{file}', one file for all ranks", "put %h and %p into its name")
-    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and place.config.device != "cpu":
-        yield warn("settings", "CUDA_VISIBLE_DEVICES hides every device", "unset it, or say --device cpu")
-    ports = infiniband(place.root)
-    if environ.get("NCCL_IB_DISABLE") == "1" and ports:
-        text = f"NCCL_IB_DISABLE is 1, and {', '.join(ports)} is up: NCCL takes sockets"
-        yield warn("settings", text, "unset NCCL_IB_DISABLE")
-
-
-def _slowing(place: Place) -> Iterator[Finding]:
-    for name, (value, why) in _SLOW.items():
-        held = place.environ.get(name, "")
-        if held and (not value or held.upper() == value):
-            yield warn("settings", f"{name}={held} {why}", f"unset {name} unless you search for a fault with it")
+def _advised(place: Place) -> Iterator[Finding]:
+    for advice in advice_on(place):
+        yield warn("settings", f"{advice.name}={place.environ[advice.name]} {advice.effect}", advice.remedy)

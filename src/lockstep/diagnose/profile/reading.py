@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.diagnose.profile.intervals import NONE, Spans, minus, union
+from lockstep.diagnose.profile.operations import Times, own_times
 from lockstep.errors import ConfigError
 
 __all__ = ["MARK", "PHASES", "Trace", "TraceError", "read", "read_all", "understood"]
@@ -66,6 +67,7 @@ class Trace:
         events: by phase, how many events this thread wrote, each of which cost it time; on a CPU.
         frames: those of the forwards and backwards that lie in no operation: their cost is no operation's.
         names: of the operations of the update.
+        operations: by name, of the traced steps: what computes on a CPU, the kernels of a device.
     """
 
     about: dict[str, Any]
@@ -83,6 +85,7 @@ class Trace:
     events: dict[str, int] = field(default_factory=dict)
     frames: int = 0
     names: frozenset[str] = frozenset()
+    operations: Times = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -222,7 +225,7 @@ def _of_cpu(
     sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
     passes = union(marks.get("forward", NONE), marks.get("backward", NONE))
-    inside, updating = _within(passes, base), _within(marks.get("update", NONE), base)
+    inside, updating, in_steps = (_within(each, base) for each in (passes, marks.get("update", NONE), marks["step"]))
     outer = _outermost(working)
     lengths = [float(event["dur"]) for event in outer if inside(event)]
     frames = sum(inside(event) for event in own if not _works(str(event["name"])))
@@ -239,6 +242,7 @@ def _of_cpu(
         events={phase: _count(own, spans, base) for phase, spans in marks.items()},
         frames=frames + len(lengths),
         names=frozenset(str(event["name"]) for event in own if updating(event)),
+        operations=own_times((str(event["name"]), *_span(event, base)) for event in working if in_steps(event)),
     )
 
 
@@ -341,11 +345,13 @@ def _of_device(
     phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
     repeated = _places(_again([event for event in events if event.get("cat") == "cpu_op"], marks, base))
     works: dict[str, list[tuple[float, float]]] = {}
-    exchanges, copies, lengths, again, names = [], [], [], [], set()
+    exchanges, copies, lengths, again, names, kernels = [], [], [], [], set(), Times()
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
         name, span = str(event.get("name", "")), _span(event, base)
+        entry = kernels.setdefault(name, [0, 0.0])
+        entry[:] = entry[0] + 1, entry[1] + span[1] - span[0]
         if name.lower().startswith("nccl"):
             exchanges.append((_collective(name), *span))
             continue
@@ -376,6 +382,7 @@ def _of_device(
         count=len(lengths),
         calls=sum(min(length, _CALL[False]) for length in lengths),
         names=frozenset(names),
+        operations=kernels,
     )
 
 

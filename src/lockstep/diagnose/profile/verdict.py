@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.diagnose.profile.measured import WORTH, Measured, Remedy, empty
+from lockstep.diagnose.profile.operations import HEADING, Operation, top
 from lockstep.diagnose.profile.parts import parted
 from lockstep.diagnose.profile.reading import Trace
 from lockstep.diagnose.profile.remedies import remedies
@@ -53,6 +54,7 @@ class Verdict:
         what, gain: the next step, and how many times as fast the training should then be.
         notes: what explains it.
         by_rank: the parts of each rank.
+        operations: those that take most of a step, by time.
     """
 
     steps: tuple[int, int]
@@ -66,9 +68,10 @@ class Verdict:
     gain: float
     notes: list[str] = field(default_factory=list)
     by_rank: list[dict[str, float]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The table and the sentence."""
+        """The tables and the sentence."""
         lines = [f"steps {self.steps[0]} to {self.steps[1]} on {self.world_size} rank{'s' * (self.world_size > 1)}:"]
         lines[0] += f" {self.step_ms:.4g} ms a step"
         for name, spent in sorted(self.parts.items(), key=lambda pair: -pair[1]):
@@ -78,7 +81,8 @@ class Verdict:
                 lines.append(f"  {_WORDS[name]:<38} {spent:>9.2f} ms {share:>5.0%}{inside}")
         if self.padding:
             lines.append(f"  {'positions that hold nothing':<38} {'':>12} {self.padding:>5.0%}")
-        return "\n".join([*lines, *self.notes, self.sentence])
+        operations = [HEADING, *map(str, self.operations)] if self.operations else []
+        return "\n".join([*lines, *operations, *self.notes, self.sentence])
 
     def as_json(self) -> dict[str, Any]:
         """What verdict.json holds."""
@@ -92,6 +96,7 @@ class Verdict:
             "sentence": self.sentence,
             "next": {"what": self.what, "gain": round(self.gain, 3)},
             "notes": self.notes,
+            "operations": [each.as_json() for each in self.operations],
             "ranks": [{name: round(spent, 4) for name, spent in each.items()} for each in self.by_rank],
         }
 
@@ -123,6 +128,7 @@ def judged(traces: Sequence[Trace]) -> Verdict:
         gain,
         _notes(run),
         [{"step": rank.step, **rank.parts} for rank in ranks],
+        top([trace.operations for trace in traces], traces[0].steps, step),
     )
 
 

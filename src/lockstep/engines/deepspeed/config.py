@@ -38,7 +38,14 @@ _PASSED = (
 # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
 _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 _KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # --optim.name -> of torch.optim
-_HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16", "amp")
+_HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16")
+# What is not served, and may be there switched off: sections by their "enabled", numbers by DeepSpeed's default.
+_OFF_SECTIONS = (
+    *("amp", "tensorboard", "wandb", "comet", "csv_monitor", "elasticity", "autotuning", "eigenvalue"),
+    *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "hybrid_engine"),
+)
+_OFF_VALUES = {"prescale_gradients": False, "sparse_gradients": False, "gradient_predivide_factor": 1.0}
+_KNOWN = (*_PASSED, *_HELD, *_OFF_SECTIONS, *_OFF_VALUES)
 
 
 class Wanted(NamedTuple):
@@ -68,14 +75,22 @@ def read_config(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, is no JSON object, or has a key that this engine does not serve.
     """
     found = read_json(path)
-    for key in found:
-        if key == "amp" and found[key] != {"enabled": False}:
+    for key, value in found.items():
+        if key == "amp" and not _is_off(key, value):
             raise ConfigError("--engine.config: take out 'amp': Apex is not served: --precision bf16 or fp16")
-        if key not in (*_PASSED, *_HELD):
-            close = difflib.get_close_matches(key, (*_PASSED, *_HELD), n=1)
+        if key not in _KNOWN:
+            close = difflib.get_close_matches(key, _KNOWN, n=1)
             hint = f"did you mean '{close[0]}'?" if close else "take it out"
             raise ConfigError(f"--engine.config: '{key}' is unknown to this engine: {hint}")
+        if key not in (*_PASSED, *_HELD) and not _is_off(key, value):
+            raise ConfigError(f"--engine.config: '{key}' is not served by this engine: switch it off, or take it out")
     return found
+
+
+def _is_off(key: str, value: Any) -> bool:
+    if value in (None, "auto", _OFF_VALUES.get(key)):
+        return True
+    return key in _OFF_SECTIONS and isinstance(value, dict) and value.get("enabled", False) in (False, "auto")
 
 
 def check_batches(path: str, *, batch_size: int, micro_batch_size: int, ranks: int) -> None:
@@ -153,7 +168,7 @@ def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
                 f"--engine.config: {key}.enabled is {json.dumps(found)}, and --precision {'is' if on else 'is not'} "
                 f'{flag}; set --precision {flag if found else "float32"}, or write "auto"'
             )
-        if key == "bf16" and section.keys() - {"enabled"}:
+        if key == "bf16" and on and section.keys() - {"enabled"}:
             raise ConfigError(f"--engine.config: take out bf16.{min(section.keys() - {'enabled'})}: it is not served")
     if wanted.scaled:
         for name, (key, value) in scale_of(given).items():

@@ -22,6 +22,7 @@ from lockstep.engines.deepspeed.config import Wanted, merged, read_config
 from lockstep.engines.deepspeed.state import SplitState
 from lockstep.engines.shared.ddp_common import check_launched
 from lockstep.engines.shared.loss_scale import LossScale
+from lockstep.engines.shared.memory import add_counter
 from lockstep.engines.shared.optimizer_step import OptimizerStep
 from lockstep.engines.shared.scaled_backward import ScaledBackward
 from lockstep.errors import ConfigError
@@ -59,6 +60,7 @@ class DeepSpeed:
             self._finish: Any = _ZeroStep(self._ds, self._stage, settings, world)
             self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
             self.masters = self._held
+            add_counter(self.model, self._held.footprint)
         else:
             self._finish = OptimizerStep(model, made, settings, once="--engine deepspeed", dense="--engine deepspeed")
             self._module = model

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.checkpoint.layout import owners_of
 from lockstep.distributed.world import World
 from lockstep.engines.shared.extra import set_extra
+from lockstep.engines.shared.memory import Footprint, count_bytes
 from lockstep.engines.shared.state_dict import begin, first_step
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.tensors import local_of
@@ -103,6 +104,20 @@ class SplitState:
         for name, buffer in self._buffers():
             buffer.copy_(state[f"model/{name}"])
         set_extra(self._model, state)
+
+    def footprint(self) -> Footprint:
+        """Count what ZeRO holds on this rank; under stage 1 gradients are whole until the step ends."""
+        shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]  # of stage 3
+        weights = [p.data for p in self._model.parameters()]
+        gradients = count_bytes(parameter.data for _, parameter in self._trained())
+        if self._stage > 1:
+            size = next((parameter.element_size() for _, parameter in self._trained()), 0)
+            gradients = size * self._flat.elements()
+        return Footprint(
+            count_bytes([*weights, *shards, *(buffer for _, buffer in self._buffers())]),
+            gradients,
+            count_bytes(self._flat.tensors()),
+        )
 
     def parts(self) -> list[Tensor]:
         """This rank's parts of the float32 weights, flat, with what fills them up to equal lengths."""
@@ -231,10 +246,20 @@ class _FlatStates:
             raise ConfigError(
                 "--optim.ema: zero_optimization.offload_optimizer keeps the weights on nvme; offload them to cpu"
             )
-        found = (
-            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
-        )
-        return list(found)
+        return self._parts()
+
+    def _parts(self) -> list[Tensor]:
+        three = self._stage == 3
+        return list(self._zero.fp32_partitioned_groups_flat if three else self._zero.single_partition_of_fp32_groups)
+
+    def elements(self) -> int:
+        """Count the elements that this rank updates."""
+        return sum(part.numel() for part in self._parts())
+
+    def tensors(self) -> list[Tensor]:
+        """Give the float32 weights that this rank updates, with what the optimizer keeps for them, but on a disk."""
+        states = [value for values in self._states().values() for value in values.values() if isinstance(value, Tensor)]
+        return [*self._parts(), *states]
 
     def elementwise(self) -> list[str]:
         """What the optimizer keeps for each element."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.engines.base import NOTHING, Engine, Evaluate, StepResult
 from lockstep.engines.shared.buffers import Buffered
+from lockstep.engines.shared.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.shared.remade import Remade
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
@@ -77,6 +78,8 @@ class Averaged:
         if masters:
             self._parameters = {str(place): part for place, part in enumerate(masters.parts())}
         self._averages = {name: _wide(parameter) for name, parameter in self._parameters.items()}
+        if masters:
+            add_counter(self.model, lambda: Footprint(0, 0, count_bytes(self._averages.values())))
         where = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
         self._updates = torch.zeros((), dtype=torch.float64, device=where)
 

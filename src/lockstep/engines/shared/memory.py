@@ -1,20 +1,20 @@
 """How many bytes a rank holds of a model, its gradients and its optimizer's states: counted, whatever the engine.
 
-held = footprint(engine)        collective under zero
+held = footprint(engine)        collective under zero and deepspeed
 line = described(name, world.gather(held))
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.engines.base import Engine
 from lockstep.tensors import local_of
 from lockstep.transforms.weight_copies import copies_of
 from lockstep.units import bytes_text
 
-__all__ = ["Footprint", "described", "footprint"]
+__all__ = ["Footprint", "add_counter", "count_bytes", "described", "footprint"]
 
 
 class Footprint(NamedTuple):
@@ -31,22 +31,38 @@ class Footprint(NamedTuple):
     states: int
 
 
+_COUNTERS = "lockstep_bytes"  # attribute of an engine's `model`
+
+
+def add_counter(model: nn.Module, counter: Callable[[], Footprint]) -> None:
+    """Have `footprint` ask this, where a state_dict is not shared out over the ranks as it is held.
+
+    Args:
+        model: that of the engine.
+        counter: counts a part of what the rank holds; together they count all of it.
+    """
+    setattr(model, _COUNTERS, [*getattr(model, _COUNTERS, ()), counter])
+
+
 def footprint(engine: Engine) -> Footprint:
-    """What this rank holds now. Asks for `engine.state_dict()`, so every rank calls it, best after the first step."""
+    """Count what this rank holds now. Collective, best after the first step."""
+    counters = getattr(engine.model, _COUNTERS, ())
+    if counters:
+        return Footprint(*map(sum, zip(*(counter() for counter in counters), strict=True)))
     state = engine.state_dict()
     parameters = [p for p in engine.model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters if p.grad is not None]
     copies = copies_of(engine.model)
     weights = [tensor for name, tensor in state.items() if name.startswith("model/")]
     return Footprint(
-        _bytes([*weights, *(copies.tensors if copies else ())]),
-        _bytes(gradients or parameters),
-        _bytes(tensor for name, tensor in state.items() if name.startswith(("optimizer/", "average/"))),
+        count_bytes([*weights, *(copies.tensors if copies else ())]),
+        count_bytes(gradients or parameters),
+        count_bytes(tensor for name, tensor in state.items() if name.startswith(("optimizer/", "average/"))),
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' parts on this rank, each piece of memory once."""
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of the tensors' parts on this rank, each piece of memory once."""
     found: dict[tuple[Any, ...], int] = {}
     for tensor in tensors:
         local = local_of(tensor)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from lockstep.errors import ConfigError, LockstepError
 __all__ = ["OptimizerStep", "combined", "norms_of", "total_norm", "trained"]
 
 Norm = Callable[[list[Tensor]], Tensor]
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 class OptimizerStep:
@@ -155,7 +157,10 @@ class OptimizerStep:
             self._scaler.learn(norm, bool(applied))
         for parameter in self._cleared:
             parameter.grad = None
-        return StepResult(norm, applied, penalty)
+        result = StepResult(norm, applied)
+        if penalty is not None:
+            result.penalty = penalty
+        return result
 
     @property
     def scale(self) -> float | Tensor:
@@ -164,7 +169,7 @@ class OptimizerStep:
     def _measured(self) -> tuple[list[Tensor], Tensor]:
         """The gradients, a sparse one as its values, and their norm without the loss's scale."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if any(gradient.is_sparse for gradient in gradients):
+        if any(map(_IS_SPARSE, gradients)):
             gradients = [_values(p) for p in self.parameters if p.grad is not None]
         norm = self._norm(gradients)
         return gradients, norm / like(self._scaler.scale, norm) if self._scaler else norm

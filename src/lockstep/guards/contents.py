@@ -1,0 +1,236 @@
+"""What samples contain, in a form that ranks can compare: the content of a few of them, and never their names alone.
+
+    found = Contents({"training set": dataset}, seed=0)[KEY][0]     # on each rank, in a loader process or not
+    check_contents(world, found)                                    # DifferenceError: the sample and the ranks
+
+A digest has two parts: a hash of what must be equal (shapes, whole numbers, texts), and weighted sums of what was
+measured or drawn (floats, the bytes of a picture). Two kinds of processor may round the latter differently, so the sums
+may differ in the fifth place.
+"""
+
+import dataclasses
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from lockstep.data.fetch import Key, seed_everything
+from lockstep.distributed.world import World
+from lockstep.errors import DifferenceError, LockstepError
+from lockstep.guards.loader import RetryingDataset
+from lockstep.seeds import derive
+from lockstep.trace.sums import mixed
+
+__all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
+
+KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # of all that is asked
+_ENOUGH = 1.0  # seconds after the first sample; then no further one is asked for
+_DEEP = 12  # containers within containers
+_LONGEST = 1 << 22  # elements; of a longer tensor evenly spread ones count
+_ROUNDING = 1e-4  # of a tensor's norm
+_FAILED = "cannot be loaded"
+_MOST_SUMS = 256  # tensors of a sample
+
+Digest = list[Any]  # [hash, [norm, weighted sum, norm, weighted sum, ...], types that are left out], as JSON has it
+
+
+@final
+class Contents:
+    """Datasets -> digests of the first, the middle and the last sample of each.
+
+    Args:
+        sets: what it is called -> the dataset, as it is loaded.
+        seed: the run's, by which a sample is seeded as the training seeds it in the first epoch.
+    """
+
+    def __init__(self, sets: Mapping[str, RetryingDataset], seed: int) -> None:
+        self._sets, self._seed = sets, seed
+
+    def __getitem__(self, key: Key) -> tuple[dict[str, Digest | None], float]:
+        """({the sample in words: its digest; None where two readings differ}, 0)."""
+        found: dict[str, Digest | None] = {}
+        ends = math.inf
+        for place in (0.0, 0.5, 1.0):
+            for name, dataset in self._sets.items():
+                index = int(place * (len(dataset) - 1))
+                what = f"sample {index} of the {name}"
+                if what in found or time.monotonic() > ends:
+                    continue
+                first, second = self._read(dataset, index), self._read(dataset, index)
+                found[what] = first if alike(first, second) else None
+                ends = min(ends, time.monotonic() + _ENOUGH)  # the first may have opened files
+        return found, 0
+
+    def _read(self, dataset: RetryingDataset, index: int) -> Digest:
+        """The digest of a sample, or of the error that it cannot be loaded for."""
+        try:
+            if not dataset.draws_random:
+                return digest(dataset[index])
+            return digest(dataset.load_seeded(index, self._reseed))
+        except LockstepError as error:
+            return [f"{_FAILED}: {type(error.__cause__ or error).__name__}", [], []]
+
+    def _reseed(self, index: int) -> None:
+        seed_everything(derive(self._seed, "sample", 0, index))
+
+
+def check_contents(world: World, found: Mapping[str, Digest | None]) -> list[str]:
+    """Compare what the ranks found, and return a line on what could not be compared. Collective.
+
+    Raises:
+        DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
+    """
+    ranks = world.gather([socket.gethostname(), found])  # collective
+    host, first = ranks[0]
+    for what, ours in first.items():
+        odd = [rank for rank, (_, each) in enumerate(ranks) if not alike(ours, each.get(what))]
+        if odd:
+            hosts = ", ".join(sorted({ranks[rank][0] for rank in odd})[:4])
+            shown = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
+            errors = [each[0] for each in (ours, ranks[odd[0]][1][what]) if _FAILED in each[0]]
+            raise DifferenceError(
+                f"before step 1: rank{'s' * (len(odd) > 1)} {shown} on {hosts} {'have' if len(odd) > 1 else 'has'} "
+                f"another {what} than rank 0 on {host}{' (on one it ' + errors[0] + ')' if errors else ''}; give every "
+                "node the same files, and every rank the whole dataset, which lockstep shares out"
+            )
+    unsteady = {what for _, each in ranks for what, digest in each.items() if digest is None}
+    kinds = {kind for each in first.values() if each for kind in each[2]}
+    return [
+        *(f"{what}: two readings differ, so the ranks' are not compared" for what in sorted(unsteady)),
+        *(f"samples hold {kind}, which the ranks do not compare" for kind in sorted(kinds)),
+    ]
+
+
+def alike(one: Digest | None, other: Digest | None) -> bool:
+    """Whether two digests are of the same content, but for rounding; or one is missing."""
+    if one is None or other is None:
+        return True
+    if one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
+    norms, sums = zip(one[1][::2], other[1][::2], strict=True), zip(one[1][1::2], other[1][1::2], strict=True)
+    return all(max(abs(a - b), abs(c - d)) <= _ROUNDING * max(a, b) for (a, b), (c, d) in zip(norms, sums, strict=True))
+
+
+def digest(sample: Any) -> Digest:
+    """Digest a sample: tensors, arrays, numbers, texts and pictures, however nested."""
+    reader = _Reader()
+    reader.add(sample)
+    return [reader.hash.hexdigest(), reader.sums, sorted(reader.left_out)]
+
+
+class _Reader:
+    """Goes through a sample."""
+
+    def __init__(self) -> None:
+        self.hash = xxhash.xxh3_64()
+        self.sums: list[float] = []
+        self.left_out: set[str] = set()
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        """Take what `value` holds; what cannot be digested is noted by its type."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        try:
+            known = depth <= _DEEP and self._take(value, depth)
+        except Exception:  # its own methods failed
+            known = False
+        if not known:
+            self.left_out.add(kind)
+            self._mark(kind)
+
+    def _mark(self, *parts: object) -> None:
+        self.hash.update(repr(parts).encode())
+
+    def _take(self, value: Any, depth: int) -> bool:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
+            return self._array(np.asarray(value), depth)
+        if isinstance(value, float):
+            return self._measured("float", torch.tensor([value], dtype=torch.float64))
+        if isinstance(value, str | PurePath):  # where a node keeps its files is its own affair
+            self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
+        elif isinstance(value, bytes | bytearray):
+            self._mark("bytes", len(value))
+            self.hash.update(value)
+        elif value is None or isinstance(value, bool | int | complex):
+            self._mark(type(value).__name__, value)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=repr):
+                self._mark("key", key)
+                self.add(value[key], depth + 1)
+        elif isinstance(value, list | tuple):
+            self._several(value, depth)
+        elif isinstance(value, set | frozenset):
+            self._mark("set", sorted(map(repr, value)))
+        elif dataclasses.is_dataclass(value):
+            self._several([getattr(value, each.name) for each in dataclasses.fields(value)], depth)
+        elif type(value).__module__.startswith("PIL."):
+            self._mark(value.mode, value.size)
+            return self._measured("picture", torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
+        else:
+            return False
+        return True
+
+    def _several(self, values: Any, depth: int) -> None:
+        kinds = {type(each) for each in values}
+        self._mark("items", len(values))
+        if len(values) > 1 and kinds == {float}:
+            self._measured("floats", torch.tensor(values, dtype=torch.float64))
+        elif kinds <= {int, bool}:
+            self._mark(*values)
+        else:
+            for each in values:
+                self.add(each, depth + 1)
+
+    def _array(self, array: "np.ndarray[Any, Any]", depth: int) -> bool:
+        if array.dtype.hasobject:
+            self._mark(array.shape)
+            self._several(array.reshape(-1).tolist(), depth)
+            return True
+        array = np.ascontiguousarray(array)
+        name = f"{array.dtype.str}{array.shape}"
+        if array.dtype.kind in "fc" or array.dtype == np.uint8:
+            parts = [array.real, array.imag] if array.dtype.kind == "c" else [array]
+            return all(self._measured(name, torch.tensor(part.astype(np.float64))) for part in parts)
+        self._mark(name)
+        self.hash.update(array.tobytes())
+        return True
+
+    def _tensor(self, tensor: Tensor) -> bool:
+        plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+        if not plain or tensor.is_meta or hasattr(tensor, "placements"):
+            return False
+        held = tensor.detach().cpu()
+        name = f"{held.dtype}{tuple(held.shape)}"
+        if held.is_complex():
+            held = torch.view_as_real(held.resolve_conj())
+        if held.is_floating_point() or held.dtype == torch.uint8:
+            return self._measured(name, held)
+        self._mark(name)
+        self.hash.update(held.contiguous().numpy().tobytes())
+        return True
+
+    def _measured(self, name: str, values: Tensor) -> bool:
+        """Take numbers that another machine may round differently."""
+        flat = values.reshape(-1)
+        flat = flat[:: max(1, math.ceil(flat.numel() / _LONGEST))].to(torch.float64)
+        strange = ~flat.isfinite()
+        self._mark(name, int(strange.sum()))
+        if strange.any():
+            self.hash.update(strange.numpy().tobytes())
+            flat = torch.where(strange, 0.0, flat)
+        weights = mixed(torch.arange(1, flat.numel() + 1)).to(torch.float64) / 2**63
+        norm = float(flat.square().sum().sqrt())
+        if len(self.sums) >= 2 * _MOST_SUMS or not math.isfinite(norm):
+            self.hash.update(flat.numpy().tobytes())
+        else:
+            self.sums += [norm, float(flat @ weights)]
+        return True

@@ -1,0 +1,98 @@
+"""A foreign service in the place of the ranks' meeting point is one line, and a store of torch's is none."""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import TCPStore
+
+from lockstep.distributed import handshake
+from lockstep.distributed.handshake import check_store
+from lockstep.distributed.progress import MEETING_VARIABLE
+from lockstep.distributed.world import meeting_store
+from lockstep.errors import ConfigError
+from lockstep.launch.rendezvous import meeting
+
+
+def http(connection):
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+
+def banner(connection):
+    connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+    connection.recv(100)
+
+
+def silent(connection):
+    while connection.recv(100):
+        pass
+
+
+def closing(connection):
+    connection.recv(100)
+
+
+@pytest.fixture
+def service(request):
+    """A port where this answers each connection, and then closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    request.param(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("service", [http, banner, silent, closing], indirect=True)
+def test_another_service_is_refused_with_its_port(service, monkeypatch):
+    monkeypatch.setattr(handshake, "_PAUSE", 0.01)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="MASTER_PORT 7") as refused:
+        check_store("127.0.0.1", service, 0.5, "MASTER_PORT 7")
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("service", [banner], indirect=True)
+def test_ranks_and_launchers_ask(service, monkeypatch):
+    monkeypatch.delenv(MEETING_VARIABLE, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(service))
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {service}"):
+        meeting_store(1, 2, timedelta(seconds=5))
+    endpoint = f"127.0.0.1:{service}"
+    job = SimpleNamespace(endpoint=endpoint, backend="c10d", run_id="r", nodes=(2, 2), options={}, is_host=False)
+    with pytest.raises(ConfigError, match=f"--master-port {service}"):
+        meeting(job)
+
+
+@pytest.mark.parametrize("service", [http], indirect=True)
+def test_a_torch_that_greets_otherwise_is_not_refused(service, monkeypatch):
+    monkeypatch.setattr(handshake, "_PING", 99)
+    handshake._knows_protocol.cache_clear()
+    check_store("127.0.0.1", service, 0.5, "MASTER_PORT 7")
+    handshake._knows_protocol.cache_clear()
+
+
+def test_a_store_of_torchs_and_a_port_where_nobody_listens_are_let_pass(capfd):
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    check_store("127.0.0.1", store.port, 5.0, "MASTER_PORT 7")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    check_store("127.0.0.1", port, 5.0, "MASTER_PORT 7")
+    client = TCPStore("127.0.0.1", store.port, None, False)
+    client.set("still", "there")
+    assert store.get("still") == b"there"
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,160 @@
+"""A verdict counts what it covered: over sets that are empty or do not match nothing is the same."""
+
+import ast
+import copy
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.trace import judge
+from lockstep.trace.coverage import every, matched
+from lockstep.trace.judge import judged
+from lockstep.trace.reading import Part, Rank, Run
+
+NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
+KINDS = ("initial", "begin", "grad", "weights", "buffers", "state")
+STEPS = 3
+
+
+def sums(number):
+    """Digest, square and sketch of a tensor, as a record has them."""
+    sketch = [float((number * 31 + place * 17) % 7 - 3) for place in range(8)]
+    square = sum(value * value for value in sketch) / 8
+    return struct.pack("<q9d", number, square, *sketch)
+
+
+def tables(names):
+    """The tables of one rank: those of weights, buffers and states."""
+    states = [f"{name}/momentum" for name in names]
+    found = {}
+    for number, each in enumerate((names, ["norm.mean", "norm.var"], states)):
+        count = len(each)
+        found[number] = {
+            "names": list(each),
+            "starts": [0] * count,
+            "sizes": [8] * count,
+            "types": ["float32"] * count,
+        }
+    return found
+
+
+def trace():
+    """A run of one process: a table for each kind, so that names can be taken out of each alone."""
+    plain = tables(NAMES)
+    ranks = Rank({"world": 1, "rank": 0, "initialized": False, "frameworks": [], "versions": {}, "script": {}})
+    for step in range(STEPS):
+        record = {"k": step, "opt": 0, "kind": "SGD", "groups": [{"n": 4, "lr": 0.1}], "ev": [], "fwd": [], "loads": []}
+        record["loss"] = [{"at": 1, "v": [2.0 - step]}]
+        values = {"grad": 100, "weights": 200, "begin": 199, "buffers": 300, "state": 400}
+        values |= {"initial": 199} if not step else {}
+        for kind, base in values.items():
+            table = KINDS.index(kind)
+            which = 1 if kind == "buffers" else 2 if kind == "state" else 0
+            ranks.tables[table] = copy.deepcopy(plain[which])
+            count = len(ranks.tables[table]["names"])
+            raw = b"".join(sums(base + step + 1000 * place) for place in range(count))
+            record[kind] = [table, memoryview(raw)]
+        ranks.steps.append(record)
+    ranks.end = {"k": STEPS, "ev": [], "fwd": [], "loads": []}
+    return Run("run", [Part({0: ranks})], {"code": 0})
+
+
+def without(run, kind, change):
+    """The run with other names in the table of a kind: `change` makes None of a name that is dropped."""
+    rank = run.parts[0].ranks[0]
+    number = KINDS.index(kind)
+    table = rank.tables[number]
+    names = [change(name) for name in table["names"]]
+    kept = [row for row, name in enumerate(names) if name is not None]
+    rank.tables[number] = {key: [values[row] for row in kept] for key, values in table.items()}
+    rank.tables[number]["names"] = [names[row] for row in kept]
+    for record in rank.steps:
+        if kind in record:
+            raw = bytes(record[kind][1])
+            record[kind] = [number, memoryview(b"".join(raw[80 * row : 80 * (row + 1)] for row in kept))]
+    return run
+
+
+def test_a_run_is_the_same_as_itself_and_says_what_was_compared():
+    verdict = judged(trace(), trace())
+    assert (verdict.word, verdict.bits) == ("SAME", STEPS)
+    counts = {kind: verdict.compared[kind] for kind in ("gradients", "weights", "updates", "buffers", "losses")}
+    assert counts == {"gradients": 12, "weights": 12, "updates": 12, "buffers": 6, "losses": 3}
+    assert verdict.plain()["compared"] == verdict.compared
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sets(st.sampled_from(KINDS), min_size=1),
+    st.sets(st.integers(0, 3), min_size=1),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_run_is_never_the_same_as_one_that_lacks_names(kinds, rows, renamed, turned):
+    """Dropped or renamed, in any kinds, in either run; of `begin` a large model has none, so all may be gone."""
+    rows = rows & {0, 1} if kinds == {"buffers"} else rows
+    rows = rows or {0}
+    if kinds == {"begin"} and len(rows) == len(NAMES) and not renamed:
+        rows = {0}
+    other = trace()
+    for kind in kinds:
+        known = other.parts[0].ranks[0].tables[KINDS.index(kind)]["names"]
+        chosen = {known[row % len(known)] for row in rows}
+        without(other, kind, lambda name, chosen=chosen: name if name not in chosen else f"x{name}" * renamed or None)
+    pair = (other, trace()) if turned else (trace(), other)
+    assert not judged(*pair).same
+
+
+@pytest.mark.parametrize("kind", ["grad", "losses", "state", "steps", "end", "failed", "full"])
+def test_what_is_gone_from_a_run_is_told(kind):
+    """Whole kinds, the end, the steps; the limit of --max-mb alone leaves what was compared proved."""
+    other = trace()
+    rank = other.parts[0].ranks[0]
+    if kind in ("grad", "state"):
+        without(other, kind, lambda _: None)
+    elif kind == "losses":
+        for record in rank.steps:
+            record["loss"] = []
+    elif kind == "steps":
+        for record in rank.steps:
+            record["k"] += 10
+    elif kind == "end":
+        rank.end = None
+    elif kind == "failed":
+        rank.failed = "OSError"
+    else:
+        rank.end, rank.full = None, True
+    verdict = judged(trace(), other)
+    assert verdict.word == ("DIFFERENT" if kind == "grad" else "SAME" if kind == "full" else "NOT PROVED")
+    assert judged(other, other).same is (kind in ("losses", "state", "steps", "full"))
+
+
+def test_nothing_in_common_is_not_proved():
+    other = trace()
+    for kind in KINDS:
+        without(other, kind, lambda name: f"other.{name}")
+    verdict = judged(trace(), other)
+    assert (verdict.word, verdict.judged) == ("NOT PROVED", 0)
+    assert NAMES[0] in verdict.missing[0]
+
+
+def test_sets_that_match():
+    assert not every([])
+    assert every([True])
+    assert not every([True, False])
+    sets = matched("abc", "bd")
+    assert (sets.both, sets.first, sets.second) == (("b",), ("a", "c"), ("d",))
+
+
+def test_no_judge_takes_all_of_nothing_for_a_proof():
+    """`all` holds over an empty set: what judges asks `every`."""
+    folder = Path(judge.__file__).parent
+    for path in [
+        *folder.glob("judge*.py"),
+        *(folder / f"{name}.py" for name in ("pairing", "verdict", "samples_used")),
+    ]:
+        called = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert "all" not in [node.func.id for node in called if isinstance(node.func, ast.Name)], path.name
