@@ -119,7 +119,7 @@ def _unreduced(step: Step) -> Finding | None:
 def _forward(step: Step) -> Finding | None:
     """A sample for which the model computes another output."""
     outputs = [outputs_of(spot) for spot in (step.one, step.two)]
-    least = max(_OUTPUT, 4 * step.limit)
+    least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
     shown = ""
     for key, (_, mine) in outputs[0].items():
