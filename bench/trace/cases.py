@@ -2,6 +2,7 @@
 
     python bench/trace/cases.py                          all of them
     python bench/trace/cases.py --only ddp:              those whose name holds one of these
+    python bench/trace/cases.py --grid                   all of them in two dtypes, two orders, equal and ragged
     python bench/trace/cases.py --check                  no tracing: that each mistake does what table.py says of it
 
 A mistake counts as named where compare ends with 3 and names step, stage and cause as table.py has them, which was
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from running import Failed, checked, command, journals, ran
-from table import CASES, HEALTHY, Case, Healthy, saved_at
+from table import CASES, HEALTHY, Case, Healthy, grid, saved_at
 
 AIM = 0.9
 
@@ -122,7 +123,7 @@ def of_pair(bench: Bench, pair: Healthy) -> tuple[bool, str]:
 
 def unequal(pair: Healthy, ones: list[dict[str, Any]], twos: list[dict[str, Any]]) -> str:
     """ "" where the journals are what `equal` promises."""
-    case = Case(pair.script, "", (0,), (), (), resumed=pair.resumed)
+    case = Case(pair.script, "", (0,), (), (), flags=pair.two[1], resumed=pair.resumed)
     parts = checked(case, ones[0], twos)  # "the weights part at None" where they never do
     if pair.equal == "random":
         return "" if not parts else f"dropout's masks agree, or differ late: {parts}"
@@ -148,10 +149,12 @@ def main() -> None:
         "--only", default="", help="names that hold one of these, with commas between: ddp:,:bit-flip,healthy:hf:"
     )
     parser.add_argument("--check", action="store_true", help="run the scripts without tracing them")
+    parser.add_argument("--grid", action="store_true", help="in both dtypes, both orders, with equal and ragged labels")
     parser.add_argument("--folder", default="", help="keep runs and traces here, and take those that are here")
     args = parser.parse_args()
-    wanted: list[tuple[str, Any, Any]] = [(case.name, of_case, case) for case in CASES]
-    wanted += [(f"healthy:{pair.script}:{pair.name}", of_pair, pair) for pair in HEALTHY]
+    cases, pairs = grid() if args.grid else (CASES, HEALTHY)
+    wanted: list[tuple[str, Any, Any]] = [(case.name, of_case, case) for case in cases]
+    wanted += [(f"healthy:{pair.script}:{pair.name}", of_pair, pair) for pair in pairs]
     print(f"{platform.machine()}, Python {platform.python_version()}", flush=True)
     scores: dict[str, list[bool]] = {"planted": [], "own": [], "healthy": []}
     with tempfile.TemporaryDirectory() as temporary:

@@ -10,11 +10,12 @@ script with the mistake on two. `check` is how cases.py sees, from the scripts' 
 Steps are updates counted from 0. `causes` are regular expressions, all of which must be found in what is said.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from toy import MOMENT
 
-__all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "saved_at"]
+__all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "grid", "saved_at"]
 
 SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
 _LAST = -1  # in place of a step: where the run is resumed
@@ -39,9 +40,11 @@ class Case:
     resumed: bool = False
     own: bool = False  # one that these scripts alone have, not one of `lockstep verify`'s
 
+    note: str = ""  # behind the name: which of the settings of `grid`
+
     @property
     def name(self) -> str:
-        return f"{self.script}:{self.mistake}"
+        return f"{self.script}:{self.mistake}" + (f" [{self.note}]" if self.note else "")
 
 
 def saved_at(script: str) -> int:
@@ -185,6 +188,25 @@ class Healthy:
     two: tuple[int, tuple[str, ...]]
     equal: str
     resumed: bool = False
+
+
+def grid() -> tuple[list[Case], list[Healthy]]:
+    """All cases in both dtypes, padded before and behind the shift, with as many labels a sample and with ragged ones.
+
+    A mistake that only ragged labels show is not made with equal ones. Of a healthy pair the table has the labels.
+    """
+    cases, pairs = [], []
+    for dtype, order in product(("float32", "bf16"), ("pad-shift", "shift-pad")):
+        more, how = ("--dtype", dtype, "--order", order), f"{dtype} {order}"
+        for case, ragged in product(CASES, (False, True)):
+            if ragged or "--ragged" not in case.flags:
+                flags = tuple(dict.fromkeys((*case.flags, *("--ragged",) * ragged))) + more
+                note = f"{how} {'ragged' if ragged else 'equal'}"
+                cases.append(replace(case, flags=flags, note=note))
+        for pair in HEALTHY:
+            one, two = ((world, flags + more) for world, flags in (pair.one, pair.two))
+            pairs.append(replace(pair, name=f"{pair.name} [{how}]", one=one, two=two))
+    return cases, pairs
 
 
 def _pairs(script: str) -> list[Healthy]:

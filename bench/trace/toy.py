@@ -7,19 +7,21 @@ Nothing here knows of lockstep. The journal is the proof that a mistake changes 
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 TRAIN, VALID, LENGTH, WIDTH, CLASSES = 40, 13, 6, 6, 3
 BATCH, EPOCHS = 8, 2
 STEPS = EPOCHS * TRAIN // BATCH
 MOMENT = 3  # at which update a mistake that has a moment shows
 IGNORED = -100
+PADDING = 0.5
 
 Batch = dict[str, Tensor]
 
@@ -36,6 +38,13 @@ def arguments(
     parser.add_argument("--shake", action="store_true", help="one random number a forward: how much the block counts")
     parser.add_argument("--batchnorm", action="store_true")
     parser.add_argument("--ragged", action="store_true", help="samples have 1 to 6 labels instead of 6")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bf16"], help="bf16: autocast")
+    parser.add_argument(
+        "--order",
+        default="",
+        choices=["", "pad-shift", "shift-pad"],
+        help="labels are those of the next vectors",
+    )
     parser.add_argument("--save", default="", help="write a checkpoint here")
     parser.add_argument("--save-at", type=int, default=7, help="after that many updates")
     parser.add_argument("--resume", default="", help="go on from this checkpoint")
@@ -48,27 +57,55 @@ def arguments(
 
 
 class Sentences(Dataset[Batch]):
-    """Sequences of 6 vectors [6, 6] float32, and their labels [6] int64, of which IGNORED ones do not count."""
+    """Sequences of 6 vectors [6, 6] float32, and their labels [6] int64, of which IGNORED ones do not count.
 
-    def __init__(self, count: int, seed: int, ragged: bool) -> None:
+    With an `order`: of 2 to 7, without those that do not count, and the label of each is what the one before predicts.
+    """
+
+    def __init__(self, count: int, seed: int, ragged: bool, order: str) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(count, LENGTH, WIDTH, generator=generator)
+        self.order = order
+        places = LENGTH + (order != "")
+        self.x = torch.randn(count, places, WIDTH, generator=generator)
         teacher = torch.randn(WIDTH, CLASSES, generator=torch.Generator().manual_seed(5))
         self.labels = (self.x @ teacher).argmax(-1)
         if ragged:
-            lengths = torch.randint(1, LENGTH + 1, (count, 1), generator=generator)
-            self.labels[torch.arange(LENGTH) >= lengths] = IGNORED
+            lengths = torch.randint(1, LENGTH + 1, (count, 1), generator=generator) + (order != "")
+            self.labels[torch.arange(places) >= lengths] = IGNORED
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> Batch:
-        return {"x": self.x[index], "labels": self.labels[index]}
+        if not self.order:
+            return {"x": self.x[index], "labels": self.labels[index]}
+        kept = self.labels[index] != IGNORED
+        return {"x": self.x[index][kept], "labels": self.labels[index][kept]}
+
+
+def collator(args: argparse.Namespace) -> Callable[[list[Batch]], Batch]:
+    """What makes a batch of samples."""
+    if not args.order:
+        return default_collate
+
+    def padded(rows: list[Tensor], value: float) -> Tensor:
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    def collate(samples: list[Batch]) -> Batch:
+        x, labels = ([sample[name] for sample in samples] for name in ("x", "labels"))
+        if args.order == "pad-shift":
+            return {"x": padded(x, PADDING)[:, :-1], "labels": padded(labels, IGNORED)[:, 1:]}
+        return {
+            "x": padded([each[:-1] for each in x], PADDING),
+            "labels": padded([each[1:] for each in labels], IGNORED),
+        }
+
+    return collate
 
 
 def datasets(args: argparse.Namespace) -> tuple[Sentences, Sentences]:
     """Training and validation."""
-    return Sentences(TRAIN, 11, args.ragged), Sentences(VALID, 2, args.ragged)
+    return Sentences(TRAIN, 11, args.ragged, args.order), Sentences(VALID, 2, args.ragged, args.order)
 
 
 class Toy(nn.Module):
@@ -98,7 +135,7 @@ def model(args: argparse.Namespace, seed_of_mask: int | None = None) -> Toy:
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     return nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction
     )
 
 

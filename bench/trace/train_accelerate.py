@@ -21,6 +21,7 @@ from toy import (
     TRAIN,
     Journal,
     arguments,
+    collator,
     cross_entropy,
     datasets,
     flip,
@@ -43,6 +44,7 @@ def main() -> None:
     wrong = args.mistake
     accelerator = Accelerator(
         cpu=True,
+        mixed_precision="bf16" if args.dtype == "bf16" else "no",
         gradient_accumulation_steps=args.accumulate,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=True, data_seed=11, split_batches=wrong == "split-batches"
@@ -55,8 +57,9 @@ def main() -> None:
     set_seed(7, device_specific=wrong == "per-rank-seed")
     if wrong != "per-rank-weights":
         plain.load_state_dict(pretrained(plain))
-    loader = DataLoader(train, batch_size=BATCH // world // args.accumulate, shuffle=True, drop_last=True)
-    valid_loader = DataLoader(valid, batch_size=6)
+    collate, micro = collator(args), BATCH // world // args.accumulate
+    loader = DataLoader(train, batch_size=micro, shuffle=True, drop_last=True, collate_fn=collate)
+    valid_loader = DataLoader(valid, batch_size=6, collate_fn=collate)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     # A prepared schedule takes as many steps at each update as there are processes.
     each = 1 if wrong == "scheduler-twice" else world

@@ -20,6 +20,7 @@ from toy import (
     VALID,
     Journal,
     arguments,
+    collator,
     cross_entropy,
     datasets,
     flip,
@@ -60,14 +61,15 @@ def main() -> None:
         sampler = DistributedSampler(train, seed=11)
     else:
         sampler = RandomSampler(train, generator=torch.Generator())
-    loader = DataLoader(train, batch_size=micro, sampler=sampler, drop_last=True)
+    collate = collator(args)
+    loader = DataLoader(train, batch_size=micro, sampler=sampler, drop_last=True, collate_fn=collate)
     if world > 1 and wrong == "padded-evaluation":
         own: torch.utils.data.Dataset = valid
         padded = DistributedSampler(valid, shuffle=False)  # 13 samples on two ranks: the first one twice
-        valid_loader = DataLoader(valid, batch_size=5, sampler=padded)
+        valid_loader = DataLoader(valid, batch_size=5, sampler=padded, collate_fn=collate)
     else:
         own = Subset(valid, range(rank, VALID, world))
-        valid_loader = DataLoader(own, batch_size=5)
+        valid_loader = DataLoader(own, batch_size=5, collate_fn=collate)
     journal = Journal(plain, args.out)
 
     done = 0
@@ -128,7 +130,9 @@ def update(args, ddp, optimizer, scaler, group, world) -> None:
         if wrong == "unsent-gradient":
             sends = index == 0  # off by one: the last micro-batch's gradient stays on its rank
         with contextlib.nullcontext() if world == 1 or sends else ddp.no_sync():
-            loss = cross_entropy(ddp(batch["x"]), batch["labels"], "sum")
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
+                logits = ddp(batch["x"])
+            loss = cross_entropy(logits, batch["labels"], "sum")
             share = 1 if wrong == "rank-average" else world  # DDP divides by the number of ranks
             scaler.scale(loss * share / items).backward()
         if wrong == "clip-before-reduction" and not sends:

@@ -8,7 +8,21 @@ import tempfile
 
 import torch
 from torch.utils.data import DataLoader
-from toy import BATCH, EPOCHS, IGNORED, MOMENT, Journal, Toy, arguments, cross_entropy, datasets, flip, pretrained, swap
+from toy import (
+    BATCH,
+    EPOCHS,
+    IGNORED,
+    MOMENT,
+    Journal,
+    Toy,
+    arguments,
+    collator,
+    cross_entropy,
+    datasets,
+    flip,
+    pretrained,
+    swap,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 MISTAKES = (
@@ -42,7 +56,11 @@ class OwnTrainer(Trainer):
         if self.mistake == "overlapping-data":  # one's own loader, which nobody shares out
             order = torch.Generator().manual_seed(11)
             return DataLoader(
-                self.train_dataset, batch_size=self.args.per_device_train_batch_size, shuffle=True, generator=order
+                self.train_dataset,
+                batch_size=self.args.per_device_train_batch_size,
+                shuffle=True,
+                generator=order,
+                collate_fn=self.data_collator,
             )
         return super().get_train_dataloader()
 
@@ -144,6 +162,7 @@ def main() -> None:
             save_steps=args.save_at,
             dataloader_drop_last=False,
             use_cpu=True,
+            bf16=args.dtype == "bf16",
             disable_tqdm=True,
             report_to=[],
         )
@@ -165,6 +184,7 @@ def main() -> None:
             settings,
             train_dataset=train,
             eval_dataset=valid,
+            data_collator=collator(args),
             compute_metrics=mean_loss,
             callbacks=[Mistakes(args, journal, model)],
         )

@@ -22,6 +22,7 @@ from toy import (
     VALID,
     Journal,
     arguments,
+    collator,
     cross_entropy,
     datasets,
     flip,
@@ -172,15 +173,20 @@ def loaders(args, world: int, rank: int) -> tuple[DataLoader, DataLoader]:
     if args.mistake == "dropped-sample" and args.resume:
         sampler.start = micro  # begins one batch too late
     if args.mistake == "overlapping-data":
-        loader = DataLoader(train, micro, sampler=RandomSampler(train, generator=torch.Generator().manual_seed(11)))
+        loader = DataLoader(
+            train,
+            micro,
+            sampler=RandomSampler(train, generator=torch.Generator().manual_seed(11)),
+            collate_fn=collator(args),
+        )
     elif args.mistake == "no-set-epoch":
-        loader = DataLoader(train, batch_sampler=OwnBatches(sampler, micro))
+        loader = DataLoader(train, batch_sampler=OwnBatches(sampler, micro), collate_fn=collator(args))
     else:
-        loader = DataLoader(train, micro, sampler=sampler)
+        loader = DataLoader(train, micro, sampler=sampler, collate_fn=collator(args))
     if args.mistake == "padded-evaluation":  # as Lightning's own sampler does it
         padded = DistributedSampler(valid, num_replicas=world, rank=rank, shuffle=False)
-        return loader, DataLoader(valid, 5, sampler=padded)
-    return loader, DataLoader(Subset(valid, range(rank, VALID, world)), 5)
+        return loader, DataLoader(valid, 5, sampler=padded, collate_fn=collator(args))
+    return loader, DataLoader(Subset(valid, range(rank, VALID, world)), 5, collate_fn=collator(args))
 
 
 def main() -> None:
@@ -203,6 +209,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
+        precision="bf16-mixed" if args.dtype == "bf16" else "32-true",
     )
     train_loader, valid_loader = loaders(args, world, rank)
     trainer.fit(module, train_loader, valid_loader, ckpt_path=args.resume or None)

@@ -105,6 +105,7 @@ def train(
     shard="",
     noise=False,
     sam=0.0,
+    dtype="",
 ):
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
@@ -159,7 +160,9 @@ def train(
                 x, y = next(batches)
                 quiet = mistake == "no-sync" or (mistake == "unsent-gradient" and step == 2)
                 with model.no_sync() if wrong and quiet else contextlib.nullcontext():
-                    out = (bare if mistake == "bare-call" else model)(x)
+                    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+                        out = (bare if mistake == "bare-call" else model)(x)
+                    out = out.float()
                     if mistake == "one-class":
                         out, y = out[..., :1], y * 0
                     loss = F.cross_entropy(out.flatten(0, 1), y.reshape(-1), ignore_index=-100, reduction="sum")

@@ -101,6 +101,29 @@ def test_a_sample_has_its_digest_in_any_batch():
     assert digested(wide).counts[0, 2].tolist() == [25, 21]
 
 
+@pytest.mark.parametrize("vectors", [False, True])
+def test_a_sample_is_the_same_padded_before_and_behind_the_shift(vectors):
+    """Padded before it, all but the longest have one input more, of which no label comes."""
+    make = torch.Generator().manual_seed(5)
+    labels = [torch.randint(1, 90, (length,), generator=make) for length in (8, 5, 3)]
+    inputs = [torch.randn(len(each), 4, generator=make) for each in labels] if vectors else labels
+
+    def padded(rows, value):
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    before = {"x": padded(inputs, 7)[:, :-1], "y": padded(labels, -100)[:, 1:]}
+    behind = {"x": padded([each[:-1] for each in inputs], 7), "y": padded([each[1:] for each in labels], -100)}
+    fewer = {"x": padded(inputs[1:], 7)[:, :-1], "y": padded(labels[1:], -100)[:, 1:]}
+    every = digested(before).samples[0].tolist()
+    assert len(set(every)) == 3
+    assert every == digested(behind).samples[0].tolist()
+    assert every[1:] == digested(fewer).samples[0].tolist()
+    assert digested(before).leaves[0, 0] != digested(behind).leaves[0, 0]  # by which forwards find their batches
+    behind["x"][2, 1] += 1
+    assert digested(behind).samples[0].tolist()[:2] == every[:2]
+    assert digested(behind).samples[0, 2] != every[2]
+
+
 def test_batches_of_many_kinds_are_cut():
     pictures = torch.rand(3, 3, 90, 90)
     batch = Batch((pictures, torch.arange(3), ["a", "b", "c"]))

@@ -8,6 +8,7 @@ from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import LocalExecutor
 from lockstep.verify.fault import fault
 from lockstep.verify.request import REFERENCE, Combination, Request, reference_specs, run_spec
+from lockstep.verify.verification import measured_rounding
 from lockstep.verify.worker import read_trace
 
 STEPS, RESUME, AT = 4, 2, 1
@@ -37,9 +38,10 @@ def _found(task, config, folder, names, engines, world_size):
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]
+    measured = measured_rounding(request, executor, fault(names[0]), reference)
 
     def planted(name, one):
-        made = run_spec(request, one, folder, fault(name), reference["coarsest"])
+        made = run_spec(request, one, folder, fault(name), reference["coarsest"], measured)
         return dataclasses.replace(made, key=f"{one.key}-{name or 'healthy'}")
 
     again = planted("", REFERENCE)

@@ -205,6 +205,8 @@ def test_a_task_that_is_not_deterministic_is_found_first(task, named):
     table = lockstep.verify(task(samples=60), config(), engines=("ddp",), **QUICK)
     assert not table.ok
     assert [str(row.combination) for row in table.rows] == ["single x1"]
+    assert (table.difference.stage, table.difference.rank) == ("determinism", -1)
+    assert "rank" not in table.rows[0].text
     assert "not deterministic in one process" in table.notes[0]
     assert named in table.notes[0]
     assert task is not tasks.Undecided or "in blocks.1.1 (Noise)" in table.notes[0]
@@ -281,7 +283,7 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
     assert "against the certificate, within rounding: it agrees" in capsys.readouterr().out
     with pytest.raises(DifferenceError, match="not the same training: the certificate"):
         cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
-    assert "step 1 on, rank 0, micro-batch 3: the generators' states differ" in capsys.readouterr().out
+    assert "step 1 on, micro-batch 3: the generators' states differ" in capsys.readouterr().out
     assert not list(Path.cwd().iterdir()), "only --out writes"
 
 

@@ -27,8 +27,9 @@ from lockstep.verify.fault import FaultContext, fault
 from lockstep.verify.recorder import Recorder, _digests
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore, compare
 from lockstep.verify.request import REFERENCE, Combination, Request, combine, reference_specs, run_spec
-from lockstep.verify.table import Table
+from lockstep.verify.table import Row, Table
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance, tolerance_of
+from lockstep.verify.verification import repeats
 
 COMPILED = Combination("single", 1, compiled=True)
 
@@ -70,8 +71,8 @@ def test_a_row_tells_the_largest_difference_of_any_rank_after_the_last_step(monk
     monkeypatch.setattr(verification, "first_difference", lambda traces: None)
     monkeypatch.setattr(verification, "traces_of", lambda *given: None)
     made = verification.Verification(Request(Config()), SimpleNamespace(folder=Path()))
-    monkeypatch.setattr(made, "_spec", lambda one: SimpleNamespace(reference="reference"))
-    monkeypatch.setattr(made, "_trace", lambda key: {})
+    monkeypatch.setattr(made, "_spec", lambda one: SimpleNamespace(reference="reference", tolerance=EXACT))
+    monkeypatch.setattr(made, "_trace", lambda key: {"steps": [{}]})
 
     def trace(*differences):
         return {"steps": [{"weights": {"equal": not each[0], "largest": list(each)}} for each in differences]}
@@ -209,6 +210,52 @@ def differing(change, tolerance=EXACT, clip=0.0, drift=0.0):
     other = copy.deepcopy(trace) | {"resumed": []}
     change(other["steps"][0], other["evaluation"])
     return first_difference(Traces(trace, [other], tolerance, clip, drift))
+
+
+def test_a_run_that_does_not_repeat_itself_is_told_from_one_that_is_wrong():
+    """Only up to the step where it differs from the single process, and beyond what its sums may round to."""
+    run = [{"rank": rank, "steps": [record(step) for step in range(3)], "evaluation": {"loss": 1.0}} for rank in (0, 1)]
+    loose = Tolerance(10, 2.0**-24, 2.0**-24)
+    for step, at, key, value, same in (
+        (1, 1, "norm", 1.0 + 1e-3, False),
+        (1, 1, "norm", 1.0 + 1e-9, True),
+        (1, 2, "norm", 9.0, True),
+        (1, 0, "loss", 2.1, False),
+        (2, 2, "drawn", "other", False),
+    ):
+        other = copy.deepcopy(run)
+        place = other[1]["steps"][at]
+        (place if key in place else place["slots"][0])[key] = value
+        assert repeats(run, other, step, loose) is same, (step, key, value)
+    other = copy.deepcopy(run)
+    other[0]["evaluation"]["loss"] = 2.0
+    assert [repeats(run, other, step, loose) for step in (2, 3)] == [True, False]
+
+
+def test_an_items_share_of_the_loss_is_compared_whatever_the_dtype():
+    """It is a quotient of whole numbers: a loss averaged by rank is 18 % off, below what bfloat16 rounds to."""
+    coarse, found = Tolerance(10, 2.0**-8, 2.0**-8), []
+    for share in (0.25, 0.25 * 1.18, 0.25 * (1 + 1e-15)):
+        run = {"rank": 0, "steps": [record()]}
+        run["steps"][0]["slots"][0]["share"] = 0.25
+        other = copy.deepcopy(run) | {"resumed": []}
+        other["steps"][0]["slots"][0]["share"] = share
+        found.append(first_difference(Traces(run, [other], coarse)))
+    assert [each and each.stage for each in found] == [None, "normalisation", None]
+
+
+def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
+    measured = Tolerance(10, 2.0**-8, 2.0**-8, measured=(2e-3, 5e-3, 1e-3))
+    bare = dataclasses.replace(measured, measured=())
+    assert [measured.relative(step) for step in range(3)] == [8e-3, 20e-3, 20e-3]
+    assert bare.relative(1) == bare.bound(1) == measured.bound(1) == 0.25
+    assert dataclasses.replace(measured, measured=(0.2,)).relative(0) == 0.25
+    assert dataclasses.replace(measured, measured=(0.0, 0.0)).relative(1) == 0.25  # nothing moved: it says nothing
+    few = Tolerance(2, 2.0**-24, 2.0**-8, measured=(1e-7, 1e-7))  # of elements that turn over none did
+    assert few.relative(0) == few.bound(0) < 1e-5
+    assert few.relative(1) == pytest.approx(1e-4 + 4 * 2.0**-8)
+    row = Row(Combination("ddp", 2), "close", (1e-3, "a"), hidden=measured.relative(1))
+    assert "2.00%" in row.text
 
 
 def test_an_evaluation_may_drift_by_a_share_of_itself_and_one_more_but_not_lose_items():

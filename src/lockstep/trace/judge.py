@@ -19,6 +19,7 @@ from lockstep.trace.judge_coverage import count_data, count_numbers, uncovered, 
 from lockstep.trace.judge_data import data_difference
 from lockstep.trace.judge_evaluation import evaluation_difference
 from lockstep.trace.judge_gradient import first_module, gradient_difference
+from lockstep.trace.judge_normalisation import items_unequal
 from lockstep.trace.judge_random import random_difference
 from lockstep.trace.judge_sets import (
     buffer_sets,
@@ -38,14 +39,14 @@ from lockstep.trace.judge_update import (
     update_difference,
 )
 from lockstep.trace.judge_weights import changed_weights, initial_difference
+from lockstep.trace.limits import gradient_limit
 from lockstep.trace.pairing import Pair, Spot, apart, paired
 from lockstep.trace.reading import Part, Run, distance
-from lockstep.trace.step import GROWTH, ROUNDOFF, Step, apart_from_each_other, unlike
+from lockstep.trace.step import Step, apart_from_each_other, unlike
 from lockstep.trace.verdict import Finding, Verdict
 
 __all__ = ["judged"]
 
-_SAFETY, _INNER, _CEILING = 32.0, 16.0, 0.25  # of docs/verify.md
 _NOISE, _NOISE_OFF = 1e-3, 1e-2  # a gradient this small a share of all, and off by this share of itself, is noise
 _LOST = 1e-2  # share by which the weights may differ while gradients still tell something
 
@@ -65,12 +66,14 @@ def judged(one: Run, two: Run) -> Verdict:
     state = _State()
     for number, (first, second) in enumerate(pair.steps):
         step = Step(pair, pair.one.spots[first], pair.two.spots[second], (first, second), number, state.off)
-        step.limit = _limit(step)
+        step.limit = gradient_limit(step)
         found = _difference(step, verdict)
         if found is not None:
             verdict.finding = found
             return verdict
         verdict.judged += 1
+        if not verdict.unproven:
+            verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
         state.trained.look(step.two)
         count_data(step, verdict.compared)
         if not verdict.unproven:
@@ -195,32 +198,13 @@ def _difference(step: Step, verdict: Verdict) -> Finding | None:
     return None
 
 
-def _limit(step: Step) -> float:
-    """Share of the whole gradient's norm by which a tensor of it may be off."""
-    kinds = {whole.kind for spot in (step.one, step.two) for whole in spot.tensors("grad").values()}
-    unit = max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=2.0**-24)
-    inner = unit
-    count = 0
-    for spot in (step.one, step.two):
-        losses = 0
-        for record in spot.part.records(spot.at).values():
-            losses += len(record["loss"])
-        count = max(count, losses + spot.part.world)
-        begin = spot.part.records(0).values()  # what the modules compute in is noted in the first steps
-        kinds = {forward.get("ac", "") for record in begin for forward in record["fwd"]}
-        inner = max([inner, *(ROUNDOFF.get(kind, 0.0) for kind in kinds)])
-    other = step.number > 0 or step.one.part.world != step.two.part.world
-    rounding = _SAFETY * count * unit * (step.number + 1) + _INNER * inner * other
-    return min(_CEILING, rounding + GROWTH * step.off)
-
-
 def _computed(step: Step, verdict: Verdict) -> Finding | None:
     """What leads to the gradient, if the gradient differs."""
     unequal = next(
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
     step.flagged = _flagged(step)
-    if not step.flagged and unequal is None:
+    if not step.flagged and unequal is None and items_unequal(step) is None:
         return None
     found = data_difference(step)
     if found is not None:

@@ -1,12 +1,13 @@
 """Why a gradient differs although the weights and the samples are the same: forward, loss, reduction or clipping."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from lockstep.trace.coverage import every
+from lockstep.trace.judge_normalisation import normalisation_difference
+from lockstep.trace.limits import outputs_of
 from lockstep.trace.pairing import Spot
-from lockstep.trace.reading import distance, floats, words
+from lockstep.trace.reading import distance, words
 from lockstep.trace.step import FIRST, SECOND, Step, share
 from lockstep.trace.verdict import Finding
 
@@ -26,7 +27,7 @@ def gradient_difference(step: Step) -> Finding:
         or _clipped_apart(step)
         or _changed_after(step)
         or _forward(step)
-        or _normalisation(step)
+        or normalisation_difference(step)
         or _clipping(step)
         or _reduction(step)
     )
@@ -117,8 +118,8 @@ def _unreduced(step: Step) -> Finding | None:
 
 def _forward(step: Step) -> Finding | None:
     """A sample for which the model computes another output."""
-    outputs = [_outputs(spot) for spot in (step.one, step.two)]
-    least = max(_OUTPUT, 4 * step.limit)
+    outputs = [outputs_of(spot) for spot in (step.one, step.two)]
+    least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
     shown = ""
     for key, (_, mine) in outputs[0].items():
@@ -146,23 +147,6 @@ def _forward(step: Step) -> Finding | None:
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)
 
 
-def _outputs(spot: Spot) -> dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]]:
-    """(root, digest of the sample, elements, how many of it before) -> (rank, signed sum and square of its output)."""
-    found: dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]] = {}
-    for rank, record in _records(spot).items():
-        for forward in record["fwd"]:
-            values = floats(forward.get("out"))
-            samples = words(forward.get("s"))
-            if not forward["train"] or len(values) != 2 * len(samples):
-                continue
-            for place, sample in enumerate(samples):
-                count = 0
-                while (forward["m"], sample, forward["w"], count) in found:
-                    count += 1
-                found[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
-    return found
-
-
 def first_module(step: Step) -> str:
     """The first module whose output has other bits, where both runs cut the step alike and recorded it; else ""."""
     if step.one.part.world != step.two.part.world:
@@ -179,98 +163,6 @@ def first_module(step: Step) -> str:
                 if name == their and words(one)[0] != words(two)[0]:
                     return str(name)
     return ""
-
-
-def _losses(spot: Spot) -> dict[int, list[float]]:
-    return {rank: [entry["v"][0] for entry in record["loss"] if entry["v"]] for rank, record in _records(spot).items()}
-
-
-def _total(losses: dict[int, list[float]]) -> float:
-    """What DDP's mean over the ranks makes of their losses."""
-    return sum(sum(each) for each in losses.values()) / max(1, len(losses))
-
-
-def _normalisation(step: Step) -> Finding | None:
-    losses = [_losses(spot) for spot in (step.one, step.two)]
-    if not every(any(each.values()) for each in losses):
-        return None
-    mine, theirs = _total(losses[0]), _total(losses[1])
-    least = max(1e-5, step.limit)
-    if not math.isfinite(mine * theirs) or abs(mine - theirs) <= least * max(abs(mine), abs(theirs)):
-        return None
-    text = f"the loss of the step is {theirs:.6g} instead of {mine:.6g}"
-    for counts in _weightings(step):
-        weighted = [_weighted(each, count) for each, count in zip(losses, counts, strict=True)]
-        if None in weighted or weighted[0] is None or weighted[1] is None:
-            continue
-        if (
-            abs(weighted[0] - weighted[1]) <= least * abs(weighted[0])
-            and len({*_by_rank(counts[1]), *_by_rank(counts[0])}) > 1
-        ):
-            side = counts[1] if len(counts[1]) > 1 or len(counts[0]) == 1 else counts[0]
-            items = " and ".join(str(count) for count in _by_rank(side))
-            where = f"items {items}"
-            text += f"; weighted by the items ({items}) they agree"
-            return step.finding("normalisation", "rank-average", text, where)
-    ratio = theirs / mine if mine else math.inf
-    worlds = step.pair.two.world / step.pair.one.world
-    micro = [max(len(each) for each in side.values()) for side in losses]
-    for factor in (
-        worlds,
-        1 / worlds,
-        micro[1] / micro[0],
-        micro[0] / micro[1],
-        *range(2, 9),
-        *(1 / n for n in range(2, 9)),
-    ):
-        if factor != 1 and abs(ratio - factor) <= 1e-3 * factor:
-            return step.finding("normalisation", "scaled-loss", f"{text}, {ratio:.6g} times as much", "loss")
-    return step.finding("normalisation", "loss", text, "loss")
-
-
-Counts = dict[int, list[int]]  # rank -> items of each of its losses
-
-
-def _by_rank(counts: Counts) -> list[int]:
-    return [sum(each) for each in counts.values()]
-
-
-def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
-    """The mean over all items, of losses that are means over the items of a micro-batch and divided by their number."""
-    total = items = 0.0
-    for rank, each in losses.items():
-        mine = counts.get(rank, [])
-        if len(mine) != len(each):
-            return None
-        total += sum(value * len(each) * count for value, count in zip(each, mine, strict=True))
-        items += sum(mine)
-    return total / items if items else None
-
-
-def _weightings(step: Step) -> Iterator[list[Counts]]:
-    """What the items of the losses may be, of both sides: what is not ignored of each integer tensor, or samples."""
-    keys: list[tuple[str, int]] = [("", 0)]
-    for record in _records(step.two).values():
-        for batch in [*record["loads"], *record["fwd"]]:
-            keys += [(name, which) for name in batch.get("cn", ()) for which in (0, 1)]
-    for name, which in dict.fromkeys(keys):
-        yield [_counts(step, side, name, which) for side in (0, 1)]
-
-
-def _counts(step: Step, side: int, name: str, which: int) -> Counts:
-    run, spot = ((step.pair.one, step.one), (step.pair.two, step.two))[side]
-    found: Counts = {}
-    for rank, use in run.used(spot).at(spot.at, 0).items():
-        batches = use.loads if use.matched and len(use.loads) == len(use.forwards) else use.forwards
-        if name and not any(name in batch.get("cn", ()) for batch in batches):
-            batches = use.forwards
-        found[rank] = []
-        for batch in batches:
-            if not name:
-                found[rank].append(batch["n"])
-            elif name in batch.get("cn", ()):
-                found[rank].append(batch["c"][2 * batch["cn"].index(name) + which])
-    return found
 
 
 def _sketches(step: Step) -> tuple[list[float], list[float]]:

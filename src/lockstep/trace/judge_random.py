@@ -8,7 +8,7 @@ __all__ = ["random_difference"]
 
 _COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process has; others are the model's own
 
-Forward = tuple[int, dict[str, str], dict[str, str]]
+Forward = tuple[tuple[int, int], dict[str, str], dict[str, str]]
 
 
 def random_difference(step: Step) -> tuple[str, Finding | None]:
@@ -46,9 +46,12 @@ def random_difference(step: Step) -> tuple[str, Finding | None]:
 
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
-    """rank -> (samples, states before, states behind) of each forward of the training."""
+    """rank -> (shape, states before, states behind) of each forward of the training.
+
+    Its shape is the samples and the numbers of each one's output: batches that are padded otherwise draw more or less.
+    """
     return {
-        rank: [(f["n"], *f["rng"]) for f in record["fwd"] if f["train"] and len(f.get("rng", ())) == 2]
+        rank: [((f["n"], f.get("w", 0)), *f["rng"]) for f in record["fwd"] if f["train"] and len(f.get("rng", ())) == 2]
         for rank, record in spot.part.records(spot.at).items()
     }
 

@@ -5,6 +5,7 @@ passes.loaded(...); passes.entering(model, True); passes.left(args, kwargs, outp
 """
 
 import contextlib
+import functools
 import operator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.trace.journal import Journal, quiet
 from lockstep.trace.names import Names, is_wrapper, piece
 from lockstep.trace.pooled import put_digests
-from lockstep.trace.samples import Batch, digested, outcomes, outputs
+from lockstep.trace.samples import Batch, digested, lengths, outcomes, outputs, trained_output
 from lockstep.trace.states import state_digests
 from lockstep.trace.sums import summed
 
@@ -136,7 +137,16 @@ class Passes:
                 self.journal.reading.put(record, "out", outcomes(rows))
         if record["train"]:
             record["rng"].append(state_digests(self._names.generators(module, self.journal.thorough)))
+            trained = trained_output(output, batch.size)
+            if trained is not None:
+                trained.register_hook(functools.partial(self.reached, record))
         self.journal.record["fwd"].append(record)
+
+    @quiet
+    def reached(self, record: dict[str, Any], gradient: Tensor) -> None:
+        """A backward has come to the output of a forward: how far each sample's part of it moves the loss."""
+        record["backwards"] = record.get("backwards", 0) + 1
+        self.journal.reading.put(record, "og", lengths(gradient))
 
     @quiet
     def backward(self, roots: Any) -> None:

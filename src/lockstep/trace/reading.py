@@ -259,7 +259,7 @@ def _fill(record: dict[str, Any]) -> None:
         if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int):
             value[1] = part(value[1])
     for batch in (*record["loads"], *record["fwd"]):
-        batch.update({key: part(batch[key]) for key in ("s", "leaf", "out") if key in batch})
+        batch.update({key: part(batch[key]) for key in ("s", "leaf", "out", "og") if key in batch})
         if "mv" in batch:
             batch["mv"] = [part(place) for place in batch["mv"]]
 

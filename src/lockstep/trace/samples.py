@@ -5,7 +5,8 @@ digests = digested([batch])                             # digests.samples int64 
 
 A batch is cut along the first dimension that most of its tensors share. What a padding adds changes nothing: zeros and
 -100 add nothing to a digest, and where there is an `attention_mask` only what it shows counts, by its place among that.
-So the same sample has the same digest in a batch of eight and in one of four.
+Behind the last label that counts no place of a sequence counts either: what is padded and then shifted has one input
+more there than what is shifted and then padded. So a sample has the same digest in a batch of eight and in one of four.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lockstep.trace.sums import mixed
 
-__all__ = ["Batch", "Digests", "digested", "leaves", "outcomes", "outputs"]
+__all__ = ["Batch", "Digests", "digested", "leaves", "lengths", "outcomes", "outputs", "trained_output"]
 
 _WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
 _OUT = 4096  # elements of a sample's output that count
@@ -57,7 +58,7 @@ class Digests:
 
     Attributes:
         samples: int64 [batches, size], or [batches, 1] of the whole where they cannot be cut.
-        leaves: int64 [batches, tensors], the sum over the samples of each tensor's digests.
+        leaves: int64 [batches, tensors], the sum over the samples of each tensor's digests, all places counted.
         counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those of them behind the first of
             each sample.
     """
@@ -94,6 +95,7 @@ def digested(batches: Sequence[Batch]) -> Digests:
         for place in range(len(first.leaves))
     ]
     mask = merged[first.mask] if first.mask >= 0 else None
+    shown = _shown(merged)
     total: Tensor | None = None
     sums: list[Tensor] = []
     counts: list[Tensor] = []
@@ -106,8 +108,13 @@ def digested(batches: Sequence[Batch]) -> Digests:
                 counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
             words = _words(rows, kept)
             masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
-            each = _of_words(words, mask if masked else None, value.ndim > 2)
+            mask_of = mask if masked else None
+            each = _of_words(words, mask_of, value.ndim > 2)
             sums.append(each.view(times, first.size).sum(1))
+            places = shown.get(value.shape[1]) if _is_sequence(value) else None
+            if places is not None:
+                kept_places = places.to(words.device).repeat_interleave(words.shape[1] // places.shape[1], dim=1)
+                each = _of_words(words * kept_places, mask_of, value.ndim > 2)
         else:
             each = torch.tensor([_of_text(item) for item in value], dtype=torch.int64)
         total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
@@ -118,6 +125,25 @@ def digested(batches: Sequence[Batch]) -> Digests:
         _together(sums),
         _together(counts),
     )
+
+
+def _is_sequence(value: Tensor) -> bool:
+    """Whether its second dimension may be places in a sequence: of numbers, or of vectors."""
+    return value.ndim > 2 or (value.ndim == 2 and _is_whole(value))
+
+
+def _shown(values: Sequence[Any]) -> dict[int, Tensor]:
+    """Length of a sequence -> its places up to the last label that counts, int32 [n, length]; without labels none."""
+    found: dict[int, Tensor] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim == 2 and _is_whole(value) and value.numel():
+            counts = value != _IGNORED
+            if counts.device.type == "cpu" and bool(counts[:, -1].all()):
+                continue
+            places = counts.to(torch.int32).flip(1).cummax(1).values.flip(1)
+            before = found.get(value.shape[1])
+            found[value.shape[1]] = places if before is None else places * before
+    return found
 
 
 def _together(parts: list[Tensor]) -> Tensor | None:
@@ -139,6 +165,22 @@ def outcomes(rows: list[Tensor]) -> Tensor:
     parts = [(flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double() for flat in rows]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1)
+
+
+def trained_output(output: Any, size: int) -> Tensor | None:
+    """The first tensor of an output that has a row for each sample and takes a gradient."""
+    for _, value in leaves(output):
+        if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
+            continue
+        if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta:
+            return value
+    return None
+
+
+def lengths(gradient: Tensor) -> Tensor:
+    """The 2-norm of each sample's part of a gradient, which zeros behind it do not change. float64 [n]"""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide).double()
 
 
 def _length(value: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.trace.coverage import every
 from lockstep.trace.reading import Part, Rank, words
 
-__all__ = ["Sample", "Use", "counted", "evaluated", "readers", "trained", "used"]
+__all__ = ["Sample", "Use", "computed", "counted", "evaluated", "readers", "trained", "used"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,21 @@ class Use:
         samples: from the loaders' batches, where every forward was matched with one.
         inputs: what the model was given.
         loads: the batches.
-        forwards: the model's forwards.
+        forwards: the model's forwards; sources: of each the batch that it computes.
     """
 
     samples: list[Sample] = field(default_factory=list)
     inputs: list[Sample] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     forwards: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[dict[str, Any] | None] = field(default_factory=list)
     matched: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether each forward computes one batch as it was loaded."""
+        pairs = zip(self.sources, self.forwards, strict=True)
+        return len(self.loads) == len(self.forwards) and all(load and load["n"] == each["n"] for load, each in pairs)
 
 
 def used(rank: Rank) -> list[tuple[Use, Use]]:
@@ -65,6 +72,7 @@ def used(rank: Rank) -> list[tuple[Use, Use]]:
             use.forwards.append(event)
             use.inputs += [Sample(content) for content in words(event.get("s"))]
             load = _match(event, waiting, seen, kinds)
+            use.sources.append(load)
             if load is None:
                 use.matched = False
             elif not any(load is known for known in use.loads):
@@ -129,6 +137,19 @@ def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list
 
 
 evaluated = trained
+
+
+def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
+    """Of each side: rank -> what names the samples of each forward, as both sides can: their indices, else contents."""
+    uses = [*one.values(), *two.values()]
+    by_load = all(use.whole for use in uses)
+    by_index = by_load and all(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
+    for side in (one, two):
+        found: dict[int, list[list[int]]] = {}
+        for rank, use in side.items():
+            batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
+            found[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
+        yield found
 
 
 def readers(samples: dict[int, list[Sample]]) -> dict[int, list[Sample]]:

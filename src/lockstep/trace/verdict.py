@@ -53,6 +53,7 @@ class Verdict:
         judged: steps that were compared.
         largest: the largest relative distance of the weights of a step that was judged.
         compared: how many of each kind both runs have and were held against each other, over all steps.
+        hidden: share of a gradient below which a difference would not have shown: in the first step, and in any.
         unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
         missing: what a proof would need and was not there: a run's end, its gradients, a step in common.
         notes: what else the person should know.
@@ -65,6 +66,7 @@ class Verdict:
     judged: int = 0
     largest: float = 0.0
     compared: Counter[str] = field(default_factory=Counter)
+    hidden: tuple[float, float] = (0.0, 0.0)
     unproven: str = ""
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -104,7 +106,15 @@ class Verdict:
         counts = ", ".join(f"{self.compared[kind]} {kind}" for kind in _SHOWN if self.compared[kind])
         if not self.finding:
             lines.append(f"  compared: {counts or 'nothing'}")
+        if self.same and self.bits < self.judged:
+            lines.append(f"  {self._hidden}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    @property
+    def _hidden(self) -> str:
+        first, most = (f"{each:.2g}" if each < 1e-4 else f"{each:.2%}" for each in self.hidden)
+        later = f" ({most} in later steps)" if most != first else ""
+        return f"a difference under {first} of a gradient{later} would not show"
 
     def plain(self) -> dict[str, Any]:
         """For `--json`."""
@@ -119,6 +129,7 @@ class Verdict:
             "steps": self.judged,
             "largest_relative_difference": self.largest,
             "compared": dict(self.compared),
+            "hidden_below": self.hidden[1] if self.bits < self.judged else 0.0,
             "unproven": self.unproven,
             "missing": self.missing,
             "notes": self.notes,

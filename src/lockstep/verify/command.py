@@ -51,7 +51,10 @@ def run(own: argparse.Namespace) -> int:
             print(f"  certificate: {own.out}", flush=True)
     if not table.ok:
         wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
-        problem = DifferenceError(f"not the same training: {', '.join(wrong) or 'the certificate'}; see the table")
+        what = "not the same training"
+        if table.difference and table.difference.stage == "determinism":
+            what = "two runs of the same differ, so nothing else was compared"
+        problem = DifferenceError(f"{what}: {', '.join(wrong) or 'the certificate'}; see the table")
         problem.relayed = not _is_main()
         raise problem
     return 0

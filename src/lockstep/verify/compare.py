@@ -21,6 +21,7 @@ __all__ = ["Traces", "first_difference", "traces_of"]
 _ROUNDING = 1e-5  # of an evaluation's loss: what other kernels make of it, in float32
 _PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
 _LENGTH = 1e-3  # share by which a norm may miss what clipping makes of it
+_WHOLE = 1e-12  # share by which quotients of the same whole numbers may differ, in float64
 _UNDONE = 1e-6  # share of the whole norm below which a difference may come from undoing the clipping
 _ROUNDINGS = 4.0  # of the norm and the factor, which have the gradients' dtype
 
@@ -149,6 +150,11 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
         if slot["items"] != theirs["items"]:
             text = f"{slot['items']} items instead of {theirs['items']}"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, items", rank, text)
+        mine, expected_share = slot.get("share"), theirs.get("share")  # of whole numbers, so alike in any dtype
+        if mine is not None and expected_share is not None and not math.isclose(mine, expected_share, rel_tol=_WHOLE):
+            times = mine / expected_share if expected_share else math.inf
+            text = f"an item counts {times:.6g} times as much as one of the step's {expected} should"
+            yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, loss / items", rank, text)
         if not traces.tolerance.close(step, slot["scaled"], theirs["scaled"]):
             share = slot["scaled"] / theirs["scaled"] if theirs["scaled"] else math.inf
             text = f"what is differentiated is {share:.6g} times the loss divided by the {expected} items of the step"
@@ -269,7 +275,7 @@ def _shortened(traces: Traces, norm: float) -> float:
 def _norms(traces: Traces, step: int) -> Iterator[Difference]:
     expected = traces.reference["steps"][step]["norm"]
     for rank, record in traces.records(step):
-        if not traces.tolerance.close(step, record["norm"], expected):
+        if not traces.tolerance.close(step, record["norm"], expected, traces.tolerance.relative(step)):
             text = f"the gradient's norm is {record['norm']!r} instead of {expected!r}"
             yield Difference(step, "reduction", "norm", rank, text)
 

@@ -142,10 +142,11 @@ class Recorder:
             ]
         return self.dtypes if self._tracks_dtypes and len(self.steps) == 1 else None
 
-    def scaled(self, loss: Tensor) -> None:
-        """What the loop hands to `backward`, and the generators after the forward."""
+    def scaled(self, loss: Tensor, weight: float) -> None:
+        """What the loop hands to `backward`, how much of it counts, and the generators after the forward."""
         self._present["drawn"] = _generators(self._device)
         self._present["scaled"] = float(loss)  # waits for the device
+        self._present["share"] = weight
         self.steps[-1]["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
 
     def update(self, step: Callable[[], StepResult]) -> StepResult:
@@ -228,7 +229,7 @@ class _Probe(EngineWrapper):
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if not self._recorder.updates:
-            self._recorder.scaled(loss.detach() * weight)
+            self._recorder.scaled(loss.detach() * weight, weight)
         self.inner.backward(loss, weight)
 
     def step(

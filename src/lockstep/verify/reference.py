@@ -151,7 +151,7 @@ class ReferenceComparer:
         tolerance = EXACT if kind == "initial" else self._tolerance
         if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
             return -1.0
-        scales, relative = self._scales[step], tolerance.relative(step)
+        scales, relative = self._scales[step], tolerance.relative(step) if kind != "buffers" else tolerance.bound(step)
         if kind == "weights":
             moment = f"optimizer/{name}/exp_avg_sq"
             part = cut(_real(second[moment]), block) if second is not None and moment in second.names else None
@@ -177,12 +177,14 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         "first": the first tensor that is not as it should be: its name, the largest difference, where, both values.
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
+        "apart": the 2-norm of the difference of all that this rank has.
         "sums": squares of what this rank has, of what it has whole, of the reference's part, and their product.
         "parts": by name, squares of what this rank has and of the reference's part, and their product.
         "missing": names on one side only.
     """
     found: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
     found["parts"] = {}
+    found["apart"] = 0.0
     sums, seen = [0.0, 0.0, 0.0, 0.0], set()
     for name, tensor in tensors:
         seen.add(name)
@@ -204,7 +206,8 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
             block = Block((*block.offsets, 0), (*block.shape, 2))
         mine, theirs = _real(mine), cut(_real(whole), block)
         found["parts"][name] = _tally(sums, mine, theirs, _is_whole(tensor))
-        _difference(found, name, mine, theirs, block, limit_of)
+        found["apart"] += _difference(found, name, mine, theirs, block, limit_of)
+    found["apart"] = math.sqrt(found["apart"])
     found["missing"] += [name for name in expected.names if name not in seen]
     return {**found, "sums": sums}
 
@@ -238,9 +241,10 @@ def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list
 
 def _difference(
     found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: Block, limit_of: LimitOf
-) -> None:
+) -> float:
+    """Notes how a part of a tensor differs; the square of how far."""
     if digest(mine) == digest(theirs):
-        return
+        return 0.0
     found["equal"] = False
     limit = limit_of(name, theirs, block)
     worst, size, error, allowed_square = (-1.0, 0), 0.0, 0.0, 0.0
@@ -264,6 +268,7 @@ def _difference(
         values = [float(mine.reshape(-1)[flat]), float(theirs.reshape(-1)[flat])]
         where = {"at": _place(flat, block), "difference": math.sqrt(error), "allowed": allowed}
         found["first"] = {"name": name, "values": values, **where}
+    return error
 
 
 def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

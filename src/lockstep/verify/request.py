@@ -18,7 +18,17 @@ from lockstep.errors import ConfigError
 from lockstep.verify.fault import Fault
 from lockstep.verify.tolerance import EXACT, Tolerance, tolerance_of
 
-__all__ = ["REFERENCE", "Combination", "Request", "RunSpec", "combine", "reference_specs", "refusal", "run_spec"]
+__all__ = [
+    "REFERENCE",
+    "Combination",
+    "Request",
+    "RunSpec",
+    "combine",
+    "disturbed_spec",
+    "reference_specs",
+    "refusal",
+    "run_spec",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class Combination:
 
 
 REFERENCE = Combination(PLAIN, 1)
+_ANY = Tolerance(1, 1.0, 1.0)
 _COMPILED = Combination(PLAIN, 1, compiled=True)
 
 
@@ -106,6 +117,7 @@ class RunSpec:
         reference: the key of the trace that is compared with; "" writes one.
         tolerance: what may differ from it.
         fault: what is planted, if anything.
+        disturbed: its sums are rounded otherwise, to measure what that makes; see `wrappers.Disturbed`.
     """
 
     key: str
@@ -115,11 +127,12 @@ class RunSpec:
     reference: str
     tolerance: Tolerance = EXACT
     fault: Fault = dataclasses.field(default_factory=Fault)
+    disturbed: bool = False
 
     @property
     def resume(self) -> int:
         """The step before which the run is saved, ended and begun again; 0: never, as the reference."""
-        return self.request.resume if self.reference else 0
+        return self.request.resume if self.reference and not self.disturbed else 0
 
 
 def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
@@ -170,12 +183,21 @@ def reference_specs(request: Request, folder: Path, fault: Fault, *, compiled: b
     return specs
 
 
-def run_spec(request: Request, one: Combination, folder: Path, fault: Fault, coarsest: str) -> RunSpec:
+def disturbed_spec(request: Request, folder: Path, fault: Fault) -> RunSpec:
+    """The single process with its sums rounded otherwise, compared with the reference only to see how far it moves."""
+    planted = fault if fault.everywhere else Fault()
+    return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
+
+
+def run_spec(
+    request: Request, one: Combination, folder: Path, fault: Fault, coarsest: str, measured: tuple[float, ...] = ()
+) -> RunSpec:
     """The run that is compared with its reference.
 
     Args:
         fault: planted on combinations of several ranks.
         coarsest: dtype that the reference's model computes in, at its coarsest.
+        measured: see Tolerance.
     """
     exact = request.config.exact and one.compiled and one != _COMPILED
     reference = "reference-compiled" if exact else "reference"
@@ -183,5 +205,5 @@ def run_spec(request: Request, one: Combination, folder: Path, fault: Fault, coa
     eager = one.compiled and reference == "reference"
     allowed = EXACT
     if one != REFERENCE:
-        allowed = tolerance_of(request.config, one.world_size, coarsest, other_kernels=eager)
+        allowed = tolerance_of(request.config, one.world_size, coarsest, other_kernels=eager, measured=measured)
     return RunSpec(one.key, one, request, folder, reference, allowed, planted)

@@ -8,14 +8,17 @@ from lockstep.verify.request import Combination
 
 __all__ = ["STAGES", "Difference", "Row", "Table", "listed"]
 
+_SHARE = 1e-4  # from which on a share is said in per cent
+
 # The stages of a step, in the order in which two runs are compared, and what a first difference there means. Whatever a
 # stage computes from is compared before it, so the first that differs is the cause.
 STAGES = {
+    "determinism": "the same program computes something else when it runs again, so no engine is to blame",
     "initial weights": "the ranks do not begin with the same weights",
     "weights": "something other than the optimizer changed the weights between two updates",
     "data": "the ranks do not read the samples of this step in the run's order",
     "randomness": "random numbers do not depend on the step and the micro-batch alone",
-    "forward": "with the same weights, data and generators the model computes another loss on this rank",
+    "forward": "with the same weights, data and generators the model computes another loss",
     "normalisation": "the loss is not divided by the items of the whole step",
     "buffers": "the model's buffers depend on which rank computed what",
     "reduction": "gradients are not the sum over all micro-batches of all ranks",
@@ -36,7 +39,7 @@ class Difference:
         step: 0-based.
         stage: the cause, a key of STAGES.
         where: the tensor, or the micro-batch.
-        rank: the first rank that differs; `ranks`: all of them, where known.
+        rank: the first rank that differs, -1 where it is no rank's doing; `ranks`: all of them, where known.
         text: what was found there.
     """
 
@@ -55,6 +58,7 @@ class Row:
     Attributes:
         verdict: "equal" (all bits), "close" (within the tolerance), "different", "failed" or "unavailable".
         largest: the largest relative difference of a weight after the last step, and in which tensor.
+        hidden: share of a step's gradient below which a difference would not have shown.
         difference: the first difference, where the verdict is "different".
         reason: why it failed or cannot run.
     """
@@ -64,6 +68,7 @@ class Row:
     largest: tuple[float, str] = (0.0, "")
     difference: Difference | None = None
     reason: str = ""
+    hidden: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -75,9 +80,11 @@ class Row:
         if self.verdict == "equal":
             return "bitwise equal"
         if self.verdict == "close":
-            return f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
+            found = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
+            under = f"{self.hidden:.2g}" if self.hidden < _SHARE else f"{self.hidden:.2%}"
+            return f"{found}; a difference under {under} of a gradient would not show"
         if self.difference:
-            return _shown(self.difference)
+            return _shown(self.difference, named=self.combination.world_size > 1)
         return f"{self.verdict}: {self.reason}"
 
 
@@ -116,11 +123,13 @@ class Table:
         return "\n".join([self.title, *lines, *notes])
 
 
-def _shown(found: Difference) -> str:
+def _shown(found: Difference, *, named: bool) -> str:
+    """A difference in words; `named`: there is more than one rank to name."""
     others = [rank for rank in found.ranks if rank != found.rank]
     also = f" (and {listed(others)})" if others else ""
+    rank = f"rank {found.rank}{also}, " if named and found.rank >= 0 else ""
     return (
-        f"DIFFERENT from step {found.step} on, rank {found.rank}{also}, {found.where}: {found.text}. "
+        f"DIFFERENT from step {found.step} on, {rank}{found.where}: {found.text}. "
         f"Cause: {found.stage}: {STAGES[found.stage]}"
     )
 

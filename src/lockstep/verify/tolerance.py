@@ -1,4 +1,4 @@
-"""How far two runs that add the same numbers in another order may be apart. The derivation is in docs/verify.md.
+"""How far two runs that add the same numbers in another order may be apart. docs/verify.md derives it.
 
 tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
 tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
@@ -15,11 +15,14 @@ from torch import Tensor
 from lockstep.config.config import Config
 from lockstep.transforms.precision import PARAMETERS
 
-__all__ = ["EXACT", "Scales", "Tolerance", "tolerance_of", "unit_roundoff"]
+__all__ = ["EXACT", "FINE", "Scales", "Tolerance", "tolerance_of", "unit_roundoff"]
 
 SAFETY = 32.0  # growth of an error by the model and the optimizer from step to step: the one assumption
 INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
 CEILING = 0.25  # a larger difference is never rounding
+LEAST = 4.0  # roundings in the model that are allowed, once its weights differ, whatever was measured
+MEASURED = 4.0  # times what was measured: another order rounds otherwise
+FINE = 1e-4  # share of a gradient below which nothing is measured: an activation that changes its side may move as much
 _SPREAD = 4.0  # share of the norm in which an element may be off whatever its tensor's size: cancelled gradients
 _KERNEL_TERMS = 4096  # of the longest sum inside a model, which another compiler or machine may add in another order
 _TRAVEL = 2.0  # updates, in learning rates, that Adam makes at most of an element whose gradient is all rounding
@@ -35,12 +38,15 @@ class Tolerance:
         sums: unit roundoff of the gradients' dtype.
         inner: unit roundoff of the coarsest dtype in which the model computes.
         compiled: another compiler than the reference's, so that even the first forward differs.
+        measured: of each step, how far the single process's gradient moved when its sums were rounded otherwise, as a
+            share of the gradient's norm; (): it was not measured.
     """
 
     terms: int
     sums: float = 0.0
     inner: float = 0.0
     compiled: bool = False
+    measured: tuple[float, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -48,21 +54,32 @@ class Tolerance:
 
     def relative(self, step: int) -> float:
         """Largest 2-norm of a gradient's error after `step` updates, as a share of the gradient's norm."""
+        most = max(self.measured[: step + 1], default=0.0)
+        if most > 0.0:
+            # Of the few elements whose rounding turns over, and that Adam may move by a whole update, one run may show
+            # some and another none.
+            return min(self.bound(step), max(MEASURED * most, FINE + (LEAST * self.inner if step else 0.0)))
+        return self.bound(step)
+
+    def bound(self, step: int) -> float:
+        """The same, derived from the dtypes alone: what no measurement may exceed."""
         if self.exact:
             return 0.0
         disturbed = INNER * self.inner if step or self.compiled else 0.0
         return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
 
-    def close(self, step: int, mine: float, expected: float) -> bool:
-        """Whether two numbers that were summed from gradients, losses or weights of `step` agree."""
+    def close(self, step: int, mine: float, expected: float, share: float | None = None) -> bool:
+        """Whether two numbers that were summed from losses or weights of `step` agree, within `share` of themselves."""
         if mine == expected or (mine != mine and expected != expected):
             return True
-        return abs(mine - expected) <= self.relative(step) * max(abs(mine), abs(expected))
+        return abs(mine - expected) <= (self.bound(step) if share is None else share) * max(abs(mine), abs(expected))
 
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
     ) -> Callable[[slice], Tensor]:
         """Largest error of the elements at a place of a flattened parameter after the update of `step`, in float64.
+
+        By the bound: Adam divides an element's error by its own size, of which the whole gradient's says nothing.
 
         Args:
             expected: the reference's parameter.
@@ -72,12 +89,12 @@ class Tolerance:
         flat, moments = expected.reshape(-1), None if second is None else second.reshape(-1)
         unbiased = 1.0 - scales.beta2 ** (step + 1)
         typical = 0.0 if moments is None else math.sqrt(max(0.0, _mean(moments) / unbiased))
-        error = self.relative(step) * typical + self._noise(step) * scales.norm
+        error = self.bound(step) * typical + self._noise(step) * scales.norm
 
         def largest(place: slice) -> Tensor:
             rounding = 4.0 * (step + 2) * self.sums * flat[place].double().abs()
             if moments is None:
-                return rounding + self.relative(step) * scales.travel
+                return rounding + self.bound(step) * scales.travel
             root = (moments[place].double() / unbiased).clamp(min=0.0).sqrt()
             return rounding + scales.travel * (2.0 * error / (root + scales.eps)).clamp(max=_TRAVEL)
 
@@ -125,12 +142,15 @@ class Scales:
 EXACT = Tolerance(0)
 
 
-def tolerance_of(config: Config, world_size: int, coarsest: str, *, other_kernels: bool) -> Tolerance:
+def tolerance_of(
+    config: Config, world_size: int, coarsest: str, *, other_kernels: bool, measured: tuple[float, ...] = ()
+) -> Tolerance:
     """Bits with --exact, where the kernels are the same; else what the dtypes and the number of terms allow.
 
     Args:
         coarsest: dtype that the model computes in, at its coarsest.
         other_kernels: those of another compiler or machine than the reference's.
+        measured: see Tolerance; it says nothing of other kernels.
     """
     if config.exact and not other_kernels:
         return EXACT
@@ -139,7 +159,8 @@ def tolerance_of(config: Config, world_size: int, coarsest: str, *, other_kernel
         inner = max(inner, 2.0**-11)  # TF32
     terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
     precision = "float32" if config.precision == "auto" else config.precision  # see Request.resolved
-    return Tolerance(terms, unit_roundoff(str(PARAMETERS[precision])), inner, other_kernels)
+    sums = unit_roundoff(str(PARAMETERS[precision]))
+    return Tolerance(terms, sums, inner, other_kernels, () if other_kernels else measured)
 
 
 def unit_roundoff(name: str) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from typing import Any
 
@@ -10,7 +11,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import Executor, executor_for
-from lockstep.verify.fault import fault
+from lockstep.verify.fault import Fault, fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.processes import RankFailed
 from lockstep.verify.recorder import TENSORS
@@ -20,15 +21,16 @@ from lockstep.verify.request import (
     Request,
     RunSpec,
     combine,
+    disturbed_spec,
     reference_specs,
     refusal,
     run_spec,
 )
 from lockstep.verify.table import Difference, Row, Table
-from lockstep.verify.tolerance import tolerance_of
+from lockstep.verify.tolerance import FINE, Tolerance, tolerance_of
 from lockstep.verify.worker import read_trace
 
-__all__ = ["Verification", "prove"]
+__all__ = ["Verification", "measured_rounding", "prove", "repeats"]
 
 
 def prove(request: Request, against: dict[str, Any] | None = None) -> Table:
@@ -59,6 +61,7 @@ class Verification:
         self._fault = fault(request.plant)
         self._rows: dict[Combination, Row] = {}
         self._reference: dict[str, Any] = {}
+        self._measured: tuple[float, ...] = ()
 
     def table(self) -> Table:
         """Makes all runs and compares them. Raises as `lockstep.verify` does."""
@@ -66,14 +69,17 @@ class Verification:
         self._run_reference(compiled=any(one.compiled for one in combinations))
         self._refuse(combinations)  # again, now that the micro-batch is known
         table = Table(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
+        self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
         if again.difference:  # whatever another combination showed, it could not be told from this
-            table.rows, table.difference = [again], again.difference
             table.notes = [_explained(again.difference, self._spec(REFERENCE), self._executor)]
+            table.difference = _undetermined(again.difference)
+            table.rows = [dataclasses.replace(again, difference=table.difference)]
             return table
         for size in sorted({one.world_size for one in combinations}):
             self._run([one for one in combinations if one.world_size == size])
+        self._repeat_different()
         table.rows = [self._rows[one] for one in combinations]
         if self._request.plant and table.ok:
             table.notes.append("nothing was found: this fault makes no difference in this run (see docs/verify.md)")
@@ -149,16 +155,32 @@ class Verification:
                 self._rows[one] = self._row(one, traces)
         self._check_available()
 
+    def _repeat_different(self) -> None:
+        """Runs combinations that differ once more: one that differs from itself too shows no fault of its engine."""
+        different = [] if self._request.plant else [one for one, row in self._rows.items() if row.difference]
+        for one in different:
+            spec, found = self._spec(one), self._rows[one].difference
+            again = dataclasses.replace(spec, key=f"{spec.key}-again")
+            try:
+                self._executor.run([again])
+            except RankFailed:
+                continue  # what was found stands
+            first, second = (read_trace(self._executor.folder, each.key, one.world_size) for each in (spec, again))
+            if found and first and second and not repeats(first, second, found.step, spec.tolerance):
+                self._rows[one] = dataclasses.replace(self._rows[one], difference=_undetermined(found))
+
     def _row(self, one: Combination, traces: list[dict[str, Any]]) -> Row:
         spec = self._spec(one)
         found = first_difference(traces_of(spec, self._trace(spec.reference), traces))
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
-        return Row(one, verdict, (largest[0], largest[1]), found)
+        hidden = spec.tolerance.relative(self._request.steps - 1)
+        return Row(one, verdict, (largest[0], largest[1]), found, hidden=hidden)
 
     def _spec(self, one: Combination) -> RunSpec:
-        return run_spec(self._request, one, self._executor.folder, self._fault, self._reference["coarsest"])
+        coarsest, folder = self._reference["coarsest"], self._executor.folder
+        return run_spec(self._request, one, folder, self._fault, coarsest, self._measured)
 
     def _compare_with(self, given: dict[str, Any], table: Table) -> None:
         """This machine's single process against the certificate's."""
@@ -181,6 +203,65 @@ class Verification:
             step = moment[self._fault.moment]
             notes.append(f"planted from step {step}: {self._fault.text}; to be found as: {self._fault.stage}")
         return notes
+
+
+def measured_rounding(
+    request: Request, executor: Executor, planted: Fault, reference: dict[str, Any]
+) -> tuple[float, ...]:
+    """How far the gradient of each step moves where its sums are rounded otherwise; () where that cannot matter.
+
+    Args:
+        reference: the single process's trace.
+
+    Raises:
+        LockstepError: the single process failed.
+    """
+    plain = tolerance_of(request.config, 2, reference["coarsest"], other_kernels=False)
+    if plain.bound(request.steps - 1) <= FINE:
+        return ()
+    spec = disturbed_spec(request, executor.folder, planted)
+    try:
+        executor.run([spec])
+    except RankFailed as error:
+        raise LockstepError(f"the single process failed when its rounding was measured: {error}") from error
+    traces = read_trace(executor.folder, spec.key, 1)
+    return _moved(reference, traces[0]) if traces else ()
+
+
+def _undetermined(found: Difference) -> Difference:
+    """A difference between two runs of one combination."""
+    text = f"two runs of the same differ from here on ({found.stage}: {found.text})"
+    return Difference(found.step, "determinism", found.where, -1, text)
+
+
+def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
+    """Whether two runs of one combination did the same up to a step, on each rank.
+
+    Args:
+        one, two: the traces of all ranks; step: the last that counts, or the number of steps for the evaluation behind.
+    """
+    for mine, theirs in zip(one, two, strict=True):
+        for a, b in zip(mine["steps"][: step + 1], theirs["steps"], strict=False):
+            pairs = [(a["norm"], b["norm"])]
+            for slot, other in zip(a["slots"], b["slots"], strict=True):
+                if any(slot[key] != other[key] for key in ("data", "seeded", "drawn")):
+                    return False
+                pairs += [(slot[key], other[key]) for key in ("loss", "scaled") if slot[key] is not None]
+            if not all(tolerance.close(a["step"], *pair) for pair in pairs):
+                return False
+        if step >= len(mine["steps"]) and mine.get("evaluation") != theirs.get("evaluation"):
+            return False
+    return True
+
+
+def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
+    """Of each step, how far the gradient moved, as a share of its norm; () where gradients are not seen."""
+    found: list[float] = []
+    for step, other in zip(reference["steps"], disturbed["steps"], strict=False):
+        square = step.get("gradient", {}).get("square", 0.0)
+        apart = other.get("gradient", {}).get("apart", math.nan)
+        found.append(apart / math.sqrt(square) if square else math.nan)
+    return tuple(found) if found and all(map(math.isfinite, found)) else ()
 
 
 def _idle(combinations: list[Combination], config: Config) -> list[str]:

@@ -38,7 +38,7 @@ from lockstep.verify.operations import OperationLog
 from lockstep.verify.recorder import Recorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import RunSpec
-from lockstep.verify.wrappers import PreparedTask
+from lockstep.verify.wrappers import Disturbed, PreparedTask, reversed_steps
 
 __all__ = ["log_operations", "read_trace", "run"]
 
@@ -139,8 +139,11 @@ def _take_steps(
     assert context.step_loader is not None
     seed = recorder.seeding(spec.fault.seed(_seed(built), context))
     engine = spec.fault.outside(recorder.engine, context)
+    if spec.disturbed:
+        engine = Disturbed(engine)
+    given: Any = reversed_steps(context.step_loader) if spec.disturbed else context.step_loader
     with recorder.hooked():
-        for record in _training(built, engine, context.step_loader, recorder.watch(context.step_loader), seed):
+        for record in _training(built, engine, context.step_loader, recorder.watch(given), seed):
             recorder.close(record)
             say()
             if record.step + 1 == end:

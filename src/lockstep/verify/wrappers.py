@@ -1,7 +1,7 @@
 """A task around a task and an engine around an engine: what recorders and planted faults are made of."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.run.evaluation_sets import named_sets
 from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, written
 
-__all__ = ["EngineWrapper", "PreparedTask", "TaskWrapper"]
+__all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
 
 
 class TaskWrapper(Task):
@@ -121,3 +121,40 @@ class EngineWrapper:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.inner.load_state_dict(state)
+
+
+class Disturbed(EngineWrapper):
+    """The same training with its sums rounded otherwise: some elements of a step's gradient move by their last bit.
+
+    For where the order of the micro-batches, which `reversed_steps` turns round, changes nothing: there are two or one.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    parameter.grad.mul_(self._nudges(parameter.grad))
+        return self.inner.step(factor, limit, momentum, evaluate)
+
+    def _nudges(self, gradient: Tensor) -> Tensor:
+        """For a quarter of the elements 1 plus or minus the spacing of numbers at 1; else 1."""
+        drawn = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
+        signs = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+        dtype = gradient.abs().dtype  # a complex number moves along itself
+        return 1 + signs.to(gradient.device, dtype) * torch.finfo(dtype).eps
+
+
+def reversed_steps(steps: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """(step, its micro-batches), the last first."""
+    for step, micro in steps:
+        yield step, micro[::-1]
