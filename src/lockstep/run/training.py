@@ -382,9 +382,7 @@ def _announce(built: Built) -> None:
     if not has_own(built.task, "optimizer"):
         _LOG.info(described_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
-        _LOG.warning(
-            "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
-        )
+        _LOG.warning("--checkpoint.mode none: no checkpoint is written; this start cannot be resumed or loaded")
     if line := extending.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
