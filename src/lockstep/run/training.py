@@ -26,7 +26,6 @@ from lockstep.launch import failure
 from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.timeline import BODY, ENDING, RECOVERY, START, TRAINING
-from lockstep.run import extending
 from lockstep.run.after_step import (
     after_first_step,
     end_of,
@@ -43,14 +42,13 @@ from lockstep.run.after_step import (
     tell_evaluated,
     works,
 )
+from lockstep.run.announce import announce
 from lockstep.run.best import out_of_patience
 from lockstep.run.build import Built, build, notify
 from lockstep.run.course import RunCourse
-from lockstep.run.defaults import described_loss, described_optimizer, described_step, warnings
 from lockstep.run.garbage import Frozen
 from lockstep.run.opening import claimed, count_restarts, load_state, open_sinks
 from lockstep.run.profiling import check_range
-from lockstep.run.rank_table import log_ranks
 from lockstep.run.recovery import (
     Anew,
     built_to_join,
@@ -66,7 +64,6 @@ from lockstep.run.reporting import nothing_left, write_report
 from lockstep.run.session import Session
 from lockstep.sinks import Sinks
 from lockstep.sinks.log import close_log, open_log
-from lockstep.task import has_own
 
 __all__ = ["Training", "training"]
 
@@ -221,7 +218,7 @@ def _in_folder(session: Session, built: Built) -> Training:
         if built.folder.cleared:
             _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
         count_restarts(built.state)
-        _announce(built)
+        announce(built)
         for line in built.notes:
             _LOG.info("%s", line, extra={"only_file": True})
         _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
@@ -371,19 +368,3 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
         with suppress(OSError, StorageError):  # the disk that is full, and why it failed
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
-
-
-def _announce(built: Built) -> None:
-    """What a step is, what takes it and where, and what is worth a warning. Collective."""
-    log_ranks(built.world)  # collective
-    _LOG.info(described_step(built.run_plan, built.world.size))
-    if line := described_loss(built.run_plan, built.task):
-        _LOG.info(line)
-    if not has_own(built.task, "optimizer"):
-        _LOG.info(described_optimizer(built.run_plan))
-    if built.config.checkpoint.mode == "none" and built.world.is_main:
-        _LOG.warning("--checkpoint.mode none: no checkpoint is written; this start cannot be resumed or loaded")
-    if line := extending.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
-        _LOG.info(line)
-    for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
-        _LOG.warning(line)

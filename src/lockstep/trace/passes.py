@@ -139,7 +139,7 @@ class Passes:
             record["rng"].append(state_digests(self._names.generators(module, self.journal.thorough)))
             trained = trained_output(output, batch.size)
             if trained is not None:
-                trained.register_hook(functools.partial(self.reached, record))
+                trained.register_hook(functools.partial(self.reached, record))  # type: ignore[no-untyped-call]
         self.journal.record["fwd"].append(record)
 
     @quiet

@@ -180,7 +180,8 @@ def trained_output(output: Any, size: int) -> Tensor | None:
 def lengths(gradient: Tensor) -> Tensor:
     """The 2-norm of each sample's part of a gradient, which zeros behind it do not change. float64 [n]"""
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide).double()
+    found: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
+    return found.double()
 
 
 def _length(value: Any) -> int:
