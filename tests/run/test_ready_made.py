@@ -96,7 +96,7 @@ def test_what_was_made_before_the_run_is_rank_0s_with_every_engine(tmp_path, cap
     for found in run(unlike, 2, tmp_path):
         for kind, (losses, weights) in alone.items():
             begun, rest, theirs = found[kind]
-            assert begun + rest == losses
+            assert begun + rest == pytest.approx(losses, rel=1e-12)  # each rank rounds its sum
             assert theirs == weights
         for name in SPLITTING:
             assert found[name][0] == pytest.approx(alone["whole"][0], abs=1e-9)
