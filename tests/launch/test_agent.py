@@ -77,7 +77,7 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     assert (mine._failure.rank, mine._failure.code, mine.told) == (5, 1, False)
     line = "rank 5 ended first, with code 1 and no word, before step 0"
     assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
-    assert str(mine.error()) == f"{line}; the same command resumes from the newest checkpoint"
+    assert str(mine.error()) == f"{line}; the same command goes on from the newest checkpoint, if there is one"
     assert mine.error().exit_code == 1
     mine.asked = signal.SIGTERM
     mine._explain(processes, group)
@@ -175,7 +175,7 @@ def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, messag
     monkeypatch.setattr(agent, "kills", lambda: kills)
     error = mine.error()
     assert words in str(error)
-    assert str(error).endswith("resumes from the newest checkpoint") == (not message)
+    assert str(error).endswith("the newest checkpoint, if there is one") == (not message)
     assert error.exit_code == max(code, 1)
 
 
