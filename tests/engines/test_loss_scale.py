@@ -111,6 +111,6 @@ def test_a_run_takes_it_and_a_resume_must_find_it_unchanged(tmp_path):
     with opened(checkpoint.newest(tmp_path / "r", say=print)) as found:
         state = {name: float(found.read(name)) for name in found.stored if name.startswith("scaler/")}
     assert state == {"scaler/scale": 128.0, "scaler/good_steps": 0.0, "scaler/spared": 1.0}
-    with pytest.raises(ResumeError, match=r"another plan: fp16\.loss_scale_window \(2 before, 3 now\)"):
+    with pytest.raises(ResumeError, match=r"--fp16.loss-scale-window 2 \(now 3\)"):
         lockstep.train(config(tmp_path, **how | {"fp16": {**how["fp16"], "loss_scale_window": 3}}), Half())
     assert lockstep.train(config(tmp_path, **how), Half()).global_step == 12

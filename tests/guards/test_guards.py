@@ -417,7 +417,7 @@ def test_what_rank_0_reads_of_the_steps_is_told_to_all(tmp_path):
         Skips(tmp_path / str(rank) / "skips.json", 3, World(), PLAN).add(4 + rank, "bad")
     assert run(listed, 2, str(tmp_path)) == [([4], [4, 9])] * 2
     shutil.rmtree(tmp_path / "0")  # rank 0 cannot write
-    assert run(listed, 2, str(tmp_path)) == [([], "LockstepError"), ([], "PeerError")]
+    assert run(listed, 2, str(tmp_path)) == [([], "CheckpointError"), ([], "PeerError")]
 
 
 def test_the_list_of_steps_is_not_written_through_a_link(tmp_path):

@@ -140,7 +140,12 @@ def parse(line: str) -> Case:
 
 def everything() -> list[Case]:
     """All runs."""
-    return [case for values in itertools.product(*FACTORS.values()) if valid(case := Case(*values))]  # type: ignore[arg-type]
+    beside: dict[str, tuple[object, ...]] = {"task": ("default",), "workers": (0,)}  # see `_shows_the_step`
+    found = []
+    for step in FACTORS["step"]:
+        factors = FACTORS | {"step": (step,)} | ({} if step == "sum" else beside)
+        found += [case for values in itertools.product(*factors.values()) if valid(case := Case(*values))]  # type: ignore[arg-type]
+    return found
 
 
 def tuples(case: Case, size: int) -> set[tuple[tuple[str, object], ...]]:

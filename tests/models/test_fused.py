@@ -203,7 +203,7 @@ def test_exact_has_the_same_bits_at_each_world_size(tmp_path):
 
 def test_a_resume_holds_it_and_inference_does_without(tmp_path):
     trained(None, tmp_path, "r")
-    with pytest.raises(ResumeError, match="fused_kernels"):
+    with pytest.raises(ResumeError, match=r"--fused-kernels all \(now backward\)"):
         trained(None, tmp_path, "r", {"fused_kernels": "backward", "max_steps": 6})
     from lockstep.run.using import Wanted, config_of
 

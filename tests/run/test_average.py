@@ -99,7 +99,7 @@ def test_a_resume_goes_on_with_it(place, tmp_path):
 
 def test_another_decay_is_another_plan_and_it_may_begin_on_the_way(tmp_path):
     lockstep.train(config(tmp_path, stop_at=5), Ragged())
-    with pytest.raises(ResumeError, match=r"optim.ema \(0.0 before, 0.8 now\)"):
+    with pytest.raises(ResumeError, match=r"--optim.ema 0.0 \(now 0.8\)"):
         lockstep.train(config(tmp_path, optim=EMA), Ragged())
     lockstep.train(config(tmp_path, stop_at=6, optim=EMA, resume_anyway=True), Ragged())
     before = lockstep.load(tmp_path / "r", Ragged(), 5)

@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_bits_on_any_number_of_ranks(ranks, tmp_path):
     one = [(task, given, f"one-{n}", changes | {"engine": "single"}) for n, (task, given, changes) in enumerate(CASES)]
     cases = [(task, given, f"ddp-{n}", changes | {"engine": "ddp"}) for n, (task, given, changes) in enumerate(CASES)]

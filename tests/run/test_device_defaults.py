@@ -125,7 +125,7 @@ def test_a_run_keeps_what_it_was_begun_with_on_another_device(tmp_path, capfd, m
         monkeypatch.undo()
         lockstep.train(settings(tmp_path, "new"), task())
     assert written(tmp_path, "new") == ("bf16", True)
-    with pytest.raises(ResumeError, match=r"precision \(bf16 before, float32 now\)"):
+    with pytest.raises(ResumeError, match=r"precision bf16 \(now float32\)"):
         lockstep.train(settings(tmp_path, "new", precision="float32"), task())
 
 

@@ -201,7 +201,7 @@ def test_an_epoch_is_that_many_steps_and_each_has_other_samples(tmp_path, capsys
 
 def test_a_resume_with_another_limit_is_refused(tmp_path):
     limited(None, tmp_path, {"stop_at": 3})
-    with pytest.raises(ResumeError, match=r"samples \(16 before, 24 now\)"):
+    with pytest.raises(ResumeError, match=r"16 samples in an epoch \(now 24 with --limit-train-batches 3\)"):
         limited(None, tmp_path, {"limit_train_batches": 3})
     limited(None, tmp_path)
 

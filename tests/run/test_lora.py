@@ -178,7 +178,7 @@ def test_a_run_of_adapters_does_not_go_on_without_them(tmp_path):
     lockstep.train(lora(tmp_path, stop_at=2), Tuned())
     with pytest.raises(ResumeError, match="holds adapters of rank 2: give --lora.rank 2"):
         lockstep.train(config(tmp_path, max_steps=6, precision="float32"), Tuned())
-    with pytest.raises(ResumeError, match=r"lora.rank \(2 before, 3 now\)"):
+    with pytest.raises(ResumeError, match=r"--lora.rank 2 \(now 3\)"):
         lockstep.train(lora(tmp_path, lora={"rank": 3, "dropout": 0.1}), Tuned())
     begun = config(tmp_path, max_steps=6, precision="float32", experiment_name="new", init_from=str(tmp_path / "r"))
     with pytest.raises(CheckpointError, match="holds adapters alone: give --lora.rank too"):

@@ -169,10 +169,10 @@ def test_what_cannot_be_is_refused(tmp_path):
 
 def test_a_resume_that_is_judged_otherwise_is_another_plan(tmp_path):
     go(None, tmp_path, 3)
-    with pytest.raises(ResumeError, match=r"min_delta \(0.0 before, 0.5 now\)"):
+    with pytest.raises(ResumeError, match=r"--min-delta 0.0 \(now 0.5\)"):
         go(None, tmp_path, changes={"min_delta": 0.5})
     own = {"patience": 9, "patience_metric": "loss"}
     go(None, tmp_path / "own", 3, changes={"min_delta": 0.5, **own})  # which is not of the best then
-    with pytest.raises(ResumeError, match=r"min_delta \(0.0 before, 0.5 now\)"):
+    with pytest.raises(ResumeError, match=r"--min-delta 0.0 \(now 0.5\)"):
         go(None, tmp_path / "own", changes={"min_delta": 0.5})
     assert go(None, tmp_path / "own", changes=own)

@@ -28,7 +28,7 @@ def each(world, folder, cases):
     return found
 
 
-@pytest.mark.parametrize("task", ["Sentences", "Normed"])
+@pytest.mark.parametrize("task", [pytest.param("Sentences", marks=pytest.mark.slow), "Normed"])
 def test_the_same_bits_whatever_the_shares_also_after_a_resume(task, tmp_path):
     """30 samples: the last step is short, so that a rank has nothing in it."""
     [wanted] = run(each, 1, tmp_path, [(task, "one", {"engine": "single"})])

@@ -98,7 +98,7 @@ def alone(tmp_path_factory):
     return [trained(lockstep.World(), folder / str(case), case, exact=True) for case in SAMPLE]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_are_plain_torch_and_exact_ones_have_the_same_bits(ranks, alone, tmp_path):
     first, *others = run(on_ranks, ranks, tmp_path, timeout=120.0)
     for case, found, wanted, *same in zip(SAMPLE, first, alone, *others, strict=True):

@@ -316,7 +316,7 @@ def each(world, folder, cases):
     return [go(world, folder, f"{place}", *case) for place, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_so_it_is_on_any_number_of_ranks(tmp_path, ranks):
     cases = [(t, e, s, 0.9) for t in (Mine, OwnAll) for e in ("ddp", "zero", "fsdp") for s in ([0], [3, 7, 0])]
     wanted = {task: go(World(), tmp_path, task.__name__, task, "single", [0], 0.9) for task in (Mine, OwnAll)}

@@ -254,7 +254,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     sources = json.loads((tmp_path / "r" / "environment.json").read_text())["sources"]
     assert json.loads(sources["classes"]) == ["circle", "square"]
     (folder / "square").rename(folder / "triangle")
-    with pytest.raises(ResumeError, match=r"data \(circle, square; \w+ before, circle, triangle; \w+ now\)"):
+    with pytest.raises(ResumeError, match="training data of other content"):
         lockstep.train(config(tmp_path, **settings))
     with pytest.raises(DataError, match="was trained on the classes circle, square, and its data now has circle, tria"):
         dispatch(["evaluate", str(tmp_path / "r")])

@@ -68,7 +68,7 @@ def test_the_scripts_have_the_mistakes_of_the_table(monkeypatch):
     ("script", "mistakes"),
     [
         ("ddp", ("rank-average", "other-rate")),
-        ("accelerate", ("rank-average", "scheduler-twice")),
+        pytest.param("accelerate", ("rank-average", "scheduler-twice"), marks=pytest.mark.slow),
         ("lightning", ("rank-average",)),
         ("hf", ("tokens-per-device",)),
     ],

@@ -250,5 +250,5 @@ def test_a_run_trains_with_it_and_keeps_it(tmp_path):
         given = {"precision": "bf16", "residual_dtype": kind, "max_steps": 30, "lr": 0.01, "experiment_name": kind}
         losses[kind] = lockstep.train(config(tmp_path, **given), language()).evaluation.loss
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
-    with pytest.raises(ResumeError, match="residual_dtype"):
+    with pytest.raises(ResumeError, match=r"--residual-dtype bf16 \(now float32\)"):
         lockstep.train(config(tmp_path, **given | {"residual_dtype": "float32", "max_steps": 40}), language())

@@ -161,7 +161,9 @@ class Guards:
 
     def _bad(self, step: ReadStep) -> None:
         built = self._built
-        if bad := bad_parameters(built):  # collective; waits for the device
+        # Where a task takes its own steps, this very step has spoilt the weights: its samples are looked at.
+        bad = {} if step.record.applied else bad_parameters(built)  # collective; waits for the device
+        if bad:
             self._bad_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
             return
         with unmoved(built.own.values()):  # which the loss may move

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from lockstep.trace.coverage import every
 from lockstep.trace.limits import coarsest
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import floats
@@ -51,7 +52,7 @@ def items_unequal(step: Step) -> Finding | None:
     factors = _factors(step)
     common = _mean([each.mean for each in factors])
     least = _tolerance(step)
-    if all(abs(each.mean - common) <= max(least, _SURE * each.error) for each in factors):
+    if not factors or every(abs(each.mean - common) <= max(least, _SURE * each.error) for each in factors):
         return None
     low, high = (pick(factors, key=lambda each: each.mean) for pick in (min, max))
     times = math.exp(high.mean - low.mean)
@@ -71,7 +72,7 @@ def items_unequal(step: Step) -> Finding | None:
 def same_effect(step: Step) -> bool:
     """Whether each sample moves the loss as much in both runs, but for what its forward's loss is divided by."""
     factors = _factors(step)
-    return any(each.samples > 1 for each in factors) and all(each.apart <= _tolerance(step) for each in factors)
+    return any(each.samples > 1 for each in factors) and every(each.apart <= _tolerance(step) for each in factors)
 
 
 def _named(step: Step, times: float, counts: list[Counts], ways: tuple[str, ...]) -> Finding:
@@ -151,11 +152,13 @@ def _explained(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ..
     rest: list[float] = []
     for each in factors:
         below = [_divisor(side, way, *at) for side, way, at in zip(counts, ways, (each.one, each.two), strict=True)]
-        if not all(below):
+        if not every(map(bool, below)):
             return False
         rest.append(each.mean - math.log(below[0] / below[1]))
     common = _mean(rest)
-    return all(abs(value - common) <= max(least, _SURE * each.error) for value, each in zip(rest, factors, strict=True))
+    return every(
+        abs(value - common) <= max(least, _SURE * each.error) for value, each in zip(rest, factors, strict=True)
+    )
 
 
 def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
@@ -171,7 +174,7 @@ def normalisation_difference(step: Step) -> Finding | None:
     if found is not None or not step.flagged:
         return found
     losses = [_losses(spot) for spot in (step.one, step.two)]
-    if not all(losses) or not all(any(each.values()) for each in losses):
+    if not every(map(bool, losses)) or not every(any(each.values()) for each in losses):
         return None
     mine, theirs = _total(losses[0]), _total(losses[1])
     least = max(1e-5, step.limit)

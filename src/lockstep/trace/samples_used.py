@@ -50,7 +50,7 @@ class Use:
     def whole(self) -> bool:
         """Whether each forward computes one batch as it was loaded."""
         pairs = zip(self.sources, self.forwards, strict=True)
-        return len(self.loads) == len(self.forwards) and all(load and load["n"] == each["n"] for load, each in pairs)
+        return len(self.loads) == len(self.forwards) and every(load and load["n"] == each["n"] for load, each in pairs)
 
 
 def used(rank: Rank) -> list[tuple[Use, Use]]:
@@ -142,8 +142,8 @@ evaluated = trained
 def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
     """Of each side: rank -> what names the samples of each forward, as both sides can: their indices, else contents."""
     uses = [*one.values(), *two.values()]
-    by_load = all(use.whole for use in uses)
-    by_index = by_load and all(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
+    by_load = every(use.whole for use in uses)
+    by_index = by_load and every(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
     for side in (one, two):
         found: dict[int, list[list[int]]] = {}
         for rank, use in side.items():
