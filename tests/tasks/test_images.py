@@ -259,7 +259,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     with pytest.raises(DataError, match="was trained on the classes circle, square, and its data now has circle, tria"):
         dispatch(["evaluate", str(tmp_path / "r")])
     (folder / "triangle").rename(folder / "square")
-    with pytest.raises(ResumeError, match=r"images.size \(8 before, 12 now\)"):
+    with pytest.raises(ResumeError, match=r"--images.size 8 \(now 12\)"):
         lockstep.train(config(tmp_path, **settings | {"images": {"size": 12}}))
     assert lockstep.train(config(tmp_path, **settings)).exit_code == 0
     capsys.readouterr()
