@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -34,6 +35,7 @@ from lockstep.errors import DataError
 __all__ = ["Fetching", "Loader", "Loading"]
 
 _LOG = logging.getLogger("lockstep")
+_SETTLED = 0.02  # seconds
 _PATIENCE = 5.0  # seconds that a process may take to end before it is killed
 
 _TORCHS = "torch.utils.data._utils.signal_handling"  # where its handler of SIGCHLD is defined
@@ -135,6 +137,10 @@ class _Processes:
                 pin_memory=pinned,
                 worker_init_fn=partial(_begin, collecting),
             )
+            if sys.version_info < (3, 12):
+                # There a fork beside a thread that makes its thread state leaves a child that waits for ever. Right
+                # after a collective gloo's threads make theirs, to free its tensors.
+                time.sleep(_SETTLED)
             self._iterator: Any = iter(loader)  # forks
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._without_torchs_handler()
