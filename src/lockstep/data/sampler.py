@@ -8,24 +8,22 @@ A sampler's epoch e is what it yields with every generator seeded by (seed, "ord
 list, and a resume has it without drawing those before. Two epochs are kept in memory.
 """
 
-import contextlib
 import operator
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from typing import Any, Protocol, final
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lockstep.data.fetch import blamed, seed_everything
+from lockstep.data.fetch import blamed, generators_kept, seed_everything
 from lockstep.data.order import Indices, Shuffled, check_order
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
 
-__all__ = ["CheckedOrder", "EpochOrder", "SamplerOrder", "SizedOrder", "order_from", "order_of", "undrawn", "within"]
+__all__ = ["CheckedOrder", "EpochOrder", "SamplerOrder", "SizedOrder", "order_from", "order_of", "within"]
 
 _KEPT = 2  # epochs: a step may lie across two
 _REPEAT = 32  # bits of an epoch's number; above them stands which draw of its sample a position is
@@ -118,7 +116,7 @@ class SamplerOrder(EpochOrder):
         states = [each.get_state() for each in generators]
         key = derive(self._seed, "order", epoch)
         try:
-            with undrawn():
+            with generators_kept():
                 seed_everything(key)
                 for generator in generators:
                     generator.manual_seed(key)
@@ -197,7 +195,7 @@ def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
         ConfigError: `order` returned something else.
         DataError: it fails, or what it gives is not what it must be.
     """
-    with undrawn():
+    with generators_kept():
         seed_everything(derive(seed, "order"))
         try:
             found = task.order(samples, seed)
@@ -219,18 +217,6 @@ def order_from(given: Any, samples: int, seed: int) -> SizedOrder:
         check_order(made, samples)
         return made
     return SamplerOrder(given, samples, seed)
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Leave the default generators as they were, whatever is drawn within it."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def within(sampler: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lockstep.data.sampler import undrawn
+from lockstep.data.fetch import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.lint.tables.lightning import HOOKS
 from lockstep.tasks.lightning_data import Parts
@@ -60,7 +60,7 @@ def made_whole(module: Any, train: Parts) -> None:
     count = min(train.batch_size, len(train.dataset))
     before, reason = module._current_fx_name, "it is not used"
     try:
-        with undrawn(), torch.no_grad(), Leavings.undone(module):
+        with generators_kept(), torch.no_grad(), Leavings.undone(module):
             module._current_fx_name = "training_step"
             batch = train.collate([train.dataset[place] for place in range(count)])
             module.training_step(*calls(module.training_step, batch, 0))

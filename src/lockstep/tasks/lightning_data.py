@@ -26,9 +26,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lockstep.data.fetch import seed_everything
+from lockstep.data.fetch import generators_kept, seed_everything
 from lockstep.data.order import Sequential
-from lockstep.data.sampler import EpochOrder, undrawn, within
+from lockstep.data.sampler import EpochOrder, within
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
 from lockstep.task import Order
@@ -181,7 +181,7 @@ class LoaderOrder(EpochOrder):
 
     def draw(self, epoch: int) -> NDArray[np.int64]:
         """Draw an epoch. Raises ConfigError where it has too few samples."""
-        with undrawn():
+        with generators_kept():
             for generator, state in self._generators:  # which go on from epoch to epoch
                 generator.set_state(state)
             for now in range(epoch + 1) if self._generators else (epoch,):
@@ -225,7 +225,7 @@ def _of_batches(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
         return batch_sampler.sampler, int(batch_sampler.batch_size), False
     _length(batch_sampler, name)
     drawn = [(each, each.get_state()) for each in _generators(batch_sampler)]
-    with undrawn():
+    with generators_kept():
         sizes = [len(batch) for batch in copy.copy(batch_sampler)]
     for generator, state in drawn:
         generator.set_state(state)

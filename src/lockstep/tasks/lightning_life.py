@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from lockstep.data.sampler import undrawn
+from lockstep.data.fetch import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.hooks import Course, Hooks
 from lockstep.tasks.lightning_apart import apart
@@ -85,7 +85,7 @@ class Life(Hooks):
     def hook(self, name: str, *given: Any) -> None:
         """Calls a hook where the module has its own; what it draws at random changes nothing of the training."""
         if name in self._own:
-            with undrawn():
+            with generators_kept():
                 answer = self.call(name, *calls(getattr(self.module, name), *given))
             if name == "on_train_batch_start" and answer == -1:
                 raise ConfigError(

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from lockstep.config.config import Config
 from lockstep.counts import samples_in
-from lockstep.data.sampler import undrawn
+from lockstep.data.fetch import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.task import Order, Task
 from lockstep.tasks.lightning_arguments import plan_of
@@ -154,7 +154,7 @@ class LightningTask(Task):
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
         self._config = config
         self._place_in(config)
-        with undrawn():
+        with generators_kept():
             found = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
         for each in found.optimizers:
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]

@@ -50,7 +50,9 @@ class Use:
     def whole(self) -> bool:
         """Whether each forward computes one batch as it was loaded."""
         pairs = zip(self.sources, self.forwards, strict=True)
-        return len(self.loads) == len(self.forwards) and every(load and load["n"] == each["n"] for load, each in pairs)
+        return len(self.loads) == len(self.forwards) and every(
+            load is not None and load["n"] == each["n"] for load, each in pairs
+        )
 
 
 def used(rank: Rank) -> list[tuple[Use, Use]]:
