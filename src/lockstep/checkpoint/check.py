@@ -64,7 +64,7 @@ def verify(path: Path) -> list[str]:
 
 
 def unusable(path: Path, manifest: Manifest) -> list[str]:
-    """What keeps an undamaged checkpoint from being gone on with, in one line; [] for nothing."""
+    """List what keeps an undamaged checkpoint from being resumed, in one line; [] for nothing."""
     if not manifest.not_finite:
         return []
     return [not_finite_line(manifest.not_finite, f" of {printable(path.name)}")]

@@ -49,7 +49,7 @@ def printable(text: str, limit: int = 300) -> str:
 
 
 def refusal_error(error: OSError) -> LockstepError:
-    """What the file system refused, as the run's error: the file, the reason, the way out."""
+    """Make the error for what the file system refused: file, reason, way out."""
     if silent := storage_error(error):
         return silent
     where = printable(str(error.filename)) if error.filename else "the checkpoint's folder"

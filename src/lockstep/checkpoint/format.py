@@ -79,7 +79,7 @@ class Manifest:
         return dump({**self._fields(), "xxh3_64": self.checksum})
 
     def _fields(self) -> dict[str, Any]:
-        """What the file says; without a mark it is that of earlier versions, which read no other."""
+        """Give the fields as the file has them; `not_finite` only where there are such."""
         fields = asdict(self)
         if not self.not_finite:
             del fields["not_finite"]

@@ -146,7 +146,7 @@ class Progress:
 
     @staticmethod
     def present() -> "Place | None":
-        """Where the run of this process stands, or stood last; None before its steps."""
+        """Return where this process's run stands, or stood last; None before its steps."""
         return _PRESENT[-1].place if _PRESENT else None
 
     @classmethod

@@ -201,7 +201,7 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED) if lost and not result.is_failed() else result
 
     def _has_failed(self, local: int, code: int | None) -> bool:
-        """Whether a process ended with an error, or with code 0 in the middle of its run."""
+        """Whether a process failed: with an error, or with code 0 in the middle of its run."""
         slot = self._names[local].partition(".")[0]
         return code is not None and (code != 0 or is_under_way(self._folder, slot))
 

@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 class Child(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used here."""
 
     pid: int
     returncode: int | None

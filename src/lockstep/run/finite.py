@@ -43,7 +43,7 @@ def not_finite_now(built: Built) -> dict[str, list[int]]:
 
 
 def bad_parameters(built: Built) -> dict[str, list[int]]:
-    """The same of the parameters alone, which only an update or the caller writes: no forward has made them so."""
+    """Find the parameters that are not finite: only an update, or the caller, writes them. Collective."""
     return _look(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
 
 

@@ -39,7 +39,7 @@ def _takes_more(value: str, place: Place) -> bool:
 
 
 class Advice(NamedTuple):
-    """What to know about a variable.
+    """One row of the table: a variable, and why to leave it alone.
 
     Attributes:
         name: of the variable.
