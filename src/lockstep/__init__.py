@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
-    from lockstep.config.config import Config
+    from lockstep.config.options import Config
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
     from lockstep.distributed.world import World
     from lockstep.engines.make import engine
@@ -38,7 +38,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The modules of the public names.
 _MODULES = {
-    "lockstep.config.config": ("Config",),
+    "lockstep.config.options": ("Config",),
     "lockstep.config.sections": ("Checkpoint", "Data", "Guards", "Model", "Optim"),
     "lockstep.engines.make": ("engine",),
     "lockstep.engines.options": ("EngineOptions",),

@@ -1,7 +1,6 @@
-"""A task by its name, `FILE.py:Class`: the file is imported, and an object of the class is made."""
+"""Import a class by its name, `FILE.py:Class`."""
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -11,29 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.task import Task, adapted
-from lockstep.tasks.options import LIGHTNING
 
-__all__ = ["imported_class", "load_task"]
+__all__ = ["imported_class"]
 
 _MUST = ("model", "dataset")
-
-
-def load_task(named: str) -> Task:
-    """The task that `FILE.py:Class` names, made without arguments.
-
-    Raises:
-        ConfigError: no such file or class, or one that cannot be made so.
-    """
-    if named.startswith(LIGHTNING):
-        made: Task = importlib.import_module("lockstep.tasks.lightning_files").load(named)
-        return made
-    kind = imported_class(named, "--task")
-    try:
-        task = kind()
-    except Exception as error:
-        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
-    return adapted(task)
 
 
 def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ import lockstep
 from lockstep import checkpoint, cli
 from lockstep.errors import ConfigError
 from lockstep.sinks.jsonl import read
-from lockstep.task_file import load_task
+from lockstep.tasks.named import load_task
 
 TEMPLATES = Path(lockstep.__file__).parent / "templates"
 NAMES = ["config.toml", "task.py", "test_task.py"]

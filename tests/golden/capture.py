@@ -40,7 +40,9 @@ def lockstep(folder, *arguments):
     shutil.copy(HERE / "task.py", folder)
     command = [sys.executable, "-m", "lockstep", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     if done.returncode:
         raise AssertionError(f"{command[2:]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -6,7 +6,7 @@ from lockstep.config.config import Config
 from lockstep.config.sections import Optim
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import LocalExecutor
-from lockstep.verify.fault import fault
+from lockstep.verify.faults import fault
 from lockstep.verify.request import REFERENCE, Combination, Request, reference_specs, run_spec
 from lockstep.verify.verification import measured_rounding
 from lockstep.verify.worker import read_trace

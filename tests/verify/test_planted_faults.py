@@ -10,7 +10,7 @@ from lockstep.data.order import Shuffled
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
-from lockstep.verify.fault import fault
+from lockstep.verify.faults import fault
 from lockstep.verify.faults_data import _Moved
 from lockstep.verify.faults_engine import _Scaled
 from lockstep.verify.table import STAGES
@@ -41,7 +41,7 @@ def differences(tmp_path_factory):
 
 
 def test_every_fault_has_a_place():
-    assert PLACES.keys() == FAULTS.keys()
+    assert set(PLACES) == set(FAULTS)
     assert len(FAULTS) == 14
     assert all(fault(name).name == name for name in FAULTS)
 

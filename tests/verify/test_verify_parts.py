@@ -23,7 +23,8 @@ from lockstep.errors import ConfigError, DifferenceError
 from lockstep.run import environment
 from lockstep.verify import certificate, command, reference, verification
 from lockstep.verify.compare import Traces, first_difference
-from lockstep.verify.fault import FaultContext, fault
+from lockstep.verify.fault import FaultContext
+from lockstep.verify.faults import fault
 from lockstep.verify.recorder import Recorder, _digests
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore, compare
 from lockstep.verify.request import REFERENCE, Combination, Request, combine, reference_specs, run_spec

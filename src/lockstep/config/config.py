@@ -10,12 +10,11 @@ lr = "auto". So is a number of steps that is said in epochs or as a share of the
 """
 
 import dataclasses
-import importlib
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -31,9 +30,27 @@ from lockstep.engines.options import ENGINES, EngineOptions
 from lockstep.errors import SETTINGS, ConfigError
 from lockstep.tasks.options import TASKS, Images, check, suited
 
-__all__ = ["SHARES", "SPANS", "Config", "default_micro_batch_size", "flag", "is_auto", "lookup", "sections"]
+__all__ = [
+    "SHARES",
+    "SPANS",
+    "Config",
+    "default_micro_batch_size",
+    "flag",
+    "is_auto",
+    "lookup",
+    "register_parser",
+    "sections",
+]
 
 _NAMED = ", ".join(TASKS)
+
+
+_PARSERS: list[Callable[..., Any]] = []  # what `register_parser` was given
+
+
+def register_parser(parse: Callable[..., Any]) -> None:
+    """Register the function that makes a Config from flags; it makes its flags from the fields below."""
+    _PARSERS[:] = [parse]
 
 
 @named(
@@ -238,7 +255,9 @@ class Config:
         Raises:
             ConfigError: an unknown flag (with the nearest one), or a value that cannot hold.
         """
-        parse = importlib.import_module("lockstep.config.options").parse  # which makes its flags from what is here
+        if not _PARSERS:
+            raise ConfigError("Config.from_args needs the flags of lockstep/config/options.py: take lockstep.Config")
+        parse = _PARSERS[0]
         if argv is not None:
             return cast(Self, parse(list(argv), defaults=defaults))
         own = os.path.basename(sys.argv[0])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config import presets
-from lockstep.config.config import Config, flag, is_auto, sections
+from lockstep.config.config import Config, flag, is_auto, register_parser, sections
 from lockstep.config.fields import FieldError
 from lockstep.config.flags import Parser
 from lockstep.config.hints import FOREIGN, hint
@@ -28,7 +28,19 @@ from lockstep.engines.options import LAUNCHER_FLAGS, from_launcher
 from lockstep.errors import ConfigError
 from lockstep.tasks.options import LANGUAGE, LIGHTNING, OWN, TASKS, Entry, belongs, kind_of
 
-__all__ = ["FIRST", "add_flags", "build", "flat", "option_list", "parse", "parser_of", "read", "to_toml", "told"]
+__all__ = [
+    "FIRST",
+    "Config",
+    "add_flags",
+    "build",
+    "flat",
+    "option_list",
+    "parse",
+    "parser_of",
+    "read",
+    "to_toml",
+    "told",
+]
 
 
 def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
@@ -273,7 +285,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
             title = prefix.rstrip(".") or titles.get(spec.name, "the run")
             if title not in groups:
                 groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
-            _add(groups[title], prefix + spec.name, spec, TASKS.get(kind, Entry("", "")))
+            _add(groups[title], prefix + spec.name, spec, TASKS.get(kind, Entry("")))
 
 
 def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: Entry | None) -> None:
@@ -331,3 +343,6 @@ class _AutoSwitch(_Switch):
 
 
 _DESTINATIONS = {*option_list(), "config", "lightning", "datamodule", *LAUNCHER_FLAGS}
+
+
+register_parser(parse)

@@ -41,6 +41,7 @@ __all__ = [
     "check_shares",
     "check_sharing",
     "engine",
+    "engine_class",
     "kinds",
     "model_init",
     "name_of",
@@ -50,6 +51,15 @@ __all__ = [
     "undo_step",
 ]
 
+# Imported when asked for, so that an engine's package is loaded only where it is used.
+_CLASSES = {
+    "single": ("lockstep.engines.single", "Single"),
+    "ddp": ("lockstep.engines.ddp", "DDP"),
+    "fsdp": ("lockstep.engines.fsdp.engine", "FSDP"),
+    "zero": ("lockstep.engines.zero", "Zero"),
+    "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
+    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
+}
 _NORMS = ("single", "ddp", "zero", "fsdp")  # engines that take the norm of each gradient
 # Engines that cannot be made again around their model, and the way out.
 _UNCHANGED = {
@@ -380,6 +390,12 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
     return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
 
 
+def engine_class(name: str) -> Any:
+    """Import the class of the engine `name`, a key of ENGINES."""
+    module, kind = _CLASSES[name]
+    return getattr(importlib.import_module(module), kind)
+
+
 def _kind(name: str, options: EngineOptions) -> Any:
     """The engine's class, which has these options."""
     has = own_options(name)
@@ -389,4 +405,4 @@ def _kind(name: str, options: EngineOptions) -> Any:
             raise ConfigError(
                 f"{flag(f'engine_options.{spec.name}')} is no option of --engine {name}; leave it out (its own: {own})"
             )
-    return getattr(importlib.import_module(ENGINES[name].module), ENGINES[name].kind)
+    return engine_class(name)

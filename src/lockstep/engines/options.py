@@ -13,10 +13,9 @@ __all__ = ["BOUNDS", "ENGINES", "LAUNCHER_FLAGS", "PLAIN", "EngineOptions", "Ent
 
 
 class Entry(NamedTuple):
-    """Where an engine is, and what is to be known of it before it is imported.
+    """What is to be known of an engine before it is imported.
 
     Attributes:
-        module, kind: its file and its class.
         one_process: whether it is a single process, whatever the world.
         everywhere: whether it needs no further package and no GPU.
         float64: whether it can update in float64.
@@ -25,8 +24,6 @@ class Entry(NamedTuple):
         own_gradients: whether an update takes gradients that its backward kept, and none that were put in their place.
     """
 
-    module: str
-    kind: str
     one_process: bool = False
     everywhere: bool = True
     float64: bool = True
@@ -34,22 +31,14 @@ class Entry(NamedTuple):
     own_gradients: bool = False
 
 
-# Imported when asked for, so that an engine's package is loaded only where it is used.
+# `engines/make.py` has the class of each.
 ENGINES = {
-    "single": Entry("lockstep.engines.single", "Single", one_process=True),
-    "ddp": Entry("lockstep.engines.ddp", "DDP"),
-    "fsdp": Entry("lockstep.engines.fsdp.engine", "FSDP"),
-    "zero": Entry("lockstep.engines.zero", "Zero"),
-    "deepspeed": Entry(
-        *("lockstep.engines.deepspeed.engine", "DeepSpeed"),
-        everywhere=False,
-        float64=False,
-        plain=True,
-        own_gradients=True,
-    ),
-    "data-parallel": Entry(
-        "lockstep.engines.data_parallel", "DataParallel", one_process=True, everywhere=False, plain=True
-    ),
+    "single": Entry(one_process=True),
+    "ddp": Entry(),
+    "fsdp": Entry(),
+    "zero": Entry(),
+    "deepspeed": Entry(everywhere=False, float64=False, plain=True, own_gradients=True),
+    "data-parallel": Entry(one_process=True, everywhere=False, plain=True),
 }
 PLAIN = "single"  # the one that splits nothing: what all others have to agree with
 

@@ -31,11 +31,10 @@ from lockstep.run.model import model_of
 from lockstep.run.task_check import recall
 from lockstep.run.weights import chosen, fill
 from lockstep.task import Task, written
-from lockstep.task_file import load_task
 from lockstep.tasks.causal_lm import CausalLM
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.hf import HubCausalLM
-from lockstep.tasks.named import named_task, on_data
+from lockstep.tasks.named import load_task, named_task, on_data
 from lockstep.tasks.options import LANGUAGE, OWN, kind_of
 from lockstep.tasks.regression import on_columns_of
 from lockstep.transforms.determinism import check_precision, pin

@@ -13,16 +13,22 @@ from lockstep.config.presets import described
 from lockstep.config.sections import Data
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task
-from lockstep.task_file import load_task
+from lockstep.task import Task, adapted
+from lockstep.task_file import imported_class
 from lockstep.tasks.causal_lm import CausalLM, loss_inside
 from lockstep.tasks.hf import HubCausalLM, corpus_for, hub_task
-from lockstep.tasks.options import OWN, TASKS, kind_of
+from lockstep.tasks.options import LIGHTNING, OWN, kind_of
 from lockstep.text.hub_corpus import Trained
 
-__all__ = ["named_task", "on_data"]
+__all__ = ["load_task", "named_task", "on_data"]
 
 _PLAIN = Config()
+# The file whose `make(config, say)` makes a task, imported when asked for: each needs packages of its own.
+_MAKERS = {
+    "images": "lockstep.tasks.images",
+    "classification": "lockstep.tasks.classification",
+    "regression": "lockstep.tasks.regression",
+}
 
 
 def named_task(config: Config, say: Callable[[str], None]) -> Task:
@@ -35,14 +41,31 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
     kind = kind_of(config.task)
     if kind == OWN:
         return _own(config)
-    if TASKS[kind].module:
-        made: Task = importlib.import_module(TASKS[kind].module).make(config, say)
+    if kind in _MAKERS:
+        made: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
         return made
     if config.preset == "source":
         say(described(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
     return _built_in(config, say)
+
+
+def load_task(named: str) -> Task:
+    """Load the task that `FILE.py:Class` names, made without arguments.
+
+    Raises:
+        ConfigError: no such file or class, or one that cannot be made so.
+    """
+    if named.startswith(LIGHTNING):
+        made: Task = importlib.import_module("lockstep.tasks.lightning_files").load(named)
+        return made
+    kind = imported_class(named, "--task")
+    try:
+        task = kind()
+    except Exception as error:
+        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+    return adapted(task)
 
 
 def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:

@@ -38,22 +38,19 @@ class Entry(NamedTuple):
     """A built-in task.
 
     Attributes:
-        module: the file whose `make(config, say)` makes it; "": `tasks/named.py` itself.
         what: in a few words.
         defaults: fields of the configuration, by dotted name, whose default is another with it.
         helps: fields whose help text is another with it.
     """
 
-    module: str
     what: str
     defaults: Mapping[str, Any] = {}
     helps: Mapping[str, str] = {}
 
 
 TASKS: dict[str, Entry] = {
-    LANGUAGE: Entry("", "a language model on text"),
+    LANGUAGE: Entry("a language model on text"),
     "images": Entry(
-        "lockstep.tasks.images",
         "a class for each image",
         {
             "model_name": "builtin:resnet",
@@ -70,7 +67,6 @@ TASKS: dict[str, Entry] = {
         },
     ),
     "classification": Entry(
-        "lockstep.tasks.classification",
         "a class for each text",
         {
             "model_name": "distilbert/distilbert-base-uncased",
@@ -89,7 +85,6 @@ TASKS: dict[str, Entry] = {
         },
     ),
     "regression": Entry(
-        "lockstep.tasks.regression",
         "a number for each row of a table",
         {
             "model_name": "builtin:mlp",

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS", "verify"]
 
-# The faults that can be planted: name -> (module, class).
-FAULTS = {
-    "per-rank-seed": ("lockstep.verify.faults_data", "RankSeed"),
-    "per-rank-weights": ("lockstep.verify.faults_engine", "RankWeights"),
-    "overlapping-data": ("lockstep.verify.faults_data", "OverlappingShards"),
-    "dropped-sample": ("lockstep.verify.faults_data", "DroppedOnResume"),
-    "unsent-gradient": ("lockstep.verify.faults_engine", "UnsentGradient"),
-    "local-batchnorm": ("lockstep.verify.faults_data", "LocalBatchNorm"),
-    "rank-average": ("lockstep.verify.faults_engine", "RankAverage"),
-    "other-rate": ("lockstep.verify.faults_engine", "OtherRate"),
-    "rank-dropout": ("lockstep.verify.faults_data", "TiedDropout"),
-    "extra-step": ("lockstep.verify.faults_engine", "ExtraStep"),
-    "bit-flip": ("lockstep.verify.faults_engine", "BitFlip"),
-    "clip-before-unscale": ("lockstep.verify.faults_engine", "ClipBeforeUnscale"),
-    "padded-evaluation": ("lockstep.verify.faults_data", "PaddedEvaluation"),
-    "swapped-state": ("lockstep.verify.faults_engine", "SwappedState"),
-}
+# The faults that can be planted; `lockstep/verify/faults.py` has the class of each.
+FAULTS = (
+    "per-rank-seed",
+    "per-rank-weights",
+    "overlapping-data",
+    "dropped-sample",
+    "unsent-gradient",
+    "local-batchnorm",
+    "rank-average",
+    "other-rate",
+    "rank-dropout",
+    "extra-step",
+    "bit-flip",
+    "clip-before-unscale",
+    "padded-evaluation",
+    "swapped-state",
+)
 
 
 def verify(
@@ -71,7 +71,7 @@ def verify(
             float64 among them: the config's.
         resume_at: the step before which each combination is saved and resumed; None: half-way; 0: never.
         compile: also compare compiled with eager.
-        plant: a fault to plant, to see it found (a key of lockstep.verify.FAULTS); plant_at: the step at which.
+        plant: a fault to plant, to see it found (one of lockstep.verify.FAULTS); plant_at: the step at which.
         skip_unavailable: leave out what cannot run here.
         scratch: a folder for about 4 copies of the model a step; "": the system's.
 

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.config import options, presets
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.task_file import load_task
+from lockstep.tasks.named import load_task
 from lockstep.tasks.options import LIGHTNING, OWN, kind_of
 from lockstep.verify import certificate
 from lockstep.verify.request import Request

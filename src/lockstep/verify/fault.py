@@ -1,10 +1,9 @@
 """What a planted fault is: a wrapper around one part of a run, which the comparison must find.
 
 Nothing in the product knows of them: a run that is verified hands each of its parts to the fault, which gives back
-another. The faults themselves are in faults_data.py and faults_engine.py; lockstep.verify.FAULTS lists them.
+another. The faults themselves are in faults_data.py and faults_engine.py, and faults.py has them by name.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,9 @@ from lockstep.config.config import Config
 from lockstep.data.batches import Batches, StepLoader
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.errors import ConfigError
 from lockstep.task import Task
-from lockstep.verify import FAULTS
 
-__all__ = ["Fault", "FaultContext", "Seed", "fault"]
+__all__ = ["Fault", "FaultContext", "Seed"]
 
 Seed = Callable[[int, int], None]
 
@@ -93,14 +90,3 @@ class Fault:
 
     def close(self) -> None:
         """Takes back whatever was hung up in this process."""
-
-
-def fault(name: str) -> Fault:
-    """The fault of that name; "" is none. Raises ConfigError for an unknown one."""
-    if not name:
-        return Fault()
-    if name not in FAULTS:
-        raise ConfigError(f"--plant '{name}': choose one of {', '.join(FAULTS)}")
-    module, kind = FAULTS[name]
-    made: Fault = getattr(importlib.import_module(module), kind)()
-    return made

@@ -11,7 +11,8 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.executor import Executor, executor_for
-from lockstep.verify.fault import Fault, fault
+from lockstep.verify.fault import Fault
+from lockstep.verify.faults import fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.processes import RankFailed
 from lockstep.verify.recorder import TENSORS

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.distributed.world import World
+from lockstep.engines.make import engine_class
 from lockstep.engines.options import ENGINES, PLAIN
 from lockstep.engines.shared.ddp_common import ReplicatedEngine
 from lockstep.engines.shared.unused import Usage
@@ -95,7 +96,7 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
             _announced(stack, size)
             world.control = dist.group.WORLD
             _patched(stack)
-            _busiest(stack, importlib.import_module(ENGINES[engine].module))
+            _busiest(stack, sys.modules[engine_class(engine).__module__])
         # A profiler's marks are operations, but no kernel, and asked for at every turn.
         _set(stack, record_function, "__enter__", lambda mark: mark)
         _set(stack, record_function, "__exit__", lambda *error: None)
