@@ -14,7 +14,7 @@ import torch
 from matrix_cases import Case, reference
 from matrix_lightning import LIGHTNING, manual_oracle, manual_rounding
 from matrix_oracle import Wanted, oracle
-from matrix_run import NAME, Start, begins, folder_of, shares, starts
+from matrix_run import NAME, Start, begins, folder_of, resumes_at, shares, starts
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
@@ -80,6 +80,9 @@ def _starts_well(start: Start, said: list[dict[str, object]]) -> list[str]:
         return [f"{where}: expected one line that names step {BAD}, found {bad or 'none'}"] if bad or not errors else []
     if errors != {""}:
         return [f"{where}: expected no error, found {sorted(errors)}"]
+    first = resumes_at(start.case) if start.number == 1 else None
+    if first and {next(iter(each["taken"])) for each in said} != {first}:
+        return [f"{where}: went on from another step than {first}"]
     last = (start.stop_at or steps_of(start.case.task)) - 1
     return [] if ends == {(last,)} else [f"{where}: ended in step {ends}, not in {last}"]
 
