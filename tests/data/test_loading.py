@@ -1,7 +1,7 @@
 """How samples are loaded: errors named and tried again with the same bits, processes that die, and that are ended."""
 
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import re
@@ -19,6 +19,7 @@ from toys import Partial, Ragged
 import lockstep
 from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.fetch import check_dataset
+from lockstep.data.loader import _is_death
 from lockstep.data.order import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
@@ -163,6 +164,14 @@ class Killer(Noisy):
             left[0].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
+
+
+def test_what_a_dead_process_no_longer_hands_over_is_its_death_and_no_error_of_the_users(tmp_path):
+    with pytest.raises(OSError) as gone:
+        multiprocessing.connection.Client(str(tmp_path / "gone"))
+    with pytest.raises(OSError) as users:
+        raise ConnectionResetError(104, "Connection reset by peer")
+    assert [_is_death(gone.value), _is_death(users.value)] == [True, False]
 
 
 def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path):

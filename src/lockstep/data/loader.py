@@ -102,14 +102,14 @@ class Loader:
                         asked.popleft()
                         yield found
                     return
-                except RuntimeError as error:
-                    if not _DEATH.match(str(error)):
+                except (RuntimeError, OSError, EOFError) as error:
+                    if not _is_death(error):
                         raise
                     self._died(asked[0].step if asked else 0, error)
             rest, asked = chain(list(asked), rest), deque()
 
     def _died(self, step: int, error: Exception) -> None:
-        line = str(error).splitlines()[0]
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.restarts >= self._loading.retries:
             raise DataError(
                 f"rank {self._rank}: a loader process died at step {step}: {line}; lower --data.workers (memory?), or "
@@ -117,6 +117,14 @@ class Loader:
             ) from error
         self.restarts += 1
         _LOG.warning("rank %d: a loader process died at step %d: %s; started again", self._rank, step, line)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a loader process is gone: by torch's word, or since what it sent can no longer be fetched from it."""
+    if isinstance(error, RuntimeError):
+        return bool(_DEATH.match(str(error)))
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)  # an error of the user's ends in torch's `reraise`
+    return str(innermost.f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 class _Processes:
