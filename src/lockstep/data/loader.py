@@ -9,7 +9,6 @@ An error of a sample or of the task's own code comes back as itself, in one line
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from lockstep.errors import DataError
 __all__ = ["Fetching", "Loader", "Loading"]
 
 _LOG = logging.getLogger("lockstep")
+_REAPED = 1.0  # seconds in which a process that closed its pipe is gone
 _PATIENCE = 5.0  # seconds that a process may take to end before it is killed
 # A fork beside other threads may leave a process that waits for a lock which nobody releases: on Python 3.11 while a
 # thread of gloo makes its thread state, and in whatever a library does after a fork.
@@ -42,9 +42,6 @@ _START_TIMEOUT = 2.0  # seconds until a process is taken for such a one; doubled
 _START_TRIES = 5
 
 _TORCHS = "torch.utils.data._utils.signal_handling"  # where its handler of SIGCHLD is defined
-
-# What torch itself says, at the beginning of the line. A user's error that a process hands on begins with "Caught".
-_DEATH = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +106,14 @@ class Loader:
                 except _StartTimeout:
                     self._never_started(tries)
                     tries += 1
-                except RuntimeError as error:
-                    if not _DEATH.match(str(error)):
+                except (RuntimeError, OSError, EOFError) as error:
+                    if not processes.has_lost_one():  # the program's own, which came out of a process that lives
                         raise
                     self._died(asked[0].step if asked else 0, error)
             rest, asked = chain(list(asked), rest), deque()
 
     def _died(self, step: int, error: Exception) -> None:
-        line = str(error).splitlines()[0]
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
             raise DataError(
                 f"rank {self._rank}: a loader process died at step {step}: {line}; lower --data.workers (memory?), or "
@@ -219,6 +216,10 @@ class _Processes:
         for child in self._children:
             if child.pid not in self._started.values():
                 child.kill()
+
+    def has_lost_one(self) -> bool:
+        """Whether a process has ended, which none does by itself before the last batch is there."""
+        return bool(wait([child.sentinel for child in self._children], _REAPED))
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing, and waits until they are gone."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import retry_io, storage_error, write_whole
 from lockstep.run.lock import RunLock
 from lockstep.units import bytes_text
@@ -133,8 +133,14 @@ class RunFolder:
 
     def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
         """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
-        that step is older."""
-        self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+        that step is older. Raises LockstepError where it cannot be written, StorageError."""
+        try:
+            self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+        except OSError as error:
+            raise LockstepError(
+                f"step {step}: {self.path / _EVALUATED}: {error.strerror}; make room or check the permissions of "
+                "--save-dir, and start again: it goes on from the newest checkpoint"
+            ) from error
 
     def read_evaluated(self) -> dict[str, Any]:
         """What `write_evaluated` noted last; {} for nothing."""

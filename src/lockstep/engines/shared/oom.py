@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError
 from lockstep.tensors import local_of
 from lockstep.units import bytes_text as shown
 
-__all__ = ["Device", "explained", "out_of_memory"]
+__all__ = ["Device", "explained", "is_out_of_memory", "out_of_memory"]
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`
 _STRAY = 0.05  # share of a device that others may hold (its driver, a desktop) without being named
@@ -54,9 +54,14 @@ def explained(engine: Engine | None, world: World) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _is_of_host_allocator(error):
+        if not is_out_of_memory(error):
             raise
         raise out_of_memory(error, engine, world, Device.of(world.device)) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left for what was asked."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_of_host_allocator(error)
 
 
 def _is_of_host_allocator(error: Exception) -> bool:
