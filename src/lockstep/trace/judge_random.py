@@ -63,7 +63,7 @@ def _states(spot: Spot) -> dict[int, list[Forward]]:
     """List each rank's forwards of the training."""
     return {
         rank: [
-            Forward((f["n"], f.get("w", 0)), *f["rng"], f.get("seeds", {}))
+            Forward((f["n"], f.get("w", 0)), f["rng"][0], f["rng"][1], f.get("seeds", {}))
             for f in record["fwd"]
             if f["train"] and len(f.get("rng", ())) == 2
         ]
