@@ -18,7 +18,7 @@ from lockstep.trace.coverage import every, matched
 from lockstep.trace.judge_coverage import count_data, count_numbers, uncovered, unended
 from lockstep.trace.judge_data import data_difference
 from lockstep.trace.judge_evaluation import evaluation_difference
-from lockstep.trace.judge_gradient import first_module, gradient_difference
+from lockstep.trace.judge_gradient import first_module, gradient_difference, own_statistics
 from lockstep.trace.judge_normalisation import items_unequal
 from lockstep.trace.judge_random import random_difference
 from lockstep.trace.judge_sets import (
@@ -204,7 +204,8 @@ def _computed(step: Step, verdict: Verdict) -> Finding | None:
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
     step.flagged = _flagged(step)
-    if not step.flagged and unequal is None and items_unequal(step) is None:
+    exact = items_unequal(step) or own_statistics(step)
+    if not step.flagged and unequal is None and exact is None:
         return None
     found = data_difference(step)
     if found is not None:

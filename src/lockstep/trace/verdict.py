@@ -114,7 +114,8 @@ class Verdict:
     def _hidden(self) -> str:
         first, most = (f"{each:.2g}" if each < 1e-4 else f"{each:.2%}" for each in self.hidden)
         later = f" ({most} in later steps)" if most != first else ""
-        return f"a difference under {first} of a gradient{later} would not show"
+        below = f"an error in a tensor's gradient under {first} of the whole gradient's length{later}"
+        return f"would not show: {below}; of a tensor whose gradient is shorter, any"
 
     def plain(self) -> dict[str, Any]:
         """For `--json`."""
