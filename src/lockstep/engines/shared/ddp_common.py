@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Settings
 from lockstep.engines.options import EngineOptions
@@ -181,7 +182,7 @@ class ReplicatedEngine:
             places = [int(k) for k in found[1].split()] if found else []
             names = [trained[k][0] for k in places if k < len(trained)] or ["some parameters"]
             raise LockstepError(
-                f"rank {self._world.rank}, --engine {self._name}: the loss of this micro-batch does not use "
+                f"{rank_label(self._world.rank)}, --engine {self._name}: the loss of this micro-batch does not use "
                 f"{listed(names)}, though the first step did, so gradients were not exchanged; start with "
                 "--engine.find-unused-parameters true"
             ) from error
