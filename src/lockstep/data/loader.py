@@ -9,7 +9,6 @@ An error of a sample or of the task's own code comes back as itself, in one line
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -43,9 +42,6 @@ _START_TIMEOUT = 2.0  # seconds until a process is taken for such a one; doubled
 _START_TRIES = 5
 
 _TORCHS = "torch.utils.data._utils.signal_handling"  # where its handler of SIGCHLD is defined
-
-# What torch itself says, at the beginning of the line. A user's error that a process hands on begins with "Caught".
-_DEATH = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class Loader:
                     self._never_started(tries)
                     tries += 1
                 except RuntimeError as error:
-                    if not _DEATH.match(str(error)):
+                    if not processes.has_lost_one:  # the program's own, which came out of a process that lives
                         raise
                     self._died(asked[0].step if asked else 0, error)
             rest, asked = chain(list(asked), rest), deque()
@@ -220,6 +216,11 @@ class _Processes:
         for child in self._children:
             if child.pid not in self._started.values():
                 child.kill()
+
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether a process has ended, which none does by itself before the last batch is there."""
+        return not all(child.is_alive() for child in self._children)
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing, and waits until they are gone."""
