@@ -43,7 +43,8 @@ HOSTILE = (
 PARTS = {
     "rank": r"rank \d",
     "step": r"step \d",
-    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|not see|space|uneven|another|memory|cannot|killed|failed",
+    "cause": r"SIG[A-Z]+|not finite|differ|did not arrive|not see|space|uneven|another|memory|cannot|killed|failed|"
+    "called exit",
     "way out": r"; .*(resume|again|raise|lower|give|fix|start|check|repair|look|leave|use|go back|make room|traceback)",
 }
 

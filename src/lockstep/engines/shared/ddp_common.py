@@ -6,6 +6,7 @@ parameters a backward may leave without a gradient; only then is DDP told.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
@@ -157,6 +158,8 @@ class ReplicatedEngine:
         )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
+        if find_unused:
+            _silence_advice(ddp)
         self._ddp, self._wrapped = ddp, self._trained()
 
     def _end_of_first_step(self, usage: Usage) -> None:
@@ -186,6 +189,29 @@ class ReplicatedEngine:
                 f"{listed(names)}, though the first step did, so gradients were not exchanged; start with "
                 "--engine.find-unused-parameters true"
             ) from error
+
+
+def _silence_advice(ddp: Any) -> None:
+    """Keep torch's advice against the search for unused parameters off the screen, where each rank's C++ prints it.
+
+    It comes with the first forward that uses all of them, also where another one does not. Warnings of C++ are Python's
+    within a function of torch that calls back, such as `apply_`, and only there can they be told apart.
+    """
+    after_forward = type(ddp)._post_forward
+
+    def quietly(output: Any) -> Any:
+        found = []
+
+        def call(value: float) -> float:
+            found.append(after_forward(ddp, output))
+            return value
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            torch.zeros((), device="cpu").apply_(call)
+        return found[0]
+
+    ddp._post_forward = quietly
 
 
 def check_launched(name: str, world: World) -> None:
