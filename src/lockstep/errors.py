@@ -17,6 +17,7 @@ Lines are written with flags, as the command has them. A person who makes the co
 """
 
 import re
+import traceback
 
 __all__ = [
     "SETTINGS",
@@ -30,6 +31,7 @@ __all__ = [
     "ResumeError",
     "StorageError",
     "UsageError",
+    "raised_in",
     "said",
 ]
 
@@ -56,6 +58,15 @@ def said(line: str) -> str:
     if SETTINGS.flags:
         return line
     return _FLAG.sub(lambda found: SETTINGS.fields.get(found[0], found[0]), line)
+
+
+def raised_in(error: BaseException) -> str:
+    """Name the module and the function that raised `error`: "torch.utils.checkpoint:backward"; "" for none.
+
+    Libraries raise a plain RuntimeError or ValueError for much; the place tells them apart, whatever their words.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}" if frames else ""
 
 
 class LockstepError(Exception):

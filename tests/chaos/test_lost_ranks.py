@@ -296,6 +296,7 @@ def test_r23_an_error_is_that_of_its_rank_on_any_engine_under_any_launcher(data,
     assert "step 7 (loading or computing)" in told
     assert (told == run.last) == (start_by == "launch")  # torchrun ends with a line of its own
     assert run.said.count("raise kind(") == 1
+    assert run.said.count(f"rank {1 - rank} lost the other ranks") <= 1
 
 
 @pytest.mark.slow

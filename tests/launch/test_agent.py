@@ -1,5 +1,6 @@
 """What the launcher makes of processes that ended or did not, of signals, of its meeting point, and of memory."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
+from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch import agent, failure, memory, orphans, rendezvous
+from lockstep.launch import agent, failure, losses, memory, orphans, rendezvous
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
@@ -47,7 +48,7 @@ def watched(tmp_path, monkeypatch):
         mine = object.__new__(agent._Agent)
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
-        mine._losses, mine._ending = None, ""
+        mine._losses, mine._ending, mine._earlier = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
         mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
@@ -101,6 +102,28 @@ def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace
     mine._explain(processes, group)
     assert mine._failure.rank == 5
     assert all(process.returncode is not None for process in processes.values())
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "restarts"),
+    [
+        ({}, 1, False),
+        ({"origin": "KeyError a.py:8"}, 1, True),
+        ({"place": Place(5, "saving", 1.0)}, 1, True),
+        ({"follows": True}, 1, True),
+        ({"origin": ""}, -9, True),
+        ({"code": 75}, 75, True),
+    ],
+    ids=["the same", "line", "step", "lost a peer", "killed", "storage"],
+)
+def test_an_error_that_comes_back_is_not_restarted_again(watched, monkeypatch, capfd, then, code, restarts):
+    error = failure.Failure(4, code, "no", origin="KeyError a.py:7", place=Place(4, "saving", 1.0))
+    mine, processes, group = watched(BAD, ended=[0])
+    for found in (error, dataclasses.replace(error, rank=5, **then)):
+        monkeypatch.setattr(mine, "_failed", lambda *_, found=found: found)
+        mine._explain(processes, group)
+    assert (mine._remaining_restarts, losses.REPEATED in str(mine.error())) == ((2, False) if restarts else (0, True))
+    assert capfd.readouterr().err.count("restart 2 of 3") == 1 + restarts
 
 
 @pytest.mark.parametrize("early", [True, False])

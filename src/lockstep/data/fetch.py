@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.counts import checked, samples_in, shown
+from lockstep.distributed.rank_label import rank_label
 from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
@@ -173,7 +174,7 @@ class Fetch:
 
     def _where(self, key: Key) -> str:
         shown = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
-        return f"rank {self._rank}, step {key.step}, samples {shown}"
+        return f"{rank_label(self._rank)}, step {key.step}, samples {shown}"
 
     def _drawn(self, epoch: int, sample: int) -> Any:
         return self._load_seeded(sample, lambda tried: seed_everything(derive(self._seed, "sample", epoch, tried)))

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.data.fetch import Key
 from lockstep.data.worker import collections_paused, end_with_parent, keep_inherited
 from lockstep.distributed.cores import OPENCV_THREADS
+from lockstep.distributed.rank_label import rank_label
 from lockstep.errors import DataError
 
 __all__ = ["Fetching", "Loader", "Loading"]
@@ -116,21 +117,23 @@ class Loader:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
             raise DataError(
-                f"rank {self._rank}: a loader process died at step {step}: {line}; lower --data.workers (memory?), or "
-                "load in the training process with --data.workers 0"
+                f"{rank_label(self._rank)}: a loader process died at step {step}: {line}; lower --data.workers "
+                "(memory?), or load in the training process with --data.workers 0"
             ) from error
         self._deaths += 1
         self.restarts += 1
-        _LOG.warning("rank %d: a loader process died at step %d: %s; started again", self._rank, step, line)
+        _LOG.warning("%s: a loader process died at step %d: %s; started again", rank_label(self._rank), step, line)
 
     def _never_started(self, tries: int) -> None:
         if tries >= _START_TRIES:
             raise DataError(
-                f"rank {self._rank}: a loader process never started, in {tries} tries: it hangs since its fork; "
+                f"{rank_label(self._rank)}: a loader process never started, in {tries} tries: it hangs since its fork; "
                 "load in the training process with --data.workers 0"
             ) from None
         self.restarts += 1
-        _LOG.warning("rank %d: a loader process did not start in %g s; started again", self._rank, _timeout(tries))
+        _LOG.warning(
+            "%s: a loader process did not start in %g s; started again", rank_label(self._rank), _timeout(tries)
+        )
 
 
 class _StartTimeout(Exception):

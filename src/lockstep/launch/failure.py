@@ -24,7 +24,8 @@ from typing import Any
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
-from lockstep.errors import LockstepError, PeerError, UsageError
+from lockstep.distributed.rank_label import rank_label
+from lockstep.errors import LockstepError, PeerError, StorageError, UsageError
 
 __all__ = ["Failure", "described", "first", "note", "note_uncaught"]
 
@@ -38,7 +39,7 @@ class Failure:
     """One process's end.
 
     Attributes:
-        rank: of the process.
+        rank: of the process, among those that train together.
         code: its exit code; negative: the signal that killed it.
         message: its own last word; "" where it could not say any.
         follows: it only lost the others, or relays what another rank says.
@@ -47,6 +48,7 @@ class Failure:
         shared: all ranks found the same together.
         origin: the class of its error and the line of code that raised it; "" where it could not say.
         names_nobody: it lost the others and does not say which.
+        at_start: its rank when the launcher started it; None: the same.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Failure:
     shared: bool = False
     origin: str = ""
     names_nobody: bool = False
+    at_start: int | None = None
 
     @classmethod
     def read(cls, rank: int, code: int, path: Path, place: Place | None, seen: float) -> "Failure":
@@ -81,22 +84,28 @@ class Failure:
         )
 
     def repeats(self, other: "Failure") -> bool:
-        """Whether the same line of code raised both in the same step: another try would end alike."""
+        """Whether the same line of code raised both in the same step: another try would end alike.
+
+        The loss of another rank, and a storage that did not answer, are not the line's fault.
+        """
+        if self.follows or self.code == StorageError.exit_code:
+            return False
         step, before = (each.place.step if each.place else None for each in (self, other))
         return bool(self.origin) and (self.origin, step) == (other.origin, before)
 
     def __str__(self) -> str:
         at = f"at {self.place}" if self.place else "before step 0"  # where it never told its place
+        who = rank_label(self.rank, self.at_start)
         if self.message and (self.follows or self.shared):
             return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
         if self.message:
-            return f"rank {self.rank} failed first {at}: {self.message}"
+            return f"{who} failed first {at}: {self.message}"
         if self.code < 0:
-            return f"rank {self.rank} was ended first, by {_signal(-self.code)}, {at}"
+            return f"{who} was ended first, by {_signal(-self.code)}, {at}"
         if self.code == 0:
-            early = f"rank {self.rank} ended with code 0 before the run's end, {at}"
+            early = f"{who} ended with code 0 before the run's end, {at}"
             return f"{early}: its code, or a library, called exit, or it left its loop alone"
-        return f"rank {self.rank} ended first, with code {self.code} and no word, {at}"
+        return f"{who} ended first, with code {self.code} and no word, {at}"
 
 
 def first(failures: Iterable[Failure]) -> Failure:

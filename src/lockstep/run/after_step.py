@@ -233,6 +233,7 @@ def leave_early(session: Session, works: Works, told: Told | None, now: bool) ->
         if session.abandoned:
             return
         save(works, session.global_step)
+        works.recorder.settle()  # collective
         works.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
     else:

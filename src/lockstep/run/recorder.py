@@ -223,19 +223,25 @@ class RunRecorder:
         seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
         self.saver.abandon(seconds, leave=not (gone and self._outlives))
 
-    def close(self, code: int, *, sample: bool = True) -> None:
-        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
-
-        Every rank takes part in the sample, since the forward of a split model needs them all.
+    def settle(self) -> None:
+        """Wait for the run's last save. Collective.
 
         Raises:
-            LockstepError: the last save failed: what it should have kept is lost. Or tensors are not finite.
+            LockstepError: it failed: what it should have kept is lost. Or tensors are not finite.
         """
         built = self._built
         self.saver.settle(last=True)  # collective
         if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
             line = not_finite_line([*found], where_not_finite(found, built.world))
             raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
+
+    def close(self, code: int, *, sample: bool = True) -> None:
+        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+
+        To be called after `settle`. Every rank takes part in the sample, since the forward of a split model needs them
+        all.
+        """
+        built = self._built
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.shared.memory import Footprint
@@ -78,7 +79,7 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
     asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
         asked = shown(int(by_host[1]))
-    begin = f"rank {world.rank} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
+    begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
     return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
 
 
