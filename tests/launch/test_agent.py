@@ -8,15 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
+from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Place, Progress
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch import agent, failure, losses, memory, orphans, rendezvous
 from lockstep.launch.job import Job
@@ -364,3 +365,15 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
         (tmp_path / name).write_text(text)
     assert memory.kills(tmp_path, own) == 113
     assert memory.kills(tmp_path, tmp_path / "none") == 3
+
+
+def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(monkeypatch):
+    monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
+    mine = object.__new__(agent._Agent)
+    assert mine._replacing(job(losses=0)) is None
+    assert MEETING_VARIABLE not in os.environ  # of another launcher around this one
+    losses = mine._replacing(job(losses=3))
+    assert losses is not None  # the store is there as long as it is
+    host, _, port = os.environ[MEETING_VARIABLE].rpartition(":")
+    assert host == "127.0.0.1"
+    assert TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False).add("heard", 1) == 1

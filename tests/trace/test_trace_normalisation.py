@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from lockstep.trace.judge_data import data_difference
-from lockstep.trace.judge_normalisation import items_unequal
+from lockstep.trace.judge_normalisation import items_unequal, normalisation_difference
 from lockstep.trace.judge_random import random_difference
 from lockstep.trace.limits import gradient_limit
 from lockstep.trace.pairing import Pair, Side, Spot
@@ -81,6 +81,38 @@ def test_items_that_no_whole_number_explains_are_a_finding_too():
     assert (found.stage, found.cause, found.rank) == ("normalisation", "loss", 1)
     twice = {sample: 2.0 + 2 * sample for sample in LABELS}  # a scale that all have is nobody's share
     assert items_unequal(stepped(side(WHOLE, "all"), side(HALVES, "all", lengths=twice))) is None
+
+
+def losing(ranks, *values):
+    """A run whose losses are these, one a forward, and whose samples say nothing about them."""
+    run, rest = side(ranks, "all"), iter(values)
+    for rank in run.spots[0].part.ranks.values():
+        for entry, forward in zip(rank.steps[0]["loss"], rank.steps[0]["fwd"], strict=True):
+            entry["v"] = [next(rest)]
+            del forward["og"]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "cause"),
+    [
+        (losing(HALVES, 2.0, 2.0), losing(HALVES, 2.0, 2.0), None),
+        (losing(HALVES, 2.0, 2.0), losing(WHOLE, 1.0), "scaled-loss"),  # by the ranks
+        (losing(WHOLE, 1.0), losing(HALVES, 2.0, 2.0), "scaled-loss"),
+        (losing([[[0]]] * 10, *[10.0] * 10), losing([[[0]]] * 20, *[20.0] * 20), "scaled-loss"),
+        (losing([[[0]]] * 20, *[20.0] * 20), losing([[[0]]] * 2, *[2.0] * 2), "scaled-loss"),
+        (losing([[[0]] * 10], *[1.0] * 10), losing([[[0]]], 1.0), "scaled-loss"),  # by the micro-batches
+        (losing(WHOLE, 1.0), losing(WHOLE, 1.37), "loss"),
+        (losing(WHOLE, 39 / 28), losing(UNEVEN, 2.0, 1.0), "rank-average"),
+    ],
+)
+def test_where_samples_say_nothing_the_losses_do(one, two, cause):
+    step = stepped(one, two)
+    step.flagged = ["a gradient"]
+    found = normalisation_difference(step)
+    assert (found and found.cause) == cause, found
+    step.flagged = []
+    assert normalisation_difference(step) is None
 
 
 def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwise():
