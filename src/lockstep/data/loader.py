@@ -126,11 +126,12 @@ class Loader:
     def _never_started(self, tries: int) -> None:
         if tries >= _START_TRIES:
             raise DataError(
-                f"rank {self._rank}: a loader process never started, in {tries} tries: it hangs since its fork; "
+                f"{rank_label(self._rank)}: a loader process never started, in {tries} tries: it hangs since its fork; "
                 "load in the training process with --data.workers 0"
             ) from None
         self.restarts += 1
-        _LOG.warning("rank %d: a loader process did not start in %g s; started again", self._rank, _timeout(tries))
+        who = rank_label(self._rank)
+        _LOG.warning("%s: a loader process did not start in %g s; started again", who, _timeout(tries))
 
 
 class _StartTimeout(Exception):
