@@ -140,7 +140,7 @@ def r14(bench):
         {"rank": 0, "step": 7, "at": BEAT, "do": "kill"},
     ]
     run = bench.run(faults=faults, restarts=1)
-    clock = run.code == 0 and run.mark() == bench.whole and "rank 0 was ended first" in run.said
+    clock = run.code == 0 and run.mark() == bench.whole and "rank 0 was the first to end" in run.said
     total = len(cases) + len(mounts) - len(said)
     said.append(f"a clock a day behind {'changes nothing' if clock else 'CHANGES the run'}")
     return f"{good}/{total} one line; {worst:.1f} s, imports included; {'; '.join(said)}"

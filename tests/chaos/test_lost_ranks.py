@@ -79,7 +79,7 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
         end(process)
     assert process.returncode == 75, said
     text = log.read_text()
-    assert re.search(r"WARNING rank 0 was ended first, by SIGKILL, at step \d+ .*; the others go on", text)
+    assert re.search(r"WARNING rank 0 was the first to end, killed by SIGKILL, at step \d+ .*; the others go on", text)
     assert re.search(r"INFO 2 ranks go on from step \d+ \(after", text)
     assert re.search(r"INFO 3 ranks go on from step \d+, 1 of them new \(after", text)
     assert (after[1], after[2]) == (before[1], before[2])

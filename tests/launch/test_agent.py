@@ -183,8 +183,8 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
 @pytest.mark.parametrize(
     ("code", "message", "kills", "words"),
     [
-        (-9, "", 8, "rank 1 was ended first, by SIGKILL, before step 0: out of memory, by the kernel's count"),
-        (-9, "", 7, "by SIGKILL, before step 0: somebody or something killed it, and the kernel counts no lack"),
+        (-9, "", 8, "rank 1 was the first to end, killed by SIGKILL, before step 0: out of memory, by the kernel"),
+        (-9, "", 7, "by SIGKILL, before step 0: something outside the run killed it"),
         (-15, "", 8, "by SIGTERM, before step 0: somebody or something ended it before its steps began"),
         (-1, "", 7, "by SIGHUP, before step 0: somebody or something ended it before its steps began"),
         (-11, "", 8, "by SIGSEGV, before step 0: it crashed; its stack is above"),

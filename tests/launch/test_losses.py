@@ -92,7 +92,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     found = run.called(1)
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
     assert [report.taken for report in found.reports.values()] == [7, 8]
-    assert found.lost == ["rank 1 was ended first, by SIGKILL, before step 0"]
+    assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 0"]
     assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
 

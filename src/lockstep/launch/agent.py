@@ -353,7 +353,7 @@ class _Agent(LocalElasticAgent):
         if failure.code == -signal.SIGKILL and not failure.message:
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
-            return f"{failure}: somebody or something killed it, and the kernel counts no lack of memory"
+            return f"{failure}: something outside the run killed it; the kernel reports no lack of memory (no OOM kill)"
         if -failure.code in STOP_SIGNALS and not failure.message:
             return f"{failure}: somebody or something ended it before its steps began, so there was nothing to save"
         if failure.code < 0 and not failure.message:

@@ -101,7 +101,7 @@ class Failure:
         if self.message:
             return f"{who} failed first {at}: {self.message}"
         if self.code < 0:
-            return f"{who} was ended first, by {_signal(-self.code)}, {at}"
+            return f"{who} was the first to end, killed by {_signal(-self.code)}, {at}"
         if self.code == 0:
             early = f"{who} ended with code 0 before the run's end, {at}"
             return f"{early}: its code, or a library, called exit, or it left its loop alone"

@@ -82,7 +82,7 @@ class Row:
         if self.verdict == "close":
             found = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
             under = f"{self.hidden:.2g}" if self.hidden < _SHARE else f"{self.hidden:.2%}"
-            return f"{found}; a difference under {under} of a gradient would not show"
+            return f"{found}; a difference under {under} of the whole gradient's length would not show"
         if self.difference:
             return _shown(self.difference, named=self.combination.world_size > 1)
         return f"{self.verdict}: {self.reason}"
