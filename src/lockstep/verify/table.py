@@ -56,11 +56,12 @@ class Row:
     """One combination.
 
     Attributes:
-        verdict: "equal" (all bits), "close" (within the tolerance), "different", "failed" or "unavailable".
+        verdict: "equal" (all bits), "close" (within the tolerance), "different", "not proved", "failed" or
+            "unavailable".
         largest: the largest relative difference of a weight after the last step, and in which tensor.
         hidden: share of a step's gradient below which a difference would not have shown.
         difference: the first difference, where the verdict is "different".
-        reason: why it failed or cannot run.
+        reason: why it failed, cannot run or proves nothing.
     """
 
     combination: Combination
