@@ -25,13 +25,16 @@ from typing import Any
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
 from lockstep.distributed.rank_label import rank_label
-from lockstep.errors import LockstepError, PeerError, StorageError, UsageError
+from lockstep.errors import LockstepError, PeerError, StorageError, UsageError, error_line
 
-__all__ = ["Failure", "described", "first", "note", "note_uncaught"]
+__all__ = ["Failure", "described", "first", "note", "note_log", "note_uncaught"]
 
 _LIMIT = 1 << 20  # bytes of a note that are believed
 _HOOKED: list[Any] = []  # what showed the errors of this program that nobody caught
 _NOTED: list[BaseException] = []  # the error of this process that was noted
+
+
+_LOGS: list[Path] = []  # the file that has the whole traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,12 @@ def described(error: BaseException) -> str:
     """Describe an error on its own rank: one of lockstep's by its line, any other by place, class and text."""
     if isinstance(error, LockstepError):
         return str(error)
-    return f"at {Progress.present() or 'the start'}: {type(error).__name__}: {error}"
+    return f"at {Progress.present() or 'the start'}: {error_line(error)}"
+
+
+def note_log(path: Path) -> None:
+    """Note the file to which the traceback of this process's error was written."""
+    _LOGS[:] = [path]
 
 
 def note(error: BaseException) -> bool:
@@ -133,7 +141,7 @@ def note(error: BaseException) -> bool:
     if _NOTED and _NOTED[0] is error:
         return told_already
     ours = isinstance(error, LockstepError)
-    bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
+    bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if ours else bug).replace("\n", " ")
     place = Progress.present()
     text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's own report

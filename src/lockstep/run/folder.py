@@ -106,13 +106,15 @@ class RunFolder:
         """Gives the lock back; twice does no harm."""
         self._lock.release()
 
-    def write_end(self, code: int, step: int, status: str) -> None:
+    def write_end(self, code: int, step: int, status: str, losses: str = "") -> None:
         """Leaves word of how this start of the run ended, after `step` steps: `status` as in `run.Result`, or "failed".
 
         `code` is for who reads it under plain torchrun: 75 or 130 where the run saved itself on a signal, else 0 or 1.
+        `losses` names the ranks that this start lost on its way.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        self.write(_END, json.dumps({"status": status, "code": code, "step": step, "job": job}) + "\n")
+        end = {"status": status, "code": code, "step": step, "job": job} | ({"losses": losses} if losses else {})
+        self.write(_END, json.dumps(end) + "\n")
 
     def read_end(self) -> dict[str, Any]:
         """What `write_end` left; {} while the run goes on, or where it was killed."""

@@ -9,6 +9,7 @@ books.log(record)               # the window's record, where one ends with this 
 import json
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -40,7 +41,7 @@ from lockstep.run.trained import note
 from lockstep.sinks import Sinks
 from lockstep.transforms.eager import eager
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder", "losses_text"]
 
 _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
@@ -65,10 +66,12 @@ class RunRecorder:
         timeline: Timeline,
         *,
         outlives: bool = False,
+        losses: str = "",
     ) -> None:
         self._timeline = timeline
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
         self._outlives = outlives  # the run goes on where a rank is lost
+        self.losses = losses
         keep = built.config.checkpoint
         self._saves = keep.mode != "none"
         self.saver = checkpoint.Saver(
@@ -282,9 +285,27 @@ class RunRecorder:
         if not self._saves:
             return "finished; nothing was saved (--checkpoint.mode none)"
         if self.saved >= whole:
-            return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
+            finished = f"finished {self.losses}" if self.losses else "finished"
+            return f"{finished}; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+
+
+def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
+    """Describe the ranks that a run lost on its way; "" for none.
+
+    Args:
+        losses: a line for each.
+        size: the ranks now.
+        began_on: the ranks before the first loss.
+    """
+    if not losses:
+        return ""
+    many = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
+    more = f" (the first of {len(losses)} losses)" if len(losses) > 1 else ""
+    if size >= began_on:
+        return f"after {many} lost and replaced: {losses[0]}{more}"
+    return f"on {size} of {began_on} ranks: {losses[0]}{more}"
 
 
 def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:

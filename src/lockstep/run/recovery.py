@@ -123,6 +123,8 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         _let_go(session, built)
         found = member.regroup(report, _LONGEST * built.world.timeout + _SLACK)
         lost += found.lost
+        session.losses += found.lost
+        session.began_on = session.began_on or built.world.size
         built.state["losses"] = built.state.get("losses", 0) + len(found.lost)
         best = _furthest(found)
         try:

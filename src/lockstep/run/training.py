@@ -251,6 +251,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
             is_one_line = isinstance(error, LockstepError)  # which the command prints
             once = {"only_file": is_one_line}
             _LOG.error("%s", failure.described(error), exc_info=not is_one_line, extra=once)
+            failure.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
         session.timeline.close(_ended(session, left))
@@ -343,7 +344,7 @@ def _follow(session: Session, built: Built) -> Training:
         if session.member:
             session.member.ends()
         recorder.settle()  # collective
-        session.status, session.exit_code = end_of(built, stop_request, recorder.saved)
+        session.status, session.exit_code = end_of(built, stop_request, recorder.saved, recorder.losses)
         recorder.close(session.exit_code)
 
 
