@@ -1,10 +1,14 @@
 """How a failure is told at a run's end: lost ranks, the user's line of code, the user's part of a traceback."""
 
+import signal
+
 import pytest
 
-from lockstep.errors import error_line, user_traceback
+from lockstep.errors import LockstepError, error_line, user_traceback
 from lockstep.files import retry_io
+from lockstep.guards.preemption import Preemption
 from lockstep.run.recorder import losses_text
+from lockstep.run.session import Wishes
 
 
 class _Mute(Exception):
@@ -62,3 +66,18 @@ def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: i
     found = losses_text(losses, size, began_on=2)
     assert found.startswith(begins)
     assert bool(found) == bool(losses)
+
+
+def test_a_keyboard_interrupt_without_a_signal_is_an_error_of_the_code() -> None:
+    with pytest.raises(LockstepError) as caught, Preemption(Wishes()):
+        raise KeyboardInterrupt
+    assert "test_ends.py:" in str(caught.value)
+
+
+def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
+    def interrupt_twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), Preemption(Wishes()), Preemption(Wishes()):
+        interrupt_twice()
