@@ -20,7 +20,7 @@ from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import marked
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
@@ -252,7 +252,8 @@ class RunRecorder:
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
             with eager():  # an own task's too
-                text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+                asked = sample and not code
+                text = on_all_ranks(built.world, self._sample) if asked else ""  # collective
             at_rest(built.engine.model)
         self._sinks.close(
             {
@@ -273,6 +274,9 @@ class RunRecorder:
                 "next": self._next(code),
             }
         )
+
+    def _sample(self) -> str:
+        return self._built.task.sample(self._built.engine.model, self._built.world.device)
 
     def _next(self, code: int) -> str:
         """The last line on the screen: what to do now."""
